@@ -1,0 +1,18 @@
+"""`gpuwatch launch`: the options are torchrun's own parser's, so click hands them over untouched."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(
+    name="launch",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    add_help_option=False,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(arguments: tuple[str, ...]) -> int:
+    """Run a training script under torchrun's elastic agent."""
+    from ..launcher.launch import launch  # imports torch
+
+    return launch(list(arguments))

@@ -1,0 +1,63 @@
+"""The command `gpuwatch`. Subcommands are imported when they are called, so that `gpuwatch --help` is quick."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from ..core.errors import GpuwatchError
+from ..core.host import gpuwatch_version
+
+COMMANDS = {
+    "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
+    "report": "Print the combined report of a run.",
+    "collect": "Run a collector by hand, for launches that are given --collector.",
+}
+
+
+class _LazyGroup(click.Group):
+    """Lists the subcommands from a table and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = import_module(f"..cli.{cmd_name}", __package__).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(gpuwatch_version(), prog_name="gpuwatch")
+def cli() -> None:
+    """Wraps torchrun: starts an unmodified training script, watches every rank, and names the first rank and module
+    to overflow in one combined report.
+
+    gpuwatch launch --nproc-per-node 8 train.py --lr 1e-4
+
+    Exit codes of launch: 0 clean; 1 the script failed by itself; 2 wrong usage; 3 preflight failed; 4 overflow found;
+    5 a rank hung or was lost; 128 + N ended by signal N.
+    """
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        code = cli.main(standalone_mode=False)
+    except GpuwatchError as error:
+        click.echo(f"gpuwatch: {error}", err=True)
+        code = int(error.exit_code)
+    except click.ClickException as error:
+        click.echo(f"gpuwatch: {error.format_message()}", err=True)
+        code = 2
+    except click.exceptions.Abort:
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,64 @@
+"""`gpuwatch report`: print a report that was written, or make it again from the store."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ..core.errors import UsageError
+from ..core.spool import SUFFIX, read_spool
+
+
+@click.command(name="report")
+@click.argument("run", required=False)
+@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+@click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
+)
+@click.option("--again", is_flag=True, help="Make report.json and report.txt again from the run's store.")
+def command(run: str | None, runs_dir: str, rank: int | None, form: str, again: bool) -> int:
+    """Print the combined report of RUN: a run's folder, its name in the runs' folder, or a spool file.
+
+    Without RUN: the latest one.
+    """
+    from ..collector.finish import read_report, report_from_messages, report_from_store, write_report
+    from ..collector.paths import RunPaths
+    from ..collector.report import to_json
+    from ..collector.text import render_text
+
+    path = find_run(run, Path(runs_dir))
+    if path.is_file():
+        report = report_from_messages(read_spool(path), path.stem)
+    else:
+        paths = RunPaths(path)
+        report = report_from_store(paths) if again else read_report(paths)
+        if again:
+            trouble = write_report(paths, report)
+            if trouble:
+                click.echo(f"gpuwatch: {trouble}", err=True)
+    if rank is not None and rank not in {entry.rank for entry in report.ranks}:
+        raise UsageError(f"--rank: expected one of the ranks of this run (0 to {len(report.ranks) - 1}), found {rank}")
+    if form == "json":
+        sys.stdout.write(to_json(report).decode() + "\n")
+        return 0
+    terminal = sys.stdout.isatty()
+    width = max(80, min(160, click.get_terminal_size()[0])) if hasattr(click, "get_terminal_size") else 110
+    click.echo(render_text(report, width=width, color=terminal, rank=rank))
+    return 0
+
+
+def find_run(run: str | None, runs_dir: Path) -> Path:
+    """The folder or spool file that the user means. Raises UsageError, saying what there is."""
+    candidates = [Path(run), runs_dir / run] if run is not None else [runs_dir / "latest"]
+    for candidate in candidates:
+        if candidate.is_file() and candidate.suffix == SUFFIX:
+            return candidate
+        if candidate.is_dir() and ((candidate / "run.sqlite").exists() or (candidate / "report.json").exists()):
+            return candidate.resolve()
+    known = sorted(path.parent.name for path in runs_dir.glob("*/run.sqlite") if not path.parent.is_symlink())
+    there = f"runs there: {', '.join(known[-5:])}" if known else f"no run is in {runs_dir}"
+    wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
+    raise UsageError(f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} ({there}; elsewhere: --runs-dir DIR)")

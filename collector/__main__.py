@@ -1,0 +1,74 @@
+"""The collector as a child of a launch: settings on the first line of stdin, JSON lines on stdout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import zmq
+
+from ..core.exits import ExitCode
+from ..core.pipe import Bound, CannotBind, CollectorConfig, read_line, write_line
+from .conductor import Conductor
+from .finish import stamp
+from .paths import RunPaths, new_run
+from .server import Server
+from .store import RunStore
+
+
+def main() -> int:
+    """Entry of `python -m gpuwatch.collector`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it ends when the job has: after the report is written
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return int(ExitCode.USAGE)
+        line += byte
+    config = read_line(line, CollectorConfig)
+    try:
+        server = Server(config.bind, config.public_key, config.private_key, config.agent_public_key)
+    except zmq.ZMQError as error:
+        write_line(sys.stdout.buffer, CannotBind(error.errno == zmq.EADDRINUSE, str(error)))
+        return int(ExitCode.USAGE)
+    try:
+        paths = new_run(Path(config.runs_dir))
+        store = open_store(paths, config.max_frames)
+    except OSError as error:
+        write_line(sys.stdout.buffer, CannotBind(False, f"no folder for the run: {error}"))
+        server.close()
+        return int(ExitCode.USAGE)
+    write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder)))
+    sys.stderr = (paths.logs / "collector.log").open("a", buffering=1)
+    serve(server, paths, store, config.rdzv_id)
+    return 0
+
+
+def open_store(paths: RunPaths, max_frames: int) -> RunStore:
+    """A new store with the facts that no message brings."""
+    store = RunStore(paths.store, create=True)
+    stamp(store, "started")
+    store.set("max_frames", str(max_frames))
+    return store
+
+
+def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> None:
+    """Run to the end with the launch's pipe as stdin."""
+    try:
+        server.run(
+            paths,
+            store,
+            Conductor(paths.run_id, str(paths.folder), rdzv_id),
+            launch_gone=lambda: not os.read(0, 4096),
+            launch_fd=0,
+        )
+    finally:
+        server.close()
+        store.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""What is known of a run: a fold over its messages, in any order, with duplicates or gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ..core.frames import Page
+from ..core.messages import (
+    AgentBody,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    PageMessage,
+    RankState,
+)
+from ..core.pages import Names, decode_page
+from ..core.records import (
+    Anomaly,
+    Fault,
+    Inventory,
+    NodeSignal,
+    PreflightResult,
+    PreflightStage,
+    ScriptError,
+    ScriptExit,
+    WorkerExit,
+)
+
+
+@dataclass
+class RankFacts:
+    """One rank in one attempt."""
+
+    rank: int
+    attempt: int
+    agent: str = ""
+    anomalies: list[Anomaly] = field(default_factory=list)
+    errors: list[ScriptError] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    stages: list[PreflightStage] = field(default_factory=list)
+    preflight: PreflightResult | None = None
+    inventory: Inventory | None = None
+    script_exit: ScriptExit | None = None
+    exit: WorkerExit | None = None
+    pages: dict[int, Page] = field(default_factory=dict)
+    """By number; the fullest copy of each."""
+    state: RankState | None = None
+    pages_dropped: int = 0
+
+
+@dataclass
+class NodeFacts:
+    """One node agent."""
+
+    agent: str
+    hello: Hello | None = None
+    bye: Bye | None = None
+    signal: NodeSignal | None = None
+    lost: bool = False
+    """It went silent before its Bye."""
+
+
+@dataclass
+class RunFacts:
+    """Everything. Keys of `ranks` are (attempt, rank)."""
+
+    nodes: dict[str, NodeFacts] = field(default_factory=dict)
+    ranks: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
+    undecodable_pages: int = 0
+
+    @property
+    def last_attempt(self) -> int:
+        """The attempt that the job ended with; 0 if it never began."""
+        return max((attempt for attempt, _ in self.ranks), default=0)
+
+    def of_attempt(self, attempt: int) -> list[RankFacts]:
+        """Its ranks in order."""
+        return [facts for (number, _), facts in sorted(self.ranks.items()) if number == attempt]
+
+    def host(self, facts: RankFacts) -> str:
+        """The host of a rank; "" if unknown."""
+        node = self.nodes.get(facts.agent)
+        return node.hello.host if node is not None and node.hello is not None else ""
+
+
+def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = ()) -> RunFacts:
+    """Put messages together. `lost_agents` went silent, as the collector saw it."""
+    facts = RunFacts()
+    names: dict[tuple[int, int], Names] = {}
+    pages: list[tuple[str, PageMessage]] = []
+    for agent, _, body in messages:
+        node = facts.nodes.setdefault(agent, NodeFacts(agent))
+        if isinstance(body, Hello):
+            node.hello = body
+        elif isinstance(body, Bye):
+            node.bye = body
+        elif isinstance(body, Definitions):
+            names.setdefault((body.attempt, body.rank), Names()).add(body.entries)
+        elif isinstance(body, PageMessage):
+            pages.append((agent, body))
+        elif isinstance(body, Beat):
+            _take_beat(facts, agent, body)
+        else:
+            _take_event(facts, agent, node, body)
+    for agent, message in pages:
+        _take_page(facts, agent, message, names)
+    for agent in lost_agents:
+        if agent in facts.nodes:
+            facts.nodes[agent].lost = True
+    for rank in facts.ranks.values():
+        rank.anomalies.sort(key=lambda anomaly: (anomaly.where.page, anomaly.frame))
+        rank.errors.sort(key=lambda error: error.where.time_ns)
+        rank.stages.sort(key=lambda stage: stage.where.time_ns)
+    return facts
+
+
+def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
+    found = facts.ranks.setdefault((attempt, rank), RankFacts(rank, attempt))
+    found.agent = agent
+    return found
+
+
+def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
+    event = message.event
+    if isinstance(event, NodeSignal):
+        node.signal = event
+        return
+    rank = _rank(facts, agent, event.where.attempt, event.where.rank)
+    lists: list[tuple[type, list]] = [  # type: ignore[type-arg]  # each list holds what its type says
+        (Anomaly, rank.anomalies),
+        (ScriptError, rank.errors),
+        (Fault, rank.faults),
+        (PreflightStage, rank.stages),
+    ]
+    for kind, events in lists:
+        if isinstance(event, kind):
+            if event not in events:
+                events.append(event)
+            return
+    if isinstance(event, PreflightResult):
+        rank.preflight = event
+    elif isinstance(event, Inventory):
+        rank.inventory = event
+    elif isinstance(event, ScriptExit):
+        rank.script_exit = event
+    elif isinstance(event, WorkerExit):
+        rank.exit = event
+
+
+def _take_beat(facts: RunFacts, agent: str, beat: Beat) -> None:
+    for state in beat.ranks:
+        rank = _rank(facts, agent, state.attempt, state.rank)
+        if rank.state is None or (state.step, state.batch, state.seq) >= (
+            rank.state.step,
+            rank.state.batch,
+            rank.state.seq,
+        ):
+            rank.state = state
+    for number, dropped in beat.pages_dropped.items():
+        for (_, rank_number), rank in facts.ranks.items():
+            if rank_number == number:
+                rank.pages_dropped = max(rank.pages_dropped, dropped)
+
+
+def _take_page(
+    facts: RunFacts, agent: str, message: PageMessage, names: dict[tuple[int, int], Names]
+) -> None:
+    try:
+        page = decode_page(message, names.get((message.attempt, message.rank), Names()))
+    except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
+        facts.undecodable_pages += 1
+        return
+    rank = _rank(facts, agent, message.attempt, message.rank)
+    known = rank.pages.get(page.number)
+    if known is None or len(page.frames) > len(known.frames) or page.complete > known.complete:
+        rank.pages[page.number] = page

@@ -1,0 +1,66 @@
+"""Every path that a run writes is a property of one object."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The folder of one run."""
+
+    folder: Path
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run: when it began (local time) and four random letters."""
+        return self.folder.name
+
+    @property
+    def store(self) -> Path:
+        """Everything that was received."""
+        return self.folder / "run.sqlite"
+
+    @property
+    def report_json(self) -> Path:
+        """The report for programs."""
+        return self.folder / "report.json"
+
+    @property
+    def report_text(self) -> Path:
+        """The report as it was printed."""
+        return self.folder / "report.txt"
+
+    @property
+    def logs(self) -> Path:
+        """What gpuwatch's own processes wrote."""
+        return self.folder / "logs"
+
+
+def new_run(runs_dir: Path) -> RunPaths:
+    """Make the folder of a new run and point `latest` at it. Raises OSError when it cannot be made."""
+    while True:
+        paths = RunPaths(runs_dir / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+        try:
+            paths.logs.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+    point_latest(runs_dir, paths.run_id)
+    return paths
+
+
+def point_latest(runs_dir: Path, run_id: str) -> None:
+    """Let `latest` mean this run. A file system without links does without."""
+    link = runs_dir / f".{LATEST}-{os.getpid()}"
+    try:
+        link.symlink_to(run_id)
+        link.replace(runs_dir / LATEST)
+    except OSError:
+        link.unlink(missing_ok=True)

@@ -1,0 +1,334 @@
+"""report.json, schema 1: fields may be added, none change meaning. Made from the facts and the verdict, nothing else.
+
+Numbers that are non-finite are null in JSON; `nan`, `posinf` and `neginf` beside them say what they were.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from ..core.frames import Frame, Page
+from ..core.records import Anomaly, NodeSignal, PreflightResult
+from .facts import RankFacts, RunFacts
+from .verdict import Verdict, decide, finding_of, page_of_batch
+
+SCHEMA = 1
+
+
+class RunInfo(msgspec.Struct, frozen=True):
+    """The job. Times are ISO 8601 in UTC, from the collector's clock."""
+
+    id: str
+    command: list[str]
+    world_size: int
+    nnodes: int
+    started: str | None
+    ended: str | None
+    versions: dict[str, str]
+    attempts: int = 1
+    cwd: str = ""
+
+
+class FirstAnomaly(msgspec.Struct, frozen=True):
+    """The first non-finite value of a rank."""
+
+    batch: int
+    step: int
+    frame: int
+    module: str
+    cls: str = msgspec.field(name="class")
+    phase: str
+    role: str
+    value: str
+    dtype: str
+    origin: bool
+    between: tuple[str, str | None] | None = None
+    seq: int = -1
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """What was recorded and did not arrive."""
+
+    pages: int = 0
+    messages: int = 0
+    frames: int = 0
+    rows: int = 0
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """One rank, as it was in the attempt that the verdict is about."""
+
+    rank: int
+    local_rank: int | None
+    host: str
+    device: str | None
+    pid: int | None
+    state: str
+    exit: int | None
+    step: int | None
+    batch: int | None
+    preflight: dict[str, Any]
+    first_anomaly: FirstAnomaly | None
+    frames: list[Frame]
+    lost: Lost
+    attempt: int = 0
+    traces: list[Page] = []
+    error: dict[str, Any] | None = None
+    faults: list[str] = []
+
+
+class TimelineEntry(msgspec.Struct, frozen=True):
+    """Something that happened once. `time` is the clock of the host that it happened on."""
+
+    time: str | None
+    rank: int | None
+    attempt: int
+    what: str
+    step: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """One node."""
+
+    host: str
+    nproc: int
+    state: str
+    ranks: list[int]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The one combined report of all ranks."""
+
+    schema: int
+    run: RunInfo
+    verdict: Verdict
+    ranks: list[RankReport]
+    preflight: dict[str, Any]
+    nodes: list[NodeReport]
+    timeline: list[TimelineEntry]
+    collector: dict[str, int] = {}
+
+
+def build_report(
+    facts: RunFacts,
+    *,
+    run_id: str,
+    started: str | None,
+    ended: str | None,
+    max_frames: int = 21,
+    counters: dict[str, int] | None = None,
+) -> Report:
+    """Put the report together."""
+    verdict = decide(facts)
+    attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
+    ranks = [_rank_report(facts, rank, verdict, max_frames) for rank in facts.of_attempt(attempt)]
+    return Report(
+        schema=SCHEMA,
+        run=_run_info(facts, run_id, started, ended, len(ranks)),
+        verdict=verdict,
+        ranks=ranks,
+        preflight={"outcome": _preflight_outcome(facts.of_attempt(attempt))},
+        nodes=_nodes(facts, attempt),
+        timeline=_timeline(facts),
+        collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
+    )
+
+
+def to_json(report: Report) -> bytes:
+    """Indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1)
+
+
+def utc(seconds: float | None) -> str | None:
+    """ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if seconds else None
+
+
+def _run_info(facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int) -> RunInfo:
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    versions: dict[str, str] = {}
+    for hello in hellos:
+        versions.update(hello.versions)
+    for rank in facts.ranks.values():
+        if rank.inventory is not None:
+            versions.update(rank.inventory.versions)
+    return RunInfo(
+        id=run_id,
+        command=hellos[0].command if hellos else [],
+        world_size=world,
+        nnodes=len(hellos),
+        started=started,
+        ended=ended,
+        versions={key: versions.get(key, "") for key in ("gpuwatch", "torch", "cuda", "nccl", "python")},
+        attempts=facts.last_attempt + 1,
+        cwd=hellos[0].cwd if hellos else "",
+    )
+
+
+def _rank_report(facts: RunFacts, rank: RankFacts, verdict: Verdict, max_frames: int) -> RankReport:
+    finding = finding_of(rank)
+    state, exit_ = rank.state, rank.exit
+    where = exit_.where if exit_ is not None else None
+    error = rank.errors[0] if rank.errors else None
+    return RankReport(
+        rank=rank.rank,
+        local_rank=state.local_rank if state is not None else None,
+        host=facts.host(rank),
+        device=rank.inventory.device if rank.inventory is not None else None,
+        pid=state.pid if state is not None else None,
+        state=_state(rank),
+        exit=exit_.code if exit_ is not None else None,
+        step=where.step if where is not None else state.step if state is not None else None,
+        batch=where.batch if where is not None else state.batch if state is not None else None,
+        preflight=_preflight(rank),
+        first_anomaly=FirstAnomaly(
+            finding.batch,
+            finding.step,
+            finding.frame,
+            finding.module,
+            finding.cls,
+            finding.phase,
+            finding.role,
+            finding.value,
+            finding.dtype,
+            finding.is_origin,
+            finding.between,
+            finding.seq,
+        )
+        if finding is not None
+        else None,
+        frames=_frames_to_show(rank, verdict, max_frames),
+        lost=Lost(
+            rank.pages_dropped,
+            state.records_lost if state is not None else 0,
+            state.frames_lost if state is not None else 0,
+            state.rows_lost if state is not None else 0,
+        ),
+        attempt=rank.attempt,
+        traces=[page for _, page in sorted(rank.pages.items()) if page.batch in _traced(facts)],
+        error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}
+        if error is not None
+        else None,
+        faults=[f"{fault.part}: {fault.message}" for fault in rank.faults],
+    )
+
+
+def _traced(facts: RunFacts) -> set[int]:
+    return {batch for node in facts.nodes.values() if node.hello is not None for batch in node.hello.trace_batches}
+
+
+def _state(rank: RankFacts) -> str:
+    exit_ = rank.exit
+    if exit_ is None:
+        return rank.state.phase if rank.state is not None else "unknown"
+    if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
+        return "killed"
+    if rank.preflight is not None and rank.preflight.stops:
+        return "preflight failed"
+    if rank.anomalies and rank.anomalies[0].aborts and rank.errors:
+        return "aborted"
+    if rank.errors:
+        return "raised"
+    if exit_.code == 0:
+        return "finished"
+    return "stopped" if exit_.by == "torchrun" else "failed"
+
+
+def _preflight(rank: RankFacts) -> dict[str, Any]:
+    result: PreflightResult | None = rank.preflight
+    if result is None:
+        return {"outcome": "off"}
+    return {
+        "outcome": result.outcome,
+        "stage": result.stage,
+        "detail": result.detail,
+        "backend": result.backend,
+        "stages": [{"stage": s.stage, "seconds": s.seconds, "detail": s.detail} for s in rank.stages],
+    }
+
+
+def _preflight_outcome(ranks: list[RankFacts]) -> str:
+    outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
+    for worst in ("failed", "victim", "skipped", "off", "ok"):
+        if worst in outcomes:
+            return worst
+    return "off"
+
+
+def _frames_to_show(rank: RankFacts, verdict: Verdict, max_frames: int) -> list[Frame]:
+    """The last frames up to the verdict's, on every rank, so that they stand side by side; else the last there are."""
+    page: Page | None = None
+    if verdict.kind == "overflow" and verdict.batch is not None and verdict.root is not None:
+        page = page_of_batch(rank, verdict.root, verdict.batch)
+    if page is None and rank.pages:
+        page = rank.pages[max(rank.pages)]
+    if page is None:
+        return []
+    frames = sorted(page.frames, key=lambda frame: frame.index)
+    end = len(frames)
+    if verdict.kind == "overflow" and verdict.rank is not None:
+        finding = finding_of(rank)
+        index = finding.frame if finding is not None and finding.batch == page.batch else None
+        if index is None:
+            index = next((f.index for f in frames if f.module == verdict.module), None)
+        if index is not None:
+            end = next((position + 1 for position, f in enumerate(frames) if f.index == index), end)
+    return frames[max(0, end - max_frames) : end]
+
+
+def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
+    reports = []
+    for node in facts.nodes.values():
+        state = "lost" if node.lost else node.bye.outcome if node.bye is not None else "unknown"
+        reports.append(
+            NodeReport(
+                host=node.hello.host if node.hello is not None else "",
+                nproc=node.hello.nproc if node.hello is not None else 0,
+                state=state,
+                ranks=[rank.rank for rank in facts.of_attempt(attempt) if rank.agent == node.agent],
+            )
+        )
+    return sorted(reports, key=lambda node: node.ranks)
+
+
+def _timeline(facts: RunFacts) -> list[TimelineEntry]:
+    """Events in the order that the run itself gives them; within one place, by each host's own clock."""
+    found: list[tuple[tuple[int, int, int], TimelineEntry]] = []
+    for rank in facts.ranks.values():
+        events: list[tuple[Any, str]] = [(a, _anomaly_text(a)) for a in rank.anomalies]
+        events += [(e, f"raised {e.error}") for e in rank.errors]
+        events += [(f, f"gpuwatch's own fault: {f.part}: {f.message}") for f in rank.faults]
+        if rank.preflight is not None:
+            events.append((rank.preflight, f"preflight {rank.preflight.outcome}"))
+        if rank.exit is not None:
+            events.append((rank.exit, f"ended with {rank.exit.code} ({rank.exit.by})"))
+        for event, text in events:
+            where = event.where
+            last = 1 if event is rank.exit else 0
+            found.append(
+                (
+                    (where.attempt, where.seq, last),
+                    TimelineEntry(
+                        utc(where.time_ns / 1e9), rank.rank, where.attempt, text, where.step, where.batch, where.seq
+                    ),
+                )
+            )
+    found.sort(key=lambda pair: (pair[0], pair[1].time or "~", pair[1].rank))
+    entries = [entry for _, entry in found]
+    for node in facts.nodes.values():
+        signal_: NodeSignal | None = node.signal
+        if signal_ is not None:
+            host = node.hello.host if node.hello is not None else ""
+            entries.append(
+                TimelineEntry(utc(signal_.time_ns / 1e9), None, facts.last_attempt, f"launch on {host} got signal {signal_.signal}")
+            )
+    return entries
+
+
+def _anomaly_text(anomaly: Anomaly) -> str:
+    return f"{anomaly.value} in {anomaly.role} of {anomaly.module or anomaly.where.root} ({anomaly.cls})"

@@ -1,0 +1,185 @@
+"""The collector's socket and its loop: a ROUTER with CURVE, one thread, everything bounded.
+
+Who does not have the job's keys does not get past the handshake; who gets past it and sends anything but well-formed
+messages is counted and not answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from ..core.exits import EXIT_OF_KIND, ExitCode
+from ..core.messages import MAX_MESSAGE_BYTES, CollectorMessage, Final, WireError, decode_agent, encode
+from .conductor import Action, Conductor, Finish, Keep, Send
+from .finish import build, stamp, write_report
+from .paths import RunPaths
+from .report import Report
+from .store import RunStore
+from .text import render_text
+
+TICK_MS = 100
+_FAREWELL_MS = 3000
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+_BATCH = 512
+"""Messages that are taken in one transaction of the store."""
+
+
+class _OnlyThisKey:
+    """ZAP callback: the one client key of the job; others are counted."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self.refused = 0
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        allowed = key == self._key
+        self.refused += not allowed
+        return allowed
+
+
+class Server:
+    """Listens from the moment it is made. Raises zmq.ZMQError when the address cannot be bound."""
+
+    def __init__(self, bind: str, public_key: str, private_key: str, agent_public_key: str) -> None:
+        self._context = zmq.Context()
+        self._credentials = _OnlyThisKey(agent_public_key.encode())
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._credentials)
+        self._socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._socket.linger = _FAREWELL_MS
+            self._socket.ipv6 = True
+            self._socket.maxmsgsize = MAX_MESSAGE_BYTES
+            self._socket.rcvhwm = 1000
+            self._socket.router_handover = True
+            self._socket.heartbeat_ivl = 2000
+            self._socket.heartbeat_timeout = 10000
+            self._socket.curve_server = True
+            self._socket.curve_publickey = public_key.encode()
+            self._socket.curve_secretkey = private_key.encode()
+            self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILURES)
+            self._socket.bind(bind)
+        except BaseException:
+            self.close()
+            raise
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.malformed = 0
+        self.handshakes_failed = 0
+
+    def run(
+        self,
+        paths: RunPaths,
+        store: RunStore,
+        conductor: Conductor,
+        launch_gone: Callable[[], bool],
+        launch_fd: int | None = None,
+    ) -> Report:
+        """Until the job is over; returns the report, which has been written and sent to every agent."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if launch_fd is not None:
+            poller.register(launch_fd, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(TICK_MS))
+            now = time.monotonic()
+            if launch_fd is not None and launch_fd in ready and launch_gone():
+                poller.unregister(launch_fd)
+                launch_fd = None
+                conductor.launch_gone(now)
+            if self._socket in ready:
+                self._receive(store, conductor, now)
+            self._count_failed_handshakes()
+            if self._act(store, conductor.tick(now)):
+                return self._finish(paths, store, conductor)
+
+    def _receive(self, store: RunStore, conductor: Conductor, now: float) -> None:
+        answers: list[Action] = []
+        store.begin()
+        for _ in range(_BATCH):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(parts) != 2:
+                self.malformed += 1
+                continue
+            try:
+                message = decode_agent(parts[1])
+                agent = parts[0].decode()
+            except (WireError, UnicodeDecodeError):
+                self.malformed += 1
+                continue
+            for action in conductor.hear(agent, message, now):
+                if isinstance(action, Keep):
+                    if message.n:
+                        store.add(agent, message, parts[1])
+                    else:
+                        store.beat(agent, parts[1])
+                else:
+                    answers.append(action)
+        store.commit()
+        self._act(store, answers)  # an acknowledgement means: it is in the store
+
+    def _act(self, store: RunStore, actions: list[Action]) -> bool:
+        """Do what the conductor says; True when it says that the run is over."""
+        for action in actions:
+            if isinstance(action, Send):
+                self._send(action.agent, action.message)
+        return any(isinstance(action, Finish) for action in actions)
+
+    def _send(self, agent: str, message: CollectorMessage) -> None:
+        try:
+            self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            pass  # it is gone, or does not read: it asks again when it is back
+
+    def _count_failed_handshakes(self) -> None:
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            self.handshakes_failed += 1
+
+    def _finish(self, paths: RunPaths, store: RunStore, conductor: Conductor) -> Report:
+        from msgspec.json import encode as to_json
+
+        stamp(store, "ended")
+        store.set("lost_agents", to_json(conductor.lost_agents).decode())
+        counters = {
+            "refused": self._credentials.refused + conductor.strangers,
+            "failed_handshakes": self.handshakes_failed,
+            "malformed": self.malformed,
+        }
+        store.set("counters", to_json(counters).decode())
+        report = build(store, paths.run_id)
+        trouble = write_report(paths, report)
+        text = render_text(report)
+        text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"
+        kind = report.verdict.kind
+        final = Final(exit_code(report), kind, text, str(paths.report_json))
+        for agent in conductor.nodes:
+            self._send(agent, final)
+        return report
+
+    def close(self) -> None:
+        """Let the last messages out, then close everything."""
+        if hasattr(self, "_monitor"):
+            self._socket.disable_monitor()
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+
+def exit_code(report: Report) -> int:
+    """The exit code that a verdict stands for."""
+    verdict = report.verdict
+    if verdict.kind == "interrupted" and verdict.signal is not None:
+        import signal
+
+        return int(ExitCode.SIGNAL) + int(signal.Signals[verdict.signal])
+    return int(EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED))

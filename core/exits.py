@@ -1,0 +1,27 @@
+"""Exit codes of `gpuwatch launch` and `gpuwatch check`: a contract with the scripts that call them."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What a caller may branch on. A run that a signal ended exits with 128 + its number, as shells have it."""
+
+    CLEAN = 0
+    SCRIPT_FAILED = 1
+    USAGE = 2
+    PREFLIGHT_FAILED = 3
+    OVERFLOW = 4
+    LOST = 5
+    SIGNAL = 128
+
+
+EXIT_OF_KIND = {
+    "clean": ExitCode.CLEAN,
+    "crash": ExitCode.SCRIPT_FAILED,
+    "preflight": ExitCode.PREFLIGHT_FAILED,
+    "overflow": ExitCode.OVERFLOW,
+    "hang": ExitCode.LOST,
+    "lost": ExitCode.LOST,
+}

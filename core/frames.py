@@ -1,0 +1,152 @@
+"""Frames as people read them: one module call and a row per tensor, and their text form.
+
+    abs min  abs max  metadata
+                      encoder.block.1.feed_forward.wo Linear
+    3.82e-08 2.17e+00 weight
+    1.15e-05 9.31e+03 input[0]
+    8.11e-02      inf output
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from .values import NonFinite
+
+HEADER = f"{'abs min':8} {'abs max':8} metadata"
+NAME_INDENT = " " * 17
+
+
+class Phase(IntEnum):
+    """What was being computed when a frame was taken."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    WEIGHT = 2
+    OPTIMIZER = 3
+    COLLECTIVE = 4
+    INPUT = 5
+
+
+class RowKind(IntEnum):
+    """Whether a row has numbers, and if not, why not."""
+
+    MEASURED = 0
+    NONE = 1
+    NOT_A_TENSOR = 2
+    NOT_MEASURABLE = 3
+    EMPTY = 4
+    LOST = 5
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One tensor in a frame. `abs_min` and `abs_max` are None without numbers and, in JSON, where they are non-finite."""
+
+    role: str
+    abs_min: float | None
+    abs_max: float | None
+    nan: bool
+    posinf: bool
+    neginf: bool
+    dtype: str
+    shape: list[int] | None
+    kind: str = "measured"
+    flags: int = 0
+    value: int = -1
+    """Index of the measured value in the page: two rows with the same one are about the same tensor."""
+
+    @property
+    def finite(self) -> bool:
+        """No nan and no inf was seen in it."""
+        return not self.flags
+
+    @property
+    def only_neginf(self) -> bool:
+        """What masks are made of: -inf, and neither nan nor +inf."""
+        return self.flags == NonFinite.NEGINF
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One module call in a batch, in the order in which the calls returned (a child before its parent)."""
+
+    batch: int
+    index: int
+    module: str
+    cls: str = msgspec.field(name="class")
+    phase: str
+    rows: list[Row]
+    depth: int = 0
+    parent: str | None = None
+    seq: int = -1
+
+    @property
+    def title(self) -> str:
+        """Name and class, as the text form heads a frame with them."""
+        return f"{self.module} {self.cls}"
+
+    def of_role(self, *prefixes: str) -> list[Row]:
+        """Rows whose role begins with one of `prefixes`."""
+        return [row for row in self.rows if row.role.startswith(prefixes)]
+
+    @property
+    def inputs(self) -> list[Row]:
+        """Rows of the positional and keyword arguments."""
+        return self.of_role("input", "kwargs")
+
+    @property
+    def outputs(self) -> list[Row]:
+        """Rows of what the call returned."""
+        return self.of_role("output")
+
+    @property
+    def weights(self) -> list[Row]:
+        """Rows of the module's own parameters."""
+        return [row for row in self.rows if not row.role.startswith(("input", "kwargs", "output"))]
+
+
+class Page(msgspec.Struct, frozen=True):
+    """All frames of one batch of one rank; `lost_frames` of them, at the start, had been overwritten when it was read."""
+
+    rank: int
+    attempt: int
+    number: int
+    root: str
+    batch: int
+    step: int
+    complete: bool
+    frames: list[Frame]
+    lost_frames: int = 0
+
+
+def format_number(number: float | None) -> str:
+    """`%8.2e`, the width and precision that readers of these tables know."""
+    return f"{number:8.2e}" if number is not None else f"{'-':>8}"
+
+
+def format_row(row: Row) -> str:
+    """One line: abs min, abs max, role.
+
+    >>> format_row(Row("weight", 0.5, 2.0, False, False, False, "float32", [2]))
+    '5.00e-01 2.00e+00 weight'
+    """
+    if row.kind == "none":
+        return f"{'None':>17} {row.role}"
+    if row.kind == "not_a_tensor":
+        return f"{'not a tensor':>17} {row.role}"
+    if row.kind != "measured":
+        return f"{row.kind.replace('_', ' '):>17} {row.role}"
+    if row.nan:  # torch's own min and max, which this table grew from, are nan as soon as one element is
+        return f"{'nan':>8} {'nan':>8} {row.role}"
+    return f"{format_number(row.abs_min)} {format_number(row.abs_max)} {row.role}"
+
+
+def format_frame(frame: Frame) -> list[str]:
+    """A frame as lines: the name and class, then a line per row."""
+    return [f"{NAME_INDENT} {frame.title}", *map(format_row, frame.rows)]
+
+
+def format_frames(frames: list[Frame]) -> str:
+    """The table of several frames under its header."""
+    return "\n".join([HEADER, *(line for frame in frames for line in format_frame(frame))])

@@ -1,0 +1,27 @@
+"""Facts about this host and process that several rooms report."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from importlib import metadata
+
+DISTRIBUTION = "gpuwatch-cluster"
+
+
+def host_name() -> str:
+    """The host's own name."""
+    return socket.gethostname()
+
+
+def versions() -> dict[str, str]:
+    """gpuwatch's and Python's versions; torch's comes from the ranks, which have imported it."""
+    return {"gpuwatch": gpuwatch_version(), "python": platform.python_version()}
+
+
+def gpuwatch_version() -> str:
+    """The installed distribution's version; "unknown" when run from a checkout that was never installed."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"

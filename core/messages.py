@@ -1,0 +1,226 @@
+"""The wire between a node agent (DEALER) and the collector (ROUTER): msgpack structs, never pickle.
+
+Every message of an agent is numbered; the collector acknowledges the highest number up to which it has everything.
+What must not be lost (hello, events, definitions, bye) is kept by the agent until then. Pages may be dropped under
+pressure, oldest first; how many is in every beat. Beats are not numbered: the next one replaces a lost one.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar, Union
+
+import msgspec
+
+from .errors import GpuwatchError
+from .records import Definition, Event
+
+SCHEMA = 1
+MAX_MESSAGE_BYTES = 32 << 20
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of an agent: who it is."""
+
+    agent: str
+    host: str
+    pid: int
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    command: list[str]
+    versions: dict[str, str]
+    rdzv_id: str
+    schema: int = SCHEMA
+    cwd: str = ""
+    trace_batches: list[int] = []
+
+
+class EventMessage(msgspec.Struct, frozen=True, tag="event"):
+    """An event of one rank or of the node."""
+
+    event: Event
+
+
+class Definitions(msgspec.Struct, frozen=True, tag="definitions"):
+    """Names that the pages after it refer to."""
+
+    rank: int
+    attempt: int
+    entries: list[Definition]
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A stretch of a page as the recorder holds it (recorder/layout.py); the bases count from the start of the page."""
+
+    index: int
+    frame_base: int
+    value_base: int
+    frames: bytes
+    rows: bytes
+    values: bytes
+
+
+class PageMessage(msgspec.Struct, frozen=True, tag="page"):
+    """One batch of one rank, or what was still there of it."""
+
+    rank: int
+    attempt: int
+    number: int
+    root: int
+    batch: int
+    step: int
+    complete: bool
+    segments: list[Segment]
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """Where a rank is: read from its recorder without its help."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    phase: str
+    step: int
+    batch: int
+    seq: int
+    module: str | None = None
+    frames_lost: int = 0
+    rows_lost: int = 0
+    records_lost: int = 0
+    age_s: float = 0.0
+    """Seconds since its recorder last moved."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The node is alive, and this is where its ranks are."""
+
+    ranks: list[RankState]
+    pages_dropped: dict[int, int]
+    messages_dropped: int = 0
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """torchrun ended on this node and everything that was recorded has been sent before this message."""
+
+    outcome: str
+    """ok, failed, or signal."""
+    signal: int = 0
+    restarts_left: int = 0
+
+
+AgentBody = Union[Hello, EventMessage, Definitions, PageMessage, Beat, Bye]
+
+
+class AgentMessage(msgspec.Struct, frozen=True):
+    """An envelope: `n` counts from 1; 0 is not numbered.
+
+    `after` is the number of the message before it that the agent still has: a collector that has not seen that one
+    knows that something was lost on the way, and asks for it again.
+    """
+
+    n: int
+    body: AgentBody
+    after: int = 0
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The collector of this run; `received` is the highest number it has from this agent."""
+
+    run_id: str
+    run_dir: str
+    received: int = 0
+    schema: int = SCHEMA
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """Everything up to and including `n` is stored; `resend` asks for all that came after it."""
+
+    n: int
+    resend: bool = False
+
+
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """Send what the recorders of your ranks still hold of this batch."""
+
+    attempt: int
+    root_cls: str
+    root_ordinal: int
+    batch: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the job on this node: it cannot go on elsewhere."""
+
+    reason: str
+
+
+class Final(msgspec.Struct, frozen=True, tag="final"):
+    """The verdict; the agent hands it to its launch, which prints it and exits with `exit_code`."""
+
+    exit_code: int
+    kind: str
+    text: str
+    report: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The collector does not take this agent, and why."""
+
+    reason: str
+
+
+CollectorMessage = Union[Welcome, Ack, Want, Stop, Final, Refused]
+
+
+class WireError(GpuwatchError):
+    """Bytes that are not one of these messages."""
+
+
+class _RawAgentMessage(msgspec.Struct, frozen=True):
+    """AgentMessage with a body that was encoded before."""
+
+    n: int
+    body: msgspec.Raw
+    after: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
+_collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
+
+T = TypeVar("T")
+
+
+def encode(message: AgentMessage | CollectorMessage) -> bytes:
+    """Bytes for one ZeroMQ frame."""
+    return _encoder.encode(message)
+
+
+def encode_body(body: AgentBody) -> bytes:
+    """The body alone, to be put in its envelope when it is sent."""
+    return _encoder.encode(body)
+
+
+def envelope(n: int, after: int, body: bytes) -> bytes:
+    """An AgentMessage around an encoded body."""
+    return _encoder.encode(_RawAgentMessage(n, msgspec.Raw(body), after))
+
+
+def decode_agent(data: bytes) -> AgentMessage:
+    """Read what an agent sent. Raises WireError on anything else."""
+    return _decode(_agent_decoder, data)
+
+
+def decode_collector(data: bytes) -> CollectorMessage:
+    """Read what a collector sent. Raises WireError on anything else."""
+    return _decode(_collector_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not a gpuwatch message: {error}") from error

@@ -1,0 +1,102 @@
+"""From the numbers of a page to frames with names: the inverse of what a recorder stores. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .frames import Frame, Page, Phase, Row, RowKind
+from .messages import PageMessage
+from .recorder import layout
+from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from .values import DTYPE_NAMES, NonFinite, Value
+
+
+class Names:
+    """The definitions of one rank in one attempt."""
+
+    def __init__(self) -> None:
+        self.roots: dict[int, RootDef] = {}
+        self.modules: dict[int, ModuleDef] = {}
+        self.slots: dict[int, SlotDef] = {}
+        self.shapes: dict[int, ShapeDef] = {}
+
+    def add(self, entries: Iterable[Definition]) -> None:
+        """Take definitions, in any order, twice if need be."""
+        for entry in entries:
+            if isinstance(entry, RootDef):
+                self.roots[entry.id] = entry
+            elif isinstance(entry, ModuleDef):
+                self.modules[entry.id] = entry
+            elif isinstance(entry, SlotDef):
+                self.slots[entry.id] = entry
+            else:
+                self.shapes[entry.id] = entry
+
+    def root_label(self, root_id: int) -> str:
+        """The root's class; `Net#2` for the second root of class Net."""
+        root = self.roots.get(root_id)
+        if root is None:
+            return f"root {root_id}"
+        return root.cls if root.ordinal == 0 else f"{root.cls}#{root.ordinal + 1}"
+
+
+def decode_page(message: PageMessage, names: Names) -> Page:
+    """Give a page its names. What it refers to and is not there is shown as lost, never guessed."""
+    values: dict[int, Value] = {}
+    for segment in message.segments:
+        for offset, numbers in enumerate(layout.VALUE.iter_unpack(segment.values)):
+            values[segment.value_base + offset] = Value(*numbers)
+    frames: list[Frame] = []
+    for segment in message.segments:
+        rows = list(layout.ROW.iter_unpack(segment.rows))
+        for module_id, parent_id, depth, phase, _, seq, first, count, index in layout.FRAME.iter_unpack(segment.frames):
+            module = names.modules.get(module_id)
+            parent = names.modules.get(parent_id) if parent_id != layout.NOTHING else None
+            frames.append(
+                Frame(
+                    batch=message.batch,
+                    index=index,
+                    module=module.name if module else f"<module {module_id}>",
+                    cls=module.cls if module else "?",
+                    phase=Phase(phase).name.lower(),
+                    rows=[_decode_row(row, values, names) for row in rows[first : first + count]],
+                    depth=depth,
+                    parent=parent.name if parent else None,
+                    seq=seq,
+                )
+            )
+    seen = {frame.index for frame in frames}
+    return Page(
+        rank=message.rank,
+        attempt=message.attempt,
+        number=message.number,
+        root=names.root_label(message.root),
+        batch=message.batch,
+        step=message.step,
+        complete=message.complete,
+        frames=frames,
+        lost_frames=(max(seen) + 1 - len(seen)) if seen else 0,
+    )
+
+
+def _decode_row(row: tuple[int, int, int, int, int, int], values: dict[int, Value], names: Names) -> Row:
+    slot_id, value_index, shape_id, dtype, kind, _ = row
+    slot = names.slots.get(slot_id)
+    shape = names.shapes.get(shape_id)
+    value = values.get(value_index)
+    if value is None and kind == RowKind.MEASURED:
+        kind = RowKind.LOST
+    flags = value.flags if value is not None else NonFinite.NONE
+    return Row(
+        role=slot.role if slot else f"<slot {slot_id}>",
+        abs_min=value.abs_min if value is not None else None,
+        abs_max=value.abs_max if value is not None else None,
+        nan=bool(flags & NonFinite.NAN),
+        posinf=bool(flags & (NonFinite.POSINF | NonFinite.INF)),
+        neginf=bool(flags & NonFinite.NEGINF),
+        dtype=DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown",
+        shape=list(shape.dims) if shape else None,
+        kind=RowKind(kind).name.lower(),
+        flags=int(flags),
+        value=value_index if value_index != layout.NOTHING else -1,
+    )

@@ -1,0 +1,124 @@
+"""What a launch and its node agent, and a launch and its collector, say to each other: JSON lines over pipes."""
+
+from __future__ import annotations
+
+from typing import IO, TypeVar, Union
+
+import msgspec
+
+
+class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
+    """First line to a node agent. The keys travel here and nowhere else: not in argv, not in the environment."""
+
+    collector: str
+    server_key: str
+    public_key: str
+    private_key: str
+    recorder_dir: str
+    spool_dir: str
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    command: list[str]
+    versions: dict[str, str]
+    rdzv_id: str
+    trace_batches: list[int] = []
+
+
+class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
+    """torchrun has started the ranks of this node."""
+
+    attempt: int
+    pids: dict[int, int]
+    """rank -> pid"""
+    local_ranks: dict[int, int]
+
+
+class WorkersEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """All ranks of this node have ended; `failed` ended badly before torchrun stopped the others."""
+
+    attempt: int
+    codes: dict[int, int | None]
+    failed: list[int]
+
+
+class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
+    """torchrun has ended."""
+
+    outcome: str
+    signal: int = 0
+    restarts_left: int = 0
+
+
+ToAgent = Union[AgentConfig, WorkersStarted, WorkersEnded, LaunchDone]
+
+
+class Notice(msgspec.Struct, frozen=True, tag="notice"):
+    """One sentence for the user."""
+
+    text: str
+
+
+class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
+    """The job cannot go on elsewhere: end the ranks of this node."""
+
+    reason: str
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """The last thing that a node agent says: what to print and what to exit with."""
+
+    exit_code: int
+    kind: str
+    text: str
+    report: str
+    from_collector: bool = True
+
+
+FromAgent = Union[Notice, StopRequest, Verdict]
+
+
+class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
+    """First line to a collector."""
+
+    bind: str
+    public_key: str
+    private_key: str
+    agent_public_key: str
+    runs_dir: str
+    rdzv_id: str
+    max_frames: int = 21
+
+
+class Bound(msgspec.Struct, frozen=True, tag="bound"):
+    """The collector listens at `address`; its run is in `run_dir`."""
+
+    address: str
+    run_dir: str
+
+
+class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
+    """Somebody else has the port, or the address is not of this host."""
+
+    in_use: bool
+    reason: str
+
+
+FromCollector = Union[Bound, CannotBind, Notice]
+
+T = TypeVar("T")
+
+
+def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
+    """Send one message; False if the other side is gone."""
+    try:
+        pipe.write(msgspec.json.encode(message) + b"\n")
+        pipe.flush()
+    except (BrokenPipeError, ValueError):
+        return False
+    return True
+
+
+def read_line(line: bytes, kind: type[T]) -> T:
+    """One message of a union type. Raises msgspec.DecodeError on anything else."""
+    return msgspec.json.decode(line, type=kind)

@@ -1,0 +1,123 @@
+"""The bytes of a recorder file.
+
+    header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`Field`)
+    log       LOG_BYTES    definitions and events, append only: length, crc32, msgpack, padded to 8
+    segments  n x 16384    a ring; a batch (page) is a run of segments, the oldest are overwritten
+
+A segment is a header of 32 integers (`SegmentField`), then fixed tables of frames, rows and values. Its GENERATION is
+odd while it is being recycled, so a reader compares it before and after its copy.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+MAGIC = 0x31_48_43_54_41_57_55_47  # b"GUWATCH1" read as a little-endian integer
+VERSION = 1
+
+HEADER_BYTES = 4096
+LOG_BYTES = 2 << 20
+SEGMENT_BYTES = 16384
+SEGMENTS = 256
+
+SEGMENT_HEADER_BYTES = 256
+FRAMES_PER_SEGMENT = 128
+ROWS_PER_SEGMENT = 384
+VALUES_PER_SEGMENT = 240
+
+FRAME = struct.Struct("<IIhBBqIII")
+"""module, parent module, depth, phase, (free), seq, first row in the segment, rows, index in the page"""
+ROW = struct.Struct("<IIIBBH")
+"""slot, value index in the page, shape, dtype code, kind, (free)"""
+VALUE = struct.Struct("<qqq")
+"""low, high, meta: see core/values.py"""
+ENTRY = struct.Struct("<II")
+"""length and crc32 of a log entry"""
+
+FRAMES_AT = SEGMENT_HEADER_BYTES
+ROWS_AT = FRAMES_AT + FRAMES_PER_SEGMENT * FRAME.size
+VALUES_AT = ROWS_AT + ROWS_PER_SEGMENT * ROW.size
+assert VALUES_AT + VALUES_PER_SEGMENT * VALUE.size <= SEGMENT_BYTES
+assert VALUES_AT % 8 == 0
+
+NOTHING = 0xFFFF_FFFF
+"""No parent, no value, no shape."""
+
+
+class Field(IntEnum):
+    """The integers of the header, by position."""
+
+    MAGIC = 0
+    VERSION = 1
+    RANK = 2
+    LOCAL_RANK = 3
+    WORLD_SIZE = 4
+    ATTEMPT = 5
+    PID = 6
+    STARTED_NS = 7
+    LOG_BYTES = 8
+    SEGMENTS = 9
+    # from here on the worker changes them as it goes
+    PHASE = 16
+    STEP = 17
+    BATCH = 18
+    PAGE = 19
+    ROOT = 20
+    MODULE = 21
+    SEQ = 22
+    MOVED_NS = 23
+    LOG_END = 24
+    RECORDS_LOST = 25
+    SEGMENT = 26
+    FRAMES_LOST = 27
+    ROWS_LOST = 28
+    ABORT = 29
+
+
+class SegmentField(IntEnum):
+    """The integers of a segment's header, by position."""
+
+    GENERATION = 0
+    PAGE = 1
+    ROOT = 2
+    BATCH = 3
+    STEP = 4
+    INDEX = 5
+    FRAMES = 6
+    ROWS = 7
+    VALUES = 8
+    FRAME_BASE = 9
+    VALUE_BASE = 10
+    CLOSED = 11
+    STARTED_NS = 12
+
+
+class Closed(IntEnum):
+    """How a segment ended."""
+
+    OPEN = 0
+    CONTINUED = 1
+    PAGE_END = 2
+
+
+class RankPhase(IntEnum):
+    """What a rank is doing, in the header's PHASE."""
+
+    STARTING = 0
+    PREFLIGHT = 1
+    SCRIPT = 2
+    FORWARD = 3
+    FINISHED = 4
+    RAISED = 5
+    UNWATCHED = 6
+
+
+def file_bytes(log_bytes: int = LOG_BYTES, segments: int = SEGMENTS) -> int:
+    """Size of a recorder file."""
+    return HEADER_BYTES + log_bytes + segments * SEGMENT_BYTES
+
+
+def file_name(rank: int, attempt: int) -> str:
+    """Name of the recorder file of a rank within its node's folder."""
+    return f"rank-{rank:05d}.attempt-{attempt:03d}.recorder"

@@ -1,0 +1,159 @@
+"""What a worker appends to its recorder's log: names, each interned once, and events.
+
+A row or a frame names its module, role and shape by number; the definitions here give the numbers their meaning.
+Every event says where in the run it happened (`Where`). New fields go at the end and have defaults, so that an old
+worker can talk to a new collector.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class RootDef(msgspec.Struct, frozen=True, tag="root"):
+    """A root module: `ordinal` tells apart several roots of one class, in the order of their first call."""
+
+    id: int
+    cls: str
+    ordinal: int = 0
+
+
+class ModuleDef(msgspec.Struct, frozen=True, tag="module"):
+    """A module under a root, named as the user wrote it ("" is the root itself)."""
+
+    id: int
+    root: int
+    name: str
+    cls: str
+
+
+class SlotDef(msgspec.Struct, frozen=True, tag="slot"):
+    """(module, role): what a row is about."""
+
+    id: int
+    module: int
+    role: str
+
+
+class ShapeDef(msgspec.Struct, frozen=True, tag="shape"):
+    """A tensor shape."""
+
+    id: int
+    dims: tuple[int, ...]
+
+
+Definition = Union[RootDef, ModuleDef, SlotDef, ShapeDef]
+
+
+class Where(msgspec.Struct, frozen=True):
+    """A place in the run. `seq` is the number of collectives that the rank had issued on the default process group.
+
+    -1 means not known: no batch has begun, or no process group exists. `time_ns` is the host's own clock.
+    """
+
+    rank: int
+    attempt: int = 0
+    step: int = 0
+    batch: int = -1
+    root: str = ""
+    page: int = -1
+    seq: int = -1
+    time_ns: int = 0
+
+
+class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
+    """The first frame of a batch with a non-finite value that is not an expected one."""
+
+    where: Where
+    frame: int
+    module: str
+    cls: str
+    phase: str
+    role: str
+    value: str
+    dtype: str
+    shape: list[int] | None = None
+    inputs_finite: bool = True
+    weights_finite: bool = True
+    aborts: bool = False
+
+
+class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
+    """The user's script raised; `module` is the innermost module that was running."""
+
+    where: Where
+    error: str
+    message: str
+    traceback: str
+    module: str | None = None
+    peer_failure: bool = False
+    """The exception only says that another rank went away."""
+
+
+class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
+    """The user's script came to its end or called sys.exit."""
+
+    where: Where
+    code: int
+
+
+class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
+    """A stage of the preflight ended on this rank."""
+
+    where: Where
+    stage: str
+    ok: bool
+    seconds: float
+    detail: str = ""
+
+
+class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
+    """What this rank concluded: `outcome` is ok, failed (its own fault), victim (waited for others) or skipped."""
+
+    where: Where
+    outcome: str
+    stage: str = ""
+    detail: str = ""
+    stops: bool = False
+    backend: str = ""
+    device: str = ""
+
+
+class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
+    """What the rank runs on, read once torch was imported."""
+
+    where: Where
+    device: str
+    versions: dict[str, str]
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """An error of gpuwatch itself: recorded, shown, and the training goes on."""
+
+    where: Where
+    part: str
+    message: str
+
+
+class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
+    """A worker process ended. `by` is itself or torchrun; a negative code is a signal."""
+
+    where: Where
+    code: int | None
+    by: str
+    phase: str = ""
+    module: str | None = None
+
+
+class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
+    """`gpuwatch launch` was told to end by a signal."""
+
+    signal: int
+    time_ns: int = 0
+
+
+WorkerEvent = Union[Anomaly, ScriptError, ScriptExit, PreflightStage, PreflightResult, Inventory, Fault]
+Event = Union[WorkerEvent, WorkerExit, NodeSignal]
+LogEntry = Union[Definition, WorkerEvent]

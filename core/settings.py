@@ -1,0 +1,41 @@
+"""What `gpuwatch launch` tells its workers: one JSON value in one environment variable."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import msgspec
+
+VARIABLE = "GPUWATCH_WORKER"
+"""Removed from the environment by the worker, so that what the script starts does not take itself for one."""
+
+OnOverflow = Literal["abort", "continue"]
+OnPreflightFailure = Literal["stop", "continue"]
+PreflightMode = Literal["quick", "off"]
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """How a worker behaves. Batches are 0-indexed; times are seconds."""
+
+    recorder_dir: str
+    round: str = "0"
+    """Names this rendezvous: the same on every node, another after every restart."""
+    attempt: int = 0
+    on_overflow: OnOverflow = "abort"
+    max_frames: int = 21
+    trace_batches: list[int] = []
+    abort_after_batch: int | None = None
+    preflight: PreflightMode = "quick"
+    preflight_timeout_s: float = 120.0
+    on_preflight_failure: OnPreflightFailure = "stop"
+
+    def to_json(self) -> str:
+        """The value of the environment variable."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_environment(cls) -> WorkerSettings | None:
+        """Take the settings out of the environment; None when the process was not started by a launch."""
+        value = os.environ.pop(VARIABLE, None)
+        return msgspec.json.decode(value, type=cls) if value is not None else None

@@ -1,0 +1,146 @@
+"""The numbers of one tensor as a recorder holds them, and how to read them back without torch.
+
+A float's bits with the sign cleared sort as integers: every finite value, then inf, then nan, for every IEEE 754
+type. So the absolute minimum and maximum of a tensor travel as the integers `low` and `high`, and `meta` says in
+which encoding: `meta = flags | encoding << 8`.
+
+    float32 tensor [-2.0, 0.5]  ->  low = 0x3f000000, high = 0x40000000, meta = FLOAT32 << 8
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+
+class NonFinite(IntFlag):
+    """What is non-finite in a tensor. `INF` is an inf whose sign nobody looked at."""
+
+    NONE = 0
+    NAN = 1
+    POSINF = 2
+    NEGINF = 4
+    INF = 8
+
+
+class Encoding(IntEnum):
+    """How `low` and `high` are to be read."""
+
+    INTEGER = 0
+    FLOAT64 = 1
+    FLOAT32 = 2
+    FLOAT16 = 3
+    BFLOAT16 = 4
+
+
+INF_BITS = {
+    Encoding.FLOAT64: 0x7FF0_0000_0000_0000,
+    Encoding.FLOAT32: 0x7F80_0000,
+    Encoding.FLOAT16: 0x7C00,
+    Encoding.BFLOAT16: 0x7F80,
+}
+
+SIGN_MASK = {
+    Encoding.FLOAT64: 0x7FFF_FFFF_FFFF_FFFF,
+    Encoding.FLOAT32: 0x7FFF_FFFF,
+    Encoding.FLOAT16: 0x7FFF,
+    Encoding.BFLOAT16: 0x7FFF,
+}
+
+DTYPE_NAMES = (
+    "unknown",
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "complex32",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "uint16",
+    "uint32",
+    "uint64",
+    "qint8",
+    "quint8",
+    "qint32",
+)
+"""A row's dtype is an index into this table: append only, old recordings are read with it."""
+
+DTYPE_CODES = {name: code for code, name in enumerate(DTYPE_NAMES)}
+
+
+class Value(NamedTuple):
+    """Three integers of 8 bytes, as the recorder, the wire and the store hold them."""
+
+    low: int
+    high: int
+    meta: int
+
+    @property
+    def flags(self) -> NonFinite:
+        """What is non-finite in the tensor."""
+        return NonFinite(self.meta & 0xFF)
+
+    @property
+    def abs_min(self) -> float:
+        """The smallest absolute value; nan only when every element is nan."""
+        return decode(self.low, self.meta >> 8)
+
+    @property
+    def abs_max(self) -> float:
+        """The largest absolute value, inf or nan if one is there."""
+        return decode(self.high, self.meta >> 8)
+
+
+def decode(bits: int, encoding: int) -> float:
+    """Turn the sign-cleared bits of one element into a Python float."""
+    if encoding == Encoding.INTEGER:
+        return float(bits)
+    if encoding == Encoding.FLOAT32:
+        return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+    if encoding == Encoding.FLOAT16:
+        return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+    if encoding == Encoding.BFLOAT16:
+        return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
+    if encoding == Encoding.FLOAT64:
+        return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
+    return math.nan
+
+
+def flags_from_bits(high: int, encoding: Encoding) -> NonFinite:
+    """What `high` alone tells: nan hides an inf beside it, and the sign of an inf is gone."""
+    if encoding == Encoding.INTEGER:
+        return NonFinite.NONE
+    inf = INF_BITS[encoding]
+    if high < inf:
+        return NonFinite.NONE
+    return NonFinite.INF if high == inf else NonFinite.NAN
+
+
+def name_of(flags: NonFinite) -> str:
+    """The one word for a verdict: the worst that is there.
+
+    >>> name_of(NonFinite.NAN | NonFinite.POSINF)
+    'nan'
+    """
+    if flags & NonFinite.NAN:
+        return "nan"
+    if flags & NonFinite.POSINF:
+        return "+inf"
+    if flags & NonFinite.NEGINF:
+        return "-inf"
+    if flags & NonFinite.INF:
+        return "inf"
+    return "finite"

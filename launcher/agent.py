@@ -1,0 +1,355 @@
+"""The node agent: one small process per node between the recorders of its ranks and the collector. Imports no torch.
+
+    launch --JSON lines--> agent --ZeroMQ, CURVE--> collector
+    recorders (mapped) -----^
+
+It never blocks on the network: what the collector has not acknowledged waits in the outbox, and what it never comes
+back for is written to a spool file.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import psutil
+import zmq
+
+from ..core import host
+from ..core.exits import ExitCode
+from ..core.messages import (
+    Ack,
+    AgentBody,
+    AgentMessage,
+    Beat,
+    Bye,
+    EventMessage,
+    Final,
+    Hello,
+    Refused,
+    Stop,
+    Want,
+    Welcome,
+    WireError,
+    decode_collector,
+    encode,
+)
+from ..core.pipe import (
+    AgentConfig,
+    LaunchDone,
+    Notice,
+    StopRequest,
+    ToAgent,
+    Verdict,
+    WorkersEnded,
+    WorkersStarted,
+    read_line,
+    write_line,
+)
+from ..core.records import Anomaly, NodeSignal, PreflightResult, WorkerExit
+from ..core.spool import write_spool
+from .outbox import Outbox
+from .ranks import RankWatch
+from .scratch import adopt_scratch, remove_scratch
+
+TICK_S = 0.02
+BEAT_S = 0.5
+RESEND_S = 3.0
+UNREACHABLE_S = 30.0
+"""After which the user is told that nobody answers."""
+GONE_S = 15.0
+"""Silence after which, at the end, the collector is given up."""
+FINAL_WAIT_S = 400.0
+
+
+class Agent:
+    """The agent of one node. `now` is monotonic time in seconds."""
+
+    def __init__(self, config: AgentConfig, to_launch: IO[bytes]) -> None:
+        self._config = config
+        self._to_launch = to_launch
+        self._folder = Path(config.recorder_dir)
+        self._id = uuid.uuid4().hex
+        self._outbox = Outbox()
+        self._ranks: dict[tuple[int, int], RankWatch] = {}
+        self._done: LaunchDone | None = None
+        self._launch_gone = False
+        self._final: Final | None = None
+        self._welcomed = False
+        self._refused = False
+        self._worst = ExitCode.CLEAN
+        self._began = self._heard = self._last_send = time.monotonic()
+        self._last_beat = 0.0
+        self._told_unreachable = False
+        self._context = zmq.Context()
+        self._socket = self._connect()
+        self._outbox.put(
+            Hello(
+                agent=self._id,
+                host=host.host_name(),
+                pid=os.getpid(),
+                nproc=config.nproc,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                command=config.command,
+                versions=config.versions,
+                rdzv_id=config.rdzv_id,
+                cwd=str(Path.cwd()),
+                trace_batches=config.trace_batches,
+            )
+        )
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.identity = self._id.encode()
+        socket.linger = 0
+        socket.ipv6 = True
+        socket.sndhwm = 1000
+        socket.reconnect_ivl = 100
+        socket.reconnect_ivl_max = 2000
+        socket.heartbeat_ivl = 2000
+        socket.heartbeat_timeout = 10000
+        socket.curve_serverkey = self._config.server_key.encode()
+        socket.curve_publickey = self._config.public_key.encode()
+        socket.curve_secretkey = self._config.private_key.encode()
+        socket.connect(self._config.collector)
+        return socket
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the verdict is there, or nobody is left to give one."""
+        launch = LineReader(sys.stdin.fileno())
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(launch.fd, zmq.POLLIN)
+        try:
+            while not self._finished(time.monotonic()):
+                ready = dict(poller.poll(int(TICK_S * 1000)))
+                now = time.monotonic()
+                if launch.fd in ready:
+                    for line in launch.lines():
+                        self._hear_launch(line, now)
+                    if launch.closed:
+                        poller.unregister(launch.fd)
+                        self._launch_closed(now)
+                if self._socket in ready:
+                    self._hear_collector(now)
+                self._poll_ranks(now)
+                self._send(now)
+            self._conclude()
+        finally:
+            for watch in self._ranks.values():
+                watch.close()
+            self._socket.close(linger=1000)
+            self._context.term()
+            if self._launch_gone:
+                remove_scratch(self._folder)
+
+    def _finished(self, now: float) -> bool:
+        if self._done is None:
+            return False
+        if self._final is not None or self._refused:
+            return True
+        silent = now - max(self._heard, self._done_at)
+        return silent > GONE_S or now - self._done_at > FINAL_WAIT_S
+
+    # -- the launch ---------------------------------------------------------------------------------------------
+
+    def _hear_launch(self, line: bytes, now: float) -> None:
+        message = read_line(line, ToAgent)  # type: ignore[arg-type]  # a union is no type to mypy
+        if isinstance(message, WorkersStarted):
+            for rank, pid in message.pids.items():
+                self._ranks[rank, message.attempt] = RankWatch(
+                    self._folder,
+                    rank,
+                    message.local_ranks[rank],
+                    message.attempt,
+                    pid,
+                    self._config.trace_batches,
+                )
+        elif isinstance(message, WorkersEnded):
+            for rank, code in message.codes.items():
+                by = "itself" if rank in message.failed or code == 0 else "torchrun"
+                self._end_rank(rank, message.attempt, code, by, now)
+        elif isinstance(message, LaunchDone):
+            self._launch_done(message, now)
+
+    def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
+        watch = self._ranks.get((rank, attempt))
+        if watch is not None and not watch.ended:
+            for body in watch.end(code, by, now):
+                self._put(body)
+
+    def _launch_done(self, done: LaunchDone, now: float) -> None:
+        if self._done is not None:
+            return
+        for watch in self._ranks.values():
+            if not watch.ended:
+                self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
+        if done.signal:
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns())))
+        self._put(Bye(done.outcome, done.signal, done.restarts_left))
+        self._done = done
+        self._done_at = now
+        if self._worst is ExitCode.CLEAN and done.outcome == "failed":
+            self._worst = ExitCode.SCRIPT_FAILED
+
+    def _launch_closed(self, now: float) -> None:
+        """The launch has gone without a word: it was killed. Its ranks may be running still; they are not ours to end."""
+        if self._done is None:
+            self._launch_gone = True
+            adopt_scratch(self._folder)
+            for watch in list(self._ranks.values()):
+                if not psutil.pid_exists(watch.pid):
+                    self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
+            self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+
+    # -- the ranks ----------------------------------------------------------------------------------------------
+
+    def _poll_ranks(self, now: float) -> None:
+        for watch in self._ranks.values():
+            for body in watch.poll(now):
+                self._put(body)
+
+    def _put(self, body: AgentBody) -> None:
+        if isinstance(body, EventMessage):
+            self._note(body)
+        self._outbox.put(body)
+
+    def _note(self, message: EventMessage) -> None:
+        """What this node would exit with, should the collector never answer."""
+        event = message.event
+        if isinstance(event, PreflightResult) and event.stops:
+            self._worst = ExitCode.PREFLIGHT_FAILED
+        elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
+            self._worst = ExitCode.OVERFLOW
+        elif (
+            isinstance(event, WorkerExit)
+            and event.by == "itself"
+            and event.code is not None
+            and event.code < 0
+            and self._worst is ExitCode.CLEAN
+        ):
+            self._worst = ExitCode.LOST
+
+    # -- the collector ------------------------------------------------------------------------------------------
+
+    def _hear_collector(self, now: float) -> None:
+        while self._socket.poll(0):
+            data = self._socket.recv()
+            try:
+                message = decode_collector(data)
+            except WireError as error:
+                self._tell(Notice(f"the collector sent what this agent does not understand: {error}"))
+                continue
+            self._heard = now
+            if isinstance(message, Welcome):
+                self._welcomed = True
+                if self._told_unreachable:
+                    self._tell(Notice(f"the collector at {self._config.collector} answers now"))
+            elif isinstance(message, Ack):
+                self._outbox.acknowledged(message.n)
+                if message.resend:
+                    self._outbox.send_again()
+            elif isinstance(message, Want):
+                for watch in self._ranks.values():
+                    watch.want(message, now)
+            elif isinstance(message, Stop):
+                self._tell(StopRequest(message.reason))
+            elif isinstance(message, Final):
+                self._final = message
+            elif isinstance(message, Refused):
+                self._refused = True
+                self._tell(Notice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
+
+    def _send(self, now: float) -> None:
+        if self._refused:
+            return
+        if not self._outbox.empty and now - self._last_send > RESEND_S:
+            self._outbox.send_again()
+        for number, data in self._outbox.due():
+            if not self._try_send(data):
+                break
+            self._outbox.sent(number)
+            self._last_send = now
+        if now - self._last_beat >= BEAT_S:
+            self._last_beat = now
+            states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
+            self._try_send(encode(AgentMessage(0, Beat(states, dict(self._outbox.pages_dropped)))))
+        if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:
+            self._told_unreachable = True
+            self._tell(
+                Notice(
+                    f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes on "
+                    "and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT or "
+                    "--collector-port PORT"
+                )
+            )
+
+    def _try_send(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        final = self._final
+        if final is not None:
+            self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
+            return
+        spool = write_spool(Path(self._config.spool_dir), self._id, self._outbox.unacknowledged())
+        kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
+        assert self._done is not None
+        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(self._worst)
+        text = f"gpuwatch: no verdict: the collector at {self._config.collector} did not answer{kept}"
+        self._tell(Verdict(code, "unknown", text, "", from_collector=False))
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        write_line(self._to_launch, message)
+
+
+class LineReader:
+    """Lines from a pipe that is polled beside sockets."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closed = False
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The complete lines that are there; `closed` once the other side is gone."""
+        data = os.read(self.fd, 1 << 16)
+        if not data:
+            self.closed = True
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+def main() -> int:
+    """Entry of `python -m gpuwatch.launcher.agent`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return int(ExitCode.USAGE)
+        line += byte
+    config = read_line(line, AgentConfig)
+    Agent(config, sys.stdout.buffer).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

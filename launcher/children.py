@@ -1,0 +1,62 @@
+"""Starts the collector and the node agent as children of the launch: first line in is their settings, a closed pipe
+tells them that the launch is gone, and Ctrl-C in the terminal does not reach them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from ..core.pipe import write_line
+
+
+class Child:
+    """A helper process with JSON lines in and out."""
+
+    def __init__(self, module: str, config: msgspec.Struct, log: Path | None = None) -> None:
+        package = __package__.partition(".")[0]
+        with open(log or os.devnull, "ab") as errors:  # noqa: PTH123  # os.devnull is no Path
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{package}.{module}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                close_fds=True,
+            )
+        write_line(self.stdin, config)
+
+    @property
+    def stdin(self) -> IO[bytes]:
+        """Where it reads."""
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        """Where it writes."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def end(self, timeout_s: float) -> int | None:
+        """Close its input and wait for it to finish; kill it after `timeout_s`. Returns its exit code."""
+        try:
+            self.stdin.close()
+        except OSError:
+            pass
+        try:
+            code: int | None = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            code = None
+        self.stdout.close()
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()

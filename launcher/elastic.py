@@ -1,0 +1,173 @@
+"""torchrun's own elastic agent, with three places where gpuwatch listens in.
+
+`torch.distributed.launcher.api.launch_agent` builds the agent, handles its signals and formats its errors; it finds
+the agent's class by a name in its module. For the time of one launch that name means a subclass which reports when
+the ranks start and end, and which does not restart what gpuwatch itself has stopped. (torch 2.5 to 2.13)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server import api as agent_api
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.launcher import api as launcher_api
+
+from ..core.settings import VARIABLE, WorkerSettings
+from .rounds import agree_on_attempt
+
+WORKER = "-mgpuwatch.worker"
+"""One word, so that torchrun takes the script for the entry point's name and its messages stay as they are."""
+
+
+class Listener(Protocol):
+    """What the launch wants to hear of the ranks, and may say of them."""
+
+    settings: WorkerSettings
+
+    def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
+        """The ranks of this node run."""
+
+    def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
+        """The ranks of this node have ended."""
+
+    def notice(self, text: str) -> None:
+        """One sentence for the user."""
+
+    def may_restart(self, attempt: int, ranks: list[int]) -> bool:
+        """Whether a restart makes sense: not after an abort that the user asked for."""
+
+    def stop_requested(self) -> bool:
+        """The job cannot go on elsewhere."""
+
+
+def watched_agent_class(listener: Listener, backend: str) -> type:
+    """A LocalElasticAgent that tells `listener`."""
+
+    class WatchedElasticAgent(launcher_api.LocalElasticAgent):  # type: ignore[name-defined,misc]  # not exported
+        """See the module's docstring."""
+
+        _gpuwatch_starts = 0
+        _gpuwatch_attempt = 0
+        _gpuwatch_failed: tuple[int, ...] = ()
+        _gpuwatch_running = False
+        _gpuwatch_told_to_stop = False
+
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            settings = self._gpuwatch_agree(worker_group)
+            self._gpuwatch_attempt = settings.attempt
+            os.environ[VARIABLE] = settings.to_json()
+            try:
+                pids: dict[int, Any] = super()._start_workers(worker_group)
+            finally:
+                os.environ.pop(VARIABLE, None)
+            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            self._gpuwatch_failed = ()
+            self._gpuwatch_running = True
+            listener.started(
+                self._gpuwatch_attempt,
+                {ranks[local_rank]: pid for local_rank, pid in pids.items()},
+                {rank: local_rank for local_rank, rank in ranks.items()},
+            )
+            return pids
+
+        def _gpuwatch_agree(self, worker_group: Any) -> WorkerSettings:
+            settings = listener.settings
+            restarts = worker_group.spec.max_restarts - self._remaining_restarts
+            attempt, name = self._gpuwatch_starts, f"{os.getpid()}-{self._gpuwatch_starts}"
+            if worker_group.group_world_size > 1:
+                try:
+                    attempt, name = agree_on_attempt(
+                        worker_group.store,
+                        self._gpuwatch_starts,
+                        worker_group.group_rank,
+                        worker_group.group_world_size,
+                        prefix=str(restarts) if backend == "static" else "round",
+                    )
+                except Exception as error:
+                    listener.notice(f"the nodes could not agree on this attempt ({error}); training without preflight")
+                    settings = replace(settings, preflight="off")
+            self._gpuwatch_starts = attempt + 1
+            return replace(settings, attempt=attempt, round=name)
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            if listener.stop_requested() and not self._gpuwatch_told_to_stop:
+                self._gpuwatch_told_to_stop = True
+                self._remaining_restarts = 0
+                for pid in self._pcontext.pids().values():
+                    try:
+                        os.kill(pid, signal.SIGTERM)
+                    except ProcessLookupError:
+                        pass
+            result = super()._monitor_workers(worker_group)
+            if result.state in (agent_api.WorkerState.FAILED, agent_api.WorkerState.UNHEALTHY):
+                self._gpuwatch_failed = () if self._gpuwatch_told_to_stop else tuple(result.failures)
+                ranks = [worker.global_rank for worker in worker_group.workers]
+                if not listener.may_restart(self._gpuwatch_attempt, ranks):
+                    self._remaining_restarts = 0
+            elif result.state is agent_api.WorkerState.SUCCEEDED:
+                self._gpuwatch_ended(worker_group)
+            return result
+
+        def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
+            super()._stop_workers(worker_group, *args, **kwargs)
+            self._gpuwatch_ended(worker_group)
+
+        def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+            super()._shutdown(*args, **kwargs)
+            self._gpuwatch_ended(self._worker_group)
+
+        def _gpuwatch_ended(self, worker_group: Any) -> None:
+            if not self._gpuwatch_running or self._pcontext is None:
+                return
+            self._gpuwatch_running = False
+            handlers = getattr(self._pcontext, "subprocess_handlers", {})
+            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            codes = {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
+            listener.ended(self._gpuwatch_attempt, codes, list(self._gpuwatch_failed))
+
+    return WatchedElasticAgent
+
+
+@contextmanager
+def _patched(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def worker_command(cmd: Any, cmd_args: list[str], args: argparse.Namespace) -> tuple[str, list[str]]:
+    """The command of torchrun, with our worker in front of the script."""
+    python = os.getenv("PYTHON_EXEC", sys.executable)
+    if args.run_path:  # torchrun calls a function that runs the script; our worker is such a one
+        return python, ["-u", WORKER, *cmd_args]
+    if args.no_python:
+        return python, ["-u", WORKER, "--exec", cmd, *cmd_args]
+    return cmd, [cmd_args[0], WORKER, *cmd_args[1:]]
+
+
+@record
+def run_torchrun(args: argparse.Namespace, listener: Listener) -> None:
+    """What `torchrun` runs, with the worker in front of the script. Raises what torchrun raises."""
+    make_config = torchrun.config_from_args
+
+    def config_with_worker(parsed: argparse.Namespace) -> tuple[Any, Any, list[str]]:
+        config, cmd, cmd_args = make_config(parsed)
+        return config, *worker_command(cmd, cmd_args, parsed)
+
+    agent = watched_agent_class(listener, args.rdzv_backend)
+    with _patched(torchrun, "config_from_args", config_with_worker):
+        with _patched(launcher_api, "LocalElasticAgent", agent):
+            torchrun.run(args)
+

@@ -1,0 +1,153 @@
+"""Command line of `gpuwatch launch`: torchrun's own parser, and a group of gpuwatch's options in it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from torch.distributed.run import get_args_parser
+
+from ..core.errors import UsageError
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, where argparse prints two screens of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (all options: gpuwatch launch --help)")
+
+
+def _batches(text: str) -> list[int]:
+    try:
+        batches = [int(part) for part in text.split(",")]
+    except ValueError:
+        batches = [-1]
+    if min(batches) < 0:
+        raise argparse.ArgumentTypeError(f"expected batch numbers such as 0,1,3, found {text!r}")
+    return batches
+
+
+def _at_least(least: int, what: str) -> object:
+    def parse(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected {what} of {least} or more, found {text!r}")
+        return int(text)
+
+    return parse
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"expected a number of seconds of 1 or more, found {text!r}")
+    return seconds
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, found {text!r}")
+    return int(text)
+
+
+def _address(text: str) -> str:
+    host, _, port = text.removeprefix("tcp://").rpartition(":")
+    if not text.startswith("tcp://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"expected tcp://HOST:PORT, found {text!r}")
+    return text
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """torchrun's parser with a group "gpuwatch" of our options."""
+    parser = get_args_parser()
+    parser.__class__ = _Parser
+    parser.prog = "gpuwatch launch"
+    parser.description = (
+        "Runs a training script under torchrun's elastic agent, watches every rank, and names the first rank and "
+        "module to overflow. Every option of torchrun works as it does there; gpuwatch's own are in the last group."
+    )
+    group = parser.add_argument_group("gpuwatch")
+    group.add_argument(
+        "--on-overflow",
+        "--on_overflow",
+        choices=["abort", "continue"],
+        default="abort",
+        help="when a rank finds inf or nan: end the job (the default), or record it and train on",
+    )
+    group.add_argument(
+        "--max-frames",
+        "--max_frames",
+        type=_at_least(1, "a number of frames"),
+        default=21,
+        metavar="N",
+        help="frames that the report shows of each rank (21)",
+    )
+    group.add_argument(
+        "--trace-batches",
+        "--trace_batches",
+        type=_batches,
+        default=[],
+        metavar="N,N",
+        help="keep all frames of these batches (the first is 0) in the report",
+    )
+    group.add_argument(
+        "--abort-after-batch",
+        "--abort_after_batch",
+        type=_at_least(0, "a batch number"),
+        default=None,
+        metavar="N",
+        help="end the job, as a clean one, after this batch",
+    )
+    group.add_argument(
+        "--preflight",
+        choices=["quick", "off"],
+        default="quick",
+        help="test memory and communication of every rank before the script starts (quick), or do not (off)",
+    )
+    group.add_argument(
+        "--preflight-timeout",
+        "--preflight_timeout",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="after which a preflight that hangs is a failed one (120)",
+    )
+    group.add_argument(
+        "--on-preflight-failure",
+        "--on_preflight_failure",
+        choices=["stop", "continue"],
+        default="stop",
+        help="end the job with exit code 3 (stop, the default), or record it and train",
+    )
+    group.add_argument(
+        "--runs-dir",
+        "--runs_dir",
+        default="gpuwatch-runs",
+        metavar="DIR",
+        help="folder for the runs' folders, on the head node (gpuwatch-runs)",
+    )
+    group.add_argument(
+        "--collector",
+        type=_address,
+        default=None,
+        metavar="tcp://HOST:PORT",
+        help="use a collector that was started by hand (gpuwatch collect), instead of starting one on the head node",
+    )
+    group.add_argument(
+        "--collector-port",
+        "--collector_port",
+        type=_port,
+        default=None,
+        metavar="PORT",
+        help="port of the collector on the head node (several nodes: the rendezvous port + 1; one node: any free one)",
+    )
+    group.add_argument(
+        "--secret-file",
+        "--secret_file",
+        default=None,
+        metavar="FILE",
+        help="file with a secret that all nodes share, for the encryption (or the variable GPUWATCH_SECRET)",
+    )
+    return parser

@@ -1,0 +1,38 @@
+"""Which attempt this is, agreed by all nodes of a rendezvous.
+
+torchrun's own restart count is local to a node: the node whose worker failed counts up, the others see a change of
+membership and do not. So every node puts the number of its own starts into the rendezvous' store and takes the
+largest, which is also what the next start counts from.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from typing import Protocol
+
+
+class Store(Protocol):
+    """What is used of torch.distributed.Store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+def agree_on_attempt(
+    store: Store, starts: int, node: int, num_nodes: int, *, prefix: str = "round", timeout_s: float = 60.0
+) -> tuple[int, str]:
+    """(attempt, name of the round), the same on all nodes. `starts` is how often this node has started its ranks.
+
+    `prefix` tells rounds apart where the store does not: torchrun's c10d backend gives every round a store of its
+    own, its static backend one for the whole job. Raises what the store raises when a node does not answer in time.
+    """
+    prefix = f"gpuwatch/{prefix}"
+    store.set(f"{prefix}/starts/{node}", str(starts))
+    keys = [f"{prefix}/starts/{other}" for other in range(num_nodes)]
+    store.wait(keys, timedelta(seconds=timeout_s))
+    attempt = max(int(store.get(key)) for key in keys)
+    name = store.compare_set(f"{prefix}/name", "", uuid.uuid4().hex[:12]).decode()
+    return attempt, f"{name}-{attempt}"

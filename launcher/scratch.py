@@ -1,0 +1,62 @@
+"""The folder of a node's recorders: in /dev/shm where there is room, private, and removed when the run ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from ..core.recorder.layout import file_bytes
+
+_PREFIX = "gpuwatch-"
+_SHARED_MEMORY = Path("/dev/shm")
+_OWNER = "owner"
+
+
+def make_scratch(ranks: int) -> Path:
+    """Make the folder for `ranks` recorders. Takes at most half of what is free in shared memory, else a disk."""
+    remove_stale()
+    base = Path(tempfile.gettempdir())
+    if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
+        stat = os.statvfs(_SHARED_MEMORY)
+        if stat.f_bavail * stat.f_frsize > 2 * ranks * file_bytes():
+            base = _SHARED_MEMORY
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=base))
+    _sign(folder)
+    return folder
+
+
+def _sign(folder: Path) -> None:
+    (folder / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the folder; twice does no harm."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_stale() -> None:
+    """Remove folders of this user whose launch is gone (it and its agent were killed)."""
+    for base in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
+            try:
+                pid, created = (folder / _OWNER).read_text().split()
+            except (OSError, ValueError):
+                continue
+            try:
+                alive = abs(psutil.Process(int(pid)).create_time() - float(created)) < 1
+            except psutil.Error:
+                alive = False
+            if not alive:
+                remove_scratch(folder)
+
+
+def adopt_scratch(folder: Path) -> None:
+    """This process answers for the folder from now on: its launch was killed."""
+    try:
+        _sign(folder)
+    except OSError:
+        pass

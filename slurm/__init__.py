@@ -1,0 +1,1 @@
+"""The sbatch template and what submits it."""

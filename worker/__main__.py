@@ -1,0 +1,105 @@
+"""Entry of a worker, started by torchrun's agent in place of the script: preflight, hooks, then the script.
+
+    python -u -mgpuwatch.worker train.py --lr 1e-4
+    python -u -mgpuwatch.worker -m package.train --lr 1e-4
+    python -u -mgpuwatch.worker --exec program arguments        (torchrun's --no-python)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from ..core.exits import ExitCode
+from ..core.recorder.layout import Field, RankPhase, file_name
+from ..core.recorder.writer import RecorderWriter
+from ..core.records import Fault, ScriptError, ScriptExit
+from ..core.settings import VARIABLE, WorkerSettings
+from .identity import Identity
+from .imports import after_import
+from .preflight import run_preflight
+from .script import Target, run
+from .session import Session
+
+_TRACEBACK_CHARACTERS = 16000
+_PEER_FAILURES = ("Connection closed by peer", "Connection reset by peer", "Socket Timeout", "Broken pipe", "Timed out waiting")
+
+
+def main(arguments: list[str]) -> None:
+    """Run one rank. Ends the process."""
+    settings = WorkerSettings.from_environment()
+    if settings is None:
+        print(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none", file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE)
+    session = _open_session(settings)
+    if session is not None:
+        _preflight(session)
+    if arguments[0] == "--exec":
+        if session is not None:
+            session.enter(RankPhase.UNWATCHED)
+        os.execvp(arguments[1], arguments[1:])
+    if session is None:
+        run(Target.parse(arguments), lambda error: None, lambda code: None)
+    session.enter(RankPhase.SCRIPT)
+    after_import("torch", session.attach_hooks)
+    run(Target.parse(arguments), lambda error: _raised(session, error), lambda code: _finished(session, code))
+
+
+def _open_session(settings: WorkerSettings) -> Session | None:
+    """None, after one line, when there is no room for a recorder: the training goes on unwatched."""
+    identity = Identity.from_environment()
+    try:
+        recorder = RecorderWriter(
+            Path(settings.recorder_dir) / file_name(identity.rank, settings.attempt),
+            rank=identity.rank,
+            local_rank=identity.local_rank,
+            world_size=identity.world_size,
+            attempt=settings.attempt,
+        )
+    except OSError as error:
+        print(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}", file=sys.stderr)
+        return None
+    return Session(settings, recorder, identity.rank)
+
+
+def _preflight(session: Session) -> None:
+    if session.settings.preflight == "off":
+        return
+    session.enter(RankPhase.PREFLIGHT)
+    try:
+        sentence = run_preflight(session, Identity.from_environment())
+    except Exception as error:
+        session.recorder.append(Fault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
+        return
+    if sentence is not None:
+        session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
+        print(f"gpuwatch: {sentence}", file=sys.stderr)
+        raise SystemExit(ExitCode.PREFLIGHT_FAILED)
+
+
+def _raised(session: Session, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    hooks = session.hooks
+    message = str(error)
+    session.recorder.append(
+        ScriptError(
+            session.where(),
+            type(error).__name__,
+            message[:2000],
+            text[-_TRACEBACK_CHARACTERS:],
+            hooks.raised_in(error) if hooks is not None else None,
+            any(words in message for words in _PEER_FAILURES),
+        )
+    )
+    session.enter(RankPhase.RAISED)
+
+
+def _finished(session: Session, code: int) -> None:
+    session.recorder.append(ScriptExit(session.where(), code))
+    session.enter(RankPhase.FINISHED)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

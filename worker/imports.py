@@ -1,0 +1,59 @@
+"""Calls something right after a module was first imported, so that gpuwatch itself never imports torch early.
+
+A script may set OMP_NUM_THREADS or other variables that torch reads at its import; it must find them unread.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+
+class _CallingLoader(importlib.abc.Loader):
+    """The module's own loader, and a call when it has finished."""
+
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
+        self._loader = loader
+        self._then = then
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The module must look as if nobody had been here: inspect and importlib.resources ask its loader.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._then()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _CallingLoader(spec.loader, self._then)
+                return spec
+        return None
+
+
+def after_import(name: str, then: Callable[[], None]) -> None:
+    """Call `then` when the import of module `name` has finished; at once if it is there already."""
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))

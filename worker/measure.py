@@ -1,0 +1,173 @@
+"""The numbers of one tensor: abs min, abs max and what is non-finite, in one pass over its bits.
+
+See core/values.py for why integers will do. Everything here must be called with gradients off.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..core.frames import RowKind
+from ..core.values import DTYPE_CODES, INF_BITS, SIGN_MASK, Encoding, NonFinite
+
+CHUNK = 1 << 18
+"""Elements that are looked at in one go: the scratch stays in the cache and no temporary is as large as the tensor."""
+
+
+class Numbers(NamedTuple):
+    """What a row needs: `kind` says whether the other three mean anything."""
+
+    low: int
+    high: int
+    meta: int
+    kind: int
+
+
+class _Float(NamedTuple):
+    bits: torch.dtype
+    mask: int
+    encoding: int
+    inf: int
+
+
+def _float(bits: torch.dtype, encoding: Encoding) -> _Float:
+    return _Float(bits, SIGN_MASK[encoding], int(encoding), INF_BITS[encoding])
+
+
+FLOATS = {
+    torch.float32: _float(torch.int32, Encoding.FLOAT32),
+    torch.float16: _float(torch.int16, Encoding.FLOAT16),
+    torch.bfloat16: _float(torch.int16, Encoding.BFLOAT16),
+    torch.float64: _float(torch.int64, Encoding.FLOAT64),
+}
+
+CODES: dict[torch.dtype, int] = {
+    dtype: code
+    for name, code in DTYPE_CODES.items()
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+"""dtype -> its index in core.values.DTYPE_NAMES."""
+
+_EMPTY = Numbers(0, 0, 0, RowKind.EMPTY)
+NOT_MEASURABLE = Numbers(0, 0, 0, RowKind.NOT_MEASURABLE)
+
+
+def measure(tensor: torch.Tensor) -> Numbers:
+    """Numbers of a tensor in host memory, of any dtype, layout and class. Never raises: see `RowKind`."""
+    try:
+        return _measure(tensor)
+    except Exception:  # a tensor class that nobody has met must not cost the user the run
+        return NOT_MEASURABLE
+
+
+def _measure(tensor: torch.Tensor) -> Numbers:
+    kind = FLOATS.get(tensor.dtype)
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if not plain or tensor.layout is not torch.strided or kind is None:
+        local = to_plain(tensor)
+        if local is None:
+            return NOT_MEASURABLE
+        tensor = local
+        kind = FLOATS.get(tensor.dtype)
+        if tensor.numel() == 0:
+            return _EMPTY
+        if kind is None:
+            return _measure_integers(tensor)
+    count = tensor.numel()
+    if count == 0:
+        return _EMPTY
+    bits = tensor.view(kind.bits)
+    if count <= CHUNK:
+        low_t, high_t = torch.aminmax(bits.bitwise_and(kind.mask))
+        low, high = int(low_t.item()), int(high_t.item())
+    else:
+        low, high = _in_chunks(bits, kind.mask)
+    meta = kind.encoding << 8
+    if high >= kind.inf:
+        meta |= _second_look(tensor)
+    return Numbers(low, high, meta, RowKind.MEASURED)
+
+
+def _in_chunks(bits: torch.Tensor, mask: int) -> tuple[int, int]:
+    flat = _flat(bits)
+    scratch = torch.empty(CHUNK, dtype=bits.dtype)
+    low, high = mask, 0
+    for part in flat.split(CHUNK):
+        clear = scratch[: part.numel()]
+        torch.bitwise_and(part, mask, out=clear)
+        low_t, high_t = torch.aminmax(clear)
+        low, high = min(low, int(low_t.item())), max(high, int(high_t.item()))
+    return low, high
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements as one dimension, in any order; a copy only where the memory has holes."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)  # expanded: every index shows the same element
+    if not tensor.is_contiguous():
+        by_stride = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
+        tensor = tensor.permute(by_stride)
+    return tensor.reshape(-1)
+
+
+def _second_look(tensor: torch.Tensor) -> int:
+    """Which of nan, +inf and -inf are in a tensor that holds at least one of them."""
+    flags = NonFinite.NONE
+    if torch.isnan(tensor).any().item():
+        flags |= NonFinite.NAN
+    if torch.isposinf(tensor).any().item():
+        flags |= NonFinite.POSINF
+    if torch.isneginf(tensor).any().item():
+        flags |= NonFinite.NEGINF
+    return int(flags)
+
+
+def _measure_integers(tensor: torch.Tensor) -> Numbers:
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)
+    low_t, high_t = torch.aminmax(tensor)
+    low, high = int(low_t.item()), int(high_t.item())
+    if low < 0:
+        high = max(abs(low), abs(high))
+        low = int(tensor.abs().amin().item())
+    limit = (1 << 63) - 1
+    return Numbers(min(abs(low), limit), min(high, limit), Encoding.INTEGER << 8, RowKind.MEASURED)
+
+
+def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A strided tensor of a measurable dtype that holds the numbers of `tensor`; None when there is none.
+
+    Sparse: the values that are stored. Nested: the values of all parts. Quantized: what the integers stand for.
+    DTensor: the local shard. Complex: the magnitudes. float8: widened, which is exact.
+    """
+    if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    if hasattr(tensor, "_local_tensor"):
+        tensor = tensor._local_tensor
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor).__name__ == "FakeTensor":
+            return None
+        if tensor.is_nested:
+            tensor = tensor.values()
+        else:
+            tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.is_nested:
+        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        tensor = tensor.values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        tensor = tensor.abs()
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = tensor.to(torch.int64)
+    if tensor.dtype.is_floating_point and tensor.dtype not in FLOATS:
+        tensor = tensor.to(torch.float32)
+    return tensor

@@ -1,0 +1,57 @@
+"""Names of modules as the user wrote them: the root's tree without what wrappers add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Class name of a wrapper -> the child under which it keeps what it wraps. By name, so that nothing has to be imported.
+WRAPPED_CHILD = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
+    "AveragedModel": "module",
+    "DeepSpeedEngine": "module",
+}
+
+
+def wrapped_child(module: nn.Module) -> nn.Module | None:
+    """What `module` wraps, or None if it is not a wrapper."""
+    name = WRAPPED_CHILD.get(type(module).__name__)
+    return module._modules.get(name) if name is not None else None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module that the user wrote, under any number of wrappers."""
+    while (inner := wrapped_child(module)) is not None:
+        module = inner
+    return module
+
+
+def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every module under `root` once, under its first name; wrappers get the name of what they wrap.
+
+    The root itself is "". Order and names are those of `named_modules()` of the unwrapped model.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[str, nn.Module]] = [("", root)]
+    while stack:
+        name, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        inner = wrapped_child(module)
+        children: list[tuple[str, nn.Module]] = []
+        for child_name, child in module._modules.items():
+            if child is None:
+                continue
+            child_path = name if child is inner else f"{name}.{child_name}" if name else child_name
+            children.append((child_path, child))
+        stack.extend(reversed(children))

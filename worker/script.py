@@ -1,0 +1,109 @@
+"""Runs the user's script as `__main__`, exactly as Python would run it."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import runpy
+import signal
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run: `script args...` or `-m module args...`."""
+
+    name: str
+    arguments: list[str]
+    is_module: bool
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> Target:
+        """Read the command line that the launcher made."""
+        if arguments[0] == "-m":
+            return cls(arguments[1], arguments[2:], True)
+        return cls(arguments[0], arguments[1:], False)
+
+
+def run(target: Target, raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
+    """Run the script and end the process as Python would, telling `raised` or `finished` first."""
+    try:
+        _execute(target)
+    except SystemExit as stop:
+        finished(_exit_code(stop))
+        raise
+    except BaseException as error:
+        error.__traceback__ = _own_frames_removed(error.__traceback__)
+        raised(error)
+        _die_of(error)
+    finished(0)
+    sys.exit(0)
+
+
+def _execute(target: Target) -> None:
+    if target.is_module:
+        # what `python -m` itself calls; it fills the module that is `__main__`
+        sys.modules["__main__"] = ModuleType("__main__")
+        sys.argv = [target.name, *target.arguments]
+        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
+        return
+    sys.argv = [target.name, *target.arguments]
+    if Path(target.name).is_dir() or zipfile.is_zipfile(target.name):
+        runpy.run_path(target.name, run_name="__main__")
+        return
+    if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11
+        sys.path[0] = os.path.dirname(os.path.realpath(target.name))  # noqa: PTH120  # what Python itself puts there
+    code = _compile(target.name)
+    main = ModuleType("__main__")
+    main.__file__ = target.name
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__dict__["__cached__"] = None
+    main.__loader__ = SourceFileLoader("__main__", target.name)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _compile(path: str) -> CodeType:
+    try:
+        with io.open_code(os.path.abspath(path)) as file:  # noqa: PTH100  # open_code takes a str
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback as it would be without us: from the script's first frame on."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    return stop.code if isinstance(stop.code, int) else 1
+
+
+def _die_of(error: BaseException) -> NoReturn:
+    """Print the exception through whatever excepthook is set by now, and end with the code that Python would give."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    if isinstance(error, KeyboardInterrupt):
+        # Python dies of the signal itself, so that its parent sees an interrupted child
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(1)

@@ -1,0 +1,49 @@
+"""One rank of one attempt: its settings, its recorder, and, once torch is imported, its hooks."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from ..core.recorder.layout import Field, RankPhase
+from ..core.recorder.writer import RecorderWriter
+from ..core.records import Fault, Where
+from ..core.settings import WorkerSettings
+from .collectives import sequence_number
+
+if TYPE_CHECKING:
+    from .hooks import Hooks
+
+
+class Session:
+    """What the parts of a worker share."""
+
+    def __init__(self, settings: WorkerSettings, recorder: RecorderWriter, rank: int) -> None:
+        self.settings = settings
+        self.recorder = recorder
+        self.rank = rank
+        self.hooks: Hooks | None = None
+
+    def enter(self, phase: RankPhase) -> None:
+        """Say what this rank is doing now."""
+        self.recorder.fields[Field.PHASE] = phase
+        self.recorder.fields[Field.MOVED_NS] = time.monotonic_ns()
+
+    def where(self) -> Where:
+        """The place in the run, for an event."""
+        if self.hooks is not None:
+            return self.hooks.where()
+        return Where(
+            rank=self.rank, attempt=self.settings.attempt, seq=sequence_number(), time_ns=time.time_ns()
+        )
+
+    def attach_hooks(self) -> None:
+        """Called once torch has been imported. Never raises: a run without hooks is better than no run."""
+        try:
+            from .hooks import Hooks
+
+            hooks = Hooks(self.recorder, self.settings, self.rank)
+            hooks.attach()
+            self.hooks = hooks
+        except Exception as error:
+            self.recorder.append(Fault(self.where(), "attach", f"{type(error).__name__}: {error}"))
