@@ -226,14 +226,14 @@ def _state(rank: RankFacts) -> str:
     exit_ = rank.exit
     if exit_ is None:
         return rank.state.phase if rank.state is not None else "unknown"
-    if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
-        return "killed"
     if rank.preflight is not None and rank.preflight.stops:
         return "preflight failed"
     if rank.anomalies and rank.anomalies[0].aborts and rank.errors:
         return "aborted"
     if rank.errors:
         return "raised"
+    if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
+        return "killed"
     if exit_.code == 0:
         return "finished"
     return "stopped" if exit_.by == "torchrun" else "failed"

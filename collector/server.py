@@ -6,10 +6,12 @@ messages is counted and not answered.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 
 import zmq
+from msgspec.json import encode as to_json
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.exits import EXIT_OF_KIND, ExitCode
@@ -146,8 +148,6 @@ class Server:
             self.handshakes_failed += 1
 
     def _finish(self, paths: RunPaths, store: RunStore, conductor: Conductor) -> Report:
-        from msgspec.json import encode as to_json
-
         stamp(store, "ended")
         store.set("lost_agents", to_json(conductor.lost_agents).decode())
         counters = {
@@ -170,6 +170,7 @@ class Server:
         """Let the last messages out, then close everything."""
         if hasattr(self, "_monitor"):
             self._socket.disable_monitor()
+            self._monitor.close(linger=0)
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
@@ -179,7 +180,5 @@ def exit_code(report: Report) -> int:
     """The exit code that a verdict stands for."""
     verdict = report.verdict
     if verdict.kind == "interrupted" and verdict.signal is not None:
-        import signal
-
         return int(ExitCode.SIGNAL) + int(signal.Signals[verdict.signal])
     return int(EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED))

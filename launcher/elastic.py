@@ -107,9 +107,15 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
                         os.kill(pid, signal.SIGTERM)
                     except ProcessLookupError:
                         pass
+            failed = self._gpuwatch_failed_ranks(worker_group)  # torchrun's own list also holds those that it stopped
             result = super()._monitor_workers(worker_group)
             if result.state in (agent_api.WorkerState.FAILED, agent_api.WorkerState.UNHEALTHY):
-                self._gpuwatch_failed = () if self._gpuwatch_told_to_stop else tuple(result.failures)
+                if self._gpuwatch_told_to_stop:
+                    failed = []
+                elif not failed:  # one failed between the two looks
+                    own = [r for r, f in result.failures.items() if f.exitcode != -signal.SIGTERM]
+                    failed = own or list(result.failures)
+                self._gpuwatch_failed = tuple(failed)
                 ranks = [worker.global_rank for worker in worker_group.workers]
                 if not listener.may_restart(self._gpuwatch_attempt, ranks):
                     self._remaining_restarts = 0
@@ -124,6 +130,11 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
         def _shutdown(self, *args: Any, **kwargs: Any) -> None:
             super()._shutdown(*args, **kwargs)
             self._gpuwatch_ended(self._worker_group)
+
+        def _gpuwatch_failed_ranks(self, worker_group: Any) -> list[int]:
+            handlers = getattr(self._pcontext, "subprocess_handlers", {})
+            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+            return [ranks[local_rank] for local_rank, handler in handlers.items() if handler.proc.poll()]
 
         def _gpuwatch_ended(self, worker_group: Any) -> None:
             if not self._gpuwatch_running or self._pcontext is None:
