@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -45,7 +46,7 @@ def command(run: str | None, runs_dir: str, rank: int | None, form: str, again: 
         sys.stdout.write(to_json(report).decode() + "\n")
         return 0
     terminal = sys.stdout.isatty()
-    width = max(80, min(160, click.get_terminal_size()[0])) if hasattr(click, "get_terminal_size") else 110
+    width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
     click.echo(render_text(report, width=width, color=terminal, rank=rank))
     return 0
 
@@ -61,4 +62,7 @@ def find_run(run: str | None, runs_dir: Path) -> Path:
     known = sorted(path.parent.name for path in runs_dir.glob("*/run.sqlite") if not path.parent.is_symlink())
     there = f"runs there: {', '.join(known[-5:])}" if known else f"no run is in {runs_dir}"
     wanted = f"{run!r}" if run is not None else f"{runs_dir / 'latest'}"
-    raise UsageError(f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} ({there}; elsewhere: --runs-dir DIR)")
+    raise UsageError(
+        f"expected a run's folder, its name, or a {SUFFIX} file, found none at {wanted} "
+        f"({there}; elsewhere: --runs-dir DIR)"
+    )

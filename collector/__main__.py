@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from ..core.exits import ExitCode
-from ..core.pipe import Bound, CannotBind, CollectorConfig, read_line, write_line
+from ..core.pipe import Bound, CannotBind, CollectorConfig, read_config, write_line
 from .conductor import Conductor
 from .finish import stamp
 from .paths import RunPaths, new_run
@@ -22,13 +22,9 @@ def main() -> int:
     """Entry of `python -m gpuwatch.collector`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # it ends when the job has: after the report is written
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            return int(ExitCode.USAGE)
-        line += byte
-    config = read_line(line, CollectorConfig)
+    config = read_config(0, CollectorConfig)
+    if config is None:
+        return int(ExitCode.USAGE)
     try:
         server = Server(config.bind, config.public_key, config.private_key, config.agent_public_key)
     except zmq.ZMQError as error:

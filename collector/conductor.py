@@ -1,12 +1,11 @@
 """What the collector does about what it hears: pure decisions, time is an argument, no socket.
 
-    hear(agent, message, now) -> actions        tick(now) -> actions
+hear(agent, message, now) -> actions        tick(now) -> actions
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
 
 from ..core.messages import (
     Ack,
@@ -54,7 +53,7 @@ class Finish:
     """Everybody is done: decide, and write the report."""
 
 
-Action = Union[Send, Keep, Finish]
+Action = Send | Keep | Finish
 
 
 @dataclass
@@ -112,7 +111,9 @@ class Conductor:
     def _greet(self, agent: str, message: AgentMessage, hello: Hello, now: float) -> list[Action]:
         if hello.rdzv_id != self.rdzv_id:
             self.strangers += 1
-            return [Send(agent, Refused(f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"))]
+            return [
+                Send(agent, Refused(f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"))
+            ]
         self.nodes[agent] = _Node(hello, now, received=message.n)
         return [
             Keep(agent, message),

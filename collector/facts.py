@@ -165,9 +165,7 @@ def _take_beat(facts: RunFacts, agent: str, beat: Beat) -> None:
                 rank.pages_dropped = max(rank.pages_dropped, dropped)
 
 
-def _take_page(
-    facts: RunFacts, agent: str, message: PageMessage, names: dict[tuple[int, int], Names]
-) -> None:
+def _take_page(facts: RunFacts, agent: str, message: PageMessage, names: dict[tuple[int, int], Names]) -> None:
     try:
         page = decode_page(message, names.get((message.attempt, message.rank), Names()))
     except Exception:  # bytes from the network: whatever is wrong with them, the report must be written

@@ -71,4 +71,6 @@ def read_report(paths: RunPaths) -> Report:
     except FileNotFoundError:
         return report_from_store(paths)
     except msgspec.DecodeError as error:
-        raise GpuwatchError(f"expected a report of schema 1, found something else in {paths.report_json}: {error}") from error
+        raise GpuwatchError(
+            f"expected a report of schema 1, found something else in {paths.report_json}: {error}"
+        ) from error

@@ -325,7 +325,12 @@ def _timeline(facts: RunFacts) -> list[TimelineEntry]:
         if signal_ is not None:
             host = node.hello.host if node.hello is not None else ""
             entries.append(
-                TimelineEntry(utc(signal_.time_ns / 1e9), None, facts.last_attempt, f"launch on {host} got signal {signal_.signal}")
+                TimelineEntry(
+                    utc(signal_.time_ns / 1e9),
+                    None,
+                    facts.last_attempt,
+                    f"launch on {host} got signal {signal_.signal}",
+                )
             )
     return entries
 

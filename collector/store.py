@@ -51,7 +51,9 @@ class RunStore:
                 self._db.execute("PRAGMA synchronous=NORMAL")
                 self.set("schema", str(SCHEMA))
             elif int(self.get("schema") or 0) > SCHEMA:
-                raise GpuwatchError(f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster")
+                raise GpuwatchError(
+                    f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster"
+                )
         except sqlite3.Error as error:
             self._db.close()
             raise GpuwatchError(f"expected a run store, found something else in {path}: {error}") from error

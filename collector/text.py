@@ -47,7 +47,9 @@ def _verdict(console: Console, report: Report) -> None:
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
     if verdict.concurrent:
-        others = [f"rank {c.rank} on {c.host}: {c.value} in {c.role} of `{c.module}` ({c.cls})" for c in verdict.concurrent]
+        others = [
+            f"rank {c.rank} on {c.host}: {c.value} in {c.role} of `{c.module}` ({c.cls})" for c in verdict.concurrent
+        ]
         _list(console, "At the same time", others)
     if verdict.cascade:
         _list(console, "Because of it", [f"rank {c.rank} {c.how}" for c in verdict.cascade])
@@ -94,7 +96,9 @@ def _ranks(console: Console, report: Report) -> None:
             console.print(Text(f"gpuwatch's own fault on rank {rank.rank}: {fault}", style="yellow"))
     unwritten = report.collector.get("unwritten", 0)
     if unwritten:
-        console.print(Text(f"{unwritten} messages could not be written to the run store (is the disk full?)", style="yellow"))
+        console.print(
+            Text(f"{unwritten} messages could not be written to the run store (is the disk full?)", style="yellow")
+        )
 
 
 def _number(number: int | None) -> str:

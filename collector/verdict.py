@@ -85,7 +85,7 @@ def _preflight(facts: RunFacts) -> Verdict | None:
     if not guilty:
         return Verdict(
             kind="preflight",
-            statement="The preflight failed; every rank that failed was waiting for another, and none is to blame for sure.",
+            statement="The preflight failed; each rank that failed was waiting for another, so none is to blame for sure.",
             certainty="unknown",
             attempt=facts.last_attempt,
             evidence=evidence,
@@ -98,7 +98,10 @@ def _preflight(facts: RunFacts) -> Verdict | None:
     host = facts.host(first)
     return Verdict(
         kind="preflight",
-        statement=f"Preflight: rank {first.rank}{others} on {host} failed in stage {first.preflight.stage}: {first.preflight.detail}.",
+        statement=(
+            f"Preflight: rank {first.rank}{others} on {host} failed in stage {first.preflight.stage}: "
+            f"{first.preflight.detail}."
+        ),
         certainty="established",
         rank=first.rank,
         host=host,
@@ -184,13 +187,15 @@ def _evidence(
     where = f"batch {first.batch}, frame {first.frame}"
     if first.is_origin:
         evidence.append(
-            f"rank {first.rank}, {where}: the inputs and weights of {_name(first)} were finite, its {first.role} was not"
+            f"rank {first.rank}, {where}: inputs and weights of {_name(first)} were finite, its {first.role} was not"
             if first.between is None
             else f"rank {first.rank}, {where}: no module call before it returned a non-finite value"
         )
     elif first.phase == "carrier":
         certainty = "supported"
-        evidence.append(f"rank {first.rank}, {where}: {_name(first)} was handed a non-finite value; its maker was not seen")
+        evidence.append(
+            f"rank {first.rank}, {where}: {_name(first)} was handed a non-finite value; its maker was not seen"
+        )
     if not first.from_page:
         certainty = "supported"
         evidence.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
@@ -202,10 +207,8 @@ def _evidence(
         )
     later = [f for f in findings if f is not first and f not in concurrent]
     for finding in later[:8]:
-        evidence.append(
-            f"rank {finding.rank} first saw one later: batch {finding.batch}, {_name(finding)}, "
-            f"{'after ' + str(finding.seq) + ' collectives against ' + str(first.seq) if first.seq >= 0 else finding.phase}"
-        )
+        when = f", after {finding.seq} collectives against {first.seq}" if first.seq >= 0 else ""
+        evidence.append(f"rank {finding.rank} first saw one later: batch {finding.batch}, {_name(finding)}{when}")
     if later and first.seq < 0:
         certainty = "supported"
         evidence.append("the ranks had no process group, so their batches alone put them in order")
@@ -252,7 +255,9 @@ def _unknown_overflow(facts: RunFacts, earliest: list[Finding]) -> Verdict:
         step=first.step,
         batch=first.batch,
         evidence=[f"rank {f.rank}: {f.value} in {f.role} of {_name(f)}, batch {f.batch}" for f in earliest[:8]],
-        next=["Look at the gradients of the step before: the forward of the batch before it was finite on these ranks."],
+        next=[
+            "Look at the gradients of the step before: the forward of the batch before it was finite on these ranks."
+        ],
     )
 
 
@@ -267,9 +272,13 @@ def _overflow_sentence(first: Finding, host: str, concurrent: list[Finding]) -> 
     if first.phase == "weight":
         return f"{who} had {first.value} in the {first.role} of {_name(first)} at the start of its forward in {batch}."
     if first.phase == "input":
-        return f"{who} was fed {first.value}: {first.role} of {_name(first)} in {batch} was bad before the model saw it."
+        return (
+            f"{who} was fed {first.value}: {first.role} of {_name(first)} in {batch} was bad before the model saw it."
+        )
     if first.phase == "carrier":
-        return f"{who} handed {first.value} to {_name(first)} ({first.role}) in {batch}; where it was made was not seen."
+        return (
+            f"{who} handed {first.value} to {_name(first)} ({first.role}) in {batch}; where it was made was not seen."
+        )
     if first.between is not None:
         return f"{lead}{first.value} in {_name(first)}'s own forward, {between_text(first.between)}, {batch}."
     return f"{lead}{first.value} in the {first.role} of {_name(first)}, forward, {batch}."
@@ -286,15 +295,19 @@ def _overflow_next(first: Finding) -> list[str]:
     steps = []
     if first.is_origin and first.dtype == "float16":
         steps.append(
-            "float16 ends at 65504: compute this part in bfloat16 or float32 (torch.autocast(..., enabled=False) around it)."
+            "float16 ends at 65504: compute this part in bfloat16, or in float32 with torch.autocast(..., enabled=False)."
         )
     if first.is_origin:
-        steps.append("Look at abs max in the frames before it: growth over many batches means a learning rate that is too high.")
+        steps.append(
+            "Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."
+        )
     elif first.phase == "input":
         steps.append("Look at the data loader of this rank: the value was in the batch.")
     elif first.phase == "weight":
         steps.append("The step before made it: look at the gradients and the learning rate.")
-    steps.append("To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue.")
+    steps.append(
+        "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
+    )
     return steps
 
 
@@ -359,7 +372,9 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
     doing = _doing(exit_)
     hints = []
     if name == "SIGKILL":
-        hints.append(f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host}).")
+        hints.append(
+            f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
+        )
     return Verdict(
         kind="lost",
         statement=f"Rank {first.rank} on {host} was killed by {name} {doing}.",
@@ -368,24 +383,21 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         host=host or None,
         device=_device(first),
         module=exit_.module,
-        cls=_class_of(first, exit_.module),
+        cls=exit_.cls,
         root=exit_.where.root or None,
         phase="forward" if exit_.phase == "forward" else None,
         attempt=first.attempt,
         step=exit_.where.step,
         batch=exit_.where.batch if exit_.where.batch >= 0 else None,
         signal=name,
-        evidence=[f"torchrun saw rank {first.rank} (pid {_pid(first)}) end with signal {-exit_.code}; its recorder says: {doing}"],
+        evidence=[
+            f"torchrun saw rank {first.rank} (pid {_pid(first)}) end with signal {-exit_.code}; "
+            f"its recorder says: {doing}"
+        ],
         next=[*hints, f"Its last frames are in the report: gpuwatch report --rank {first.rank}"],
         concurrent=[],
         cascade=_cascade(facts, first.attempt, {first.rank}),
     )
-
-
-def _class_of(rank: RankFacts, module: str | None) -> str | None:
-    if module is None:
-        return None
-    return next((f.cls for p in rank.pages.values() for f in p.frames if f.module == module), None)
 
 
 def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
@@ -430,7 +442,10 @@ def _lost_node(facts: RunFacts) -> Verdict | None:
     ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
     return Verdict(
         kind="lost",
-        statement=f"Node {hosts} ({_ranks(ranks) if ranks else 'no rank known'}) went silent: the node, or the link to it, is lost.",
+        statement=(
+            f"Node {hosts} ({_ranks(ranks) if ranks else 'no rank known'}) went silent: "
+            "the node, or the link to it, is lost."
+        ),
         certainty="supported",
         rank=ranks[0] if len(ranks) == 1 else None,
         host=hosts,
@@ -472,7 +487,10 @@ def _clean(facts: RunFacts) -> Verdict:
     batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
     return Verdict(
         kind="clean",
-        statement=f"No overflow: {len(ranks)} rank{'s' if len(ranks) != 1 else ''}, {batches} batches, every watched tensor finite.",
+        statement=(
+            f"No overflow: {len(ranks)} rank{'s' if len(ranks) != 1 else ''}, {batches} batches, "
+            "every watched tensor finite."
+        ),
         certainty="established" if all(rank.script_exit is not None for rank in ranks) and ranks else "supported",
         attempt=facts.last_attempt,
     )
@@ -497,10 +515,14 @@ def _cascade(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascad
 
 def _doing(exit_: WorkerExit) -> str:
     if exit_.phase == "forward":
-        inside = f" in `{exit_.module}`" if exit_.module else ""
+        inside = f", in {_module_text(exit_.module, exit_.cls)}" if exit_.module is not None else ""
         return f"in the forward of batch {exit_.where.batch}{inside}"
     if exit_.phase == "script":
-        return f"outside of a forward, after batch {exit_.where.batch}" if exit_.where.batch >= 0 else "before its first batch"
+        return (
+            f"outside of a forward, after batch {exit_.where.batch}"
+            if exit_.where.batch >= 0
+            else "before its first batch"
+        )
     return {
         "preflight": "in the preflight",
         "starting": "while starting",
@@ -519,7 +541,11 @@ def _progress(rank: RankFacts) -> str:
 
 
 def _name(finding: Finding) -> str:
-    return f"`{finding.module}` ({finding.cls})" if finding.module else f"the root module {finding.root}"
+    return _module_text(finding.module, finding.cls)
+
+
+def _module_text(module: str, cls: str | None) -> str:
+    return f"`{module}` ({cls})" if module else f"the root module ({cls})"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -551,4 +577,3 @@ def _local_rank(rank: RankFacts) -> str:
 
 def _node_name(node: NodeFacts) -> str:
     return node.hello.host if node.hello is not None else node.agent[:8]
-

@@ -1,10 +1,10 @@
 """Frames as people read them: one module call and a row per tensor, and their text form.
 
-    abs min  abs max  metadata
-                      encoder.block.1.feed_forward.wo Linear
-    3.82e-08 2.17e+00 weight
-    1.15e-05 9.31e+03 input[0]
-    8.11e-02      inf output
+abs min  abs max  metadata
+                  encoder.block.1.feed_forward.wo Linear
+3.82e-08 2.17e+00 weight
+1.15e-05 9.31e+03 input[0]
+8.11e-02      inf output
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class RowKind(IntEnum):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One tensor in a frame. `abs_min` and `abs_max` are None without numbers and, in JSON, where they are non-finite."""
+    """One tensor in a frame.
+
+    `abs_min` and `abs_max` are None where there are no numbers and, in JSON, where they are non-finite.
+    """
 
     role: str
     abs_min: float | None
@@ -107,7 +110,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """All frames of one batch of one rank; `lost_frames` of them, at the start, had been overwritten when it was read."""
+    """All frames of one batch of one rank; `lost_frames` of them had been overwritten when it was read."""
 
     rank: int
     attempt: int

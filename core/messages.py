@@ -7,7 +7,7 @@ pressure, oldest first; how many is in every beat. Beats are not numbered: the n
 
 from __future__ import annotations
 
-from typing import TypeVar, Union
+from typing import TypeVar
 
 import msgspec
 
@@ -85,6 +85,7 @@ class RankState(msgspec.Struct, frozen=True):
     batch: int
     seq: int
     module: str | None = None
+    cls: str | None = None
     frames_lost: int = 0
     rows_lost: int = 0
     records_lost: int = 0
@@ -109,7 +110,7 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     restarts_left: int = 0
 
 
-AgentBody = Union[Hello, EventMessage, Definitions, PageMessage, Beat, Bye]
+AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye
 
 
 class AgentMessage(msgspec.Struct, frozen=True):
@@ -170,7 +171,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-CollectorMessage = Union[Welcome, Ack, Want, Stop, Final, Refused]
+CollectorMessage = Welcome | Ack | Want | Stop | Final | Refused
 
 
 class WireError(GpuwatchError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import IO, TypeVar, Union
+import os
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -50,7 +51,7 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
     restarts_left: int = 0
 
 
-ToAgent = Union[AgentConfig, WorkersStarted, WorkersEnded, LaunchDone]
+ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
@@ -75,7 +76,7 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     from_collector: bool = True
 
 
-FromAgent = Union[Notice, StopRequest, Verdict]
+FromAgent = Notice | StopRequest | Verdict
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -104,9 +105,9 @@ class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
     reason: str
 
 
-FromCollector = Union[Bound, CannotBind, Notice]
+FromCollector = Bound | CannotBind | Notice
 
-T = TypeVar("T")
+Config = TypeVar("Config", AgentConfig, CollectorConfig)
 
 
 def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
@@ -119,6 +120,32 @@ def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
     return True
 
 
-def read_line(line: bytes, kind: type[T]) -> T:
-    """One message of a union type. Raises msgspec.DecodeError on anything else."""
+_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+_from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
+_from_collector: msgspec.json.Decoder[FromCollector] = msgspec.json.Decoder(FromCollector)
+
+
+def read_to_agent(line: bytes) -> ToAgent:
+    """A line from the launch to its node agent. Raises msgspec.DecodeError on anything else."""
+    return _to_agent.decode(line)
+
+
+def read_from_agent(line: bytes) -> FromAgent:
+    """A line from the node agent to its launch. Raises msgspec.DecodeError on anything else."""
+    return _from_agent.decode(line)
+
+
+def read_from_collector(line: bytes) -> FromCollector:
+    """A line from the collector to its launch. Raises msgspec.DecodeError on anything else."""
+    return _from_collector.decode(line)
+
+
+def read_config(fd: int, kind: type[Config]) -> Config | None:
+    """The first line of a child's stdin, and not a byte more; None if the launch died before it wrote it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            return None
+        line += byte
     return msgspec.json.decode(line, type=kind)

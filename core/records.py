@@ -7,8 +7,6 @@ worker can talk to a new collector.
 
 from __future__ import annotations
 
-from typing import Union
-
 import msgspec
 
 
@@ -44,7 +42,7 @@ class ShapeDef(msgspec.Struct, frozen=True, tag="shape"):
     dims: tuple[int, ...]
 
 
-Definition = Union[RootDef, ModuleDef, SlotDef, ShapeDef]
+Definition = RootDef | ModuleDef | SlotDef | ShapeDef
 
 
 class Where(msgspec.Struct, frozen=True):
@@ -145,6 +143,7 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     by: str
     phase: str = ""
     module: str | None = None
+    cls: str | None = None
 
 
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
@@ -154,6 +153,6 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     time_ns: int = 0
 
 
-WorkerEvent = Union[Anomaly, ScriptError, ScriptExit, PreflightStage, PreflightResult, Inventory, Fault]
-Event = Union[WorkerEvent, WorkerExit, NodeSignal]
-LogEntry = Union[Definition, WorkerEvent]
+WorkerEvent = Anomaly | ScriptError | ScriptExit | PreflightStage | PreflightResult | Inventory | Fault
+Event = WorkerEvent | WorkerExit | NodeSignal
+LogEntry = Definition | WorkerEvent

@@ -1,1 +1,1 @@
-"""`gpuwatch launch`: torchrun's own elastic agent, and beside it one node agent and, on the head node, the collector."""
+"""`gpuwatch launch`: torchrun's own elastic agent, beside it one node agent and, on the head node, the collector."""

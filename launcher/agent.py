@@ -45,11 +45,11 @@ from ..core.pipe import (
     LaunchDone,
     Notice,
     StopRequest,
-    ToAgent,
     Verdict,
     WorkersEnded,
     WorkersStarted,
-    read_line,
+    read_config,
+    read_to_agent,
     write_line,
 )
 from ..core.records import Anomaly, NodeSignal, PreflightResult, WorkerExit
@@ -163,7 +163,7 @@ class Agent:
     # -- the launch ---------------------------------------------------------------------------------------------
 
     def _hear_launch(self, line: bytes, now: float) -> None:
-        message = read_line(line, ToAgent)  # type: ignore[arg-type]  # a union is no type to mypy
+        message = read_to_agent(line)
         if isinstance(message, WorkersStarted):
             for rank, pid in message.pids.items():
                 self._ranks[rank, message.attempt] = RankWatch(
@@ -202,7 +202,7 @@ class Agent:
             self._worst = ExitCode.SCRIPT_FAILED
 
     def _launch_closed(self, now: float) -> None:
-        """The launch has gone without a word: it was killed. Its ranks may be running still; they are not ours to end."""
+        """The launch was killed. Its ranks may be running still; they are not ours to end."""
         if self._done is None:
             self._launch_gone = True
             adopt_scratch(self._folder)
@@ -287,9 +287,9 @@ class Agent:
             self._told_unreachable = True
             self._tell(
                 Notice(
-                    f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes on "
-                    "and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT or "
-                    "--collector-port PORT"
+                    f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes "
+                    "on and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT "
+                    "or --collector-port PORT"
                 )
             )
 
@@ -340,13 +340,9 @@ def main() -> int:
     """Entry of `python -m gpuwatch.launcher.agent`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            return int(ExitCode.USAGE)
-        line += byte
-    config = read_line(line, AgentConfig)
+    config = read_config(0, AgentConfig)
+    if config is None:
+        return int(ExitCode.USAGE)
     Agent(config, sys.stdout.buffer).run()
     return 0
 

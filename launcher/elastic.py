@@ -180,5 +180,4 @@ def run_torchrun(args: argparse.Namespace, listener: Listener) -> None:
     agent = watched_agent_class(listener, args.rdzv_backend)
     with _patched(torchrun, "config_from_args", config_with_worker):
         with _patched(launcher_api, "LocalElasticAgent", agent):
-            torchrun.run(args)
-
+            torchrun.run(args)  # type: ignore[no-untyped-call]  # torch has no annotation there

@@ -28,15 +28,14 @@ from ..core.pipe import (
     Bound,
     CannotBind,
     CollectorConfig,
-    FromAgent,
-    FromCollector,
     LaunchDone,
     Notice,
     StopRequest,
     Verdict,
     WorkersEnded,
     WorkersStarted,
-    read_line,
+    read_from_agent,
+    read_from_collector,
     write_line,
 )
 from ..core.recorder.layout import Field, file_name
@@ -78,7 +77,7 @@ def _check(args: argparse.Namespace) -> int:
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
     try:
-        nproc = determine_local_world_size(args.nproc_per_node)
+        nproc = int(determine_local_world_size(args.nproc_per_node))
     except ValueError as error:
         raise UsageError(
             f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})"
@@ -184,7 +183,10 @@ class _Launch:
         if answer is None:
             say("the collector did not start; training on, and this node's own records will be kept")
         elif not answer.in_use:
-            raise UsageError(f"expected to start a collector at {plan.bind}, found: {answer.reason}; pass --runs-dir or --collector-port")
+            raise UsageError(
+                f"expected to start a collector at {plan.bind}, found: {answer.reason}; "
+                "pass another --runs-dir DIR or --collector-port PORT"
+            )
         self._end_collector()
         if answer is not None and not (plan.may_join and self._is_our_collector(plan.connect)):
             raise UsageError(
@@ -199,11 +201,11 @@ class _Launch:
         timer.start()
         try:
             for line in child.stdout:
-                message = read_line(line, FromCollector)  # type: ignore[arg-type]  # a union is no type to mypy
+                message = read_from_collector(line)
                 if isinstance(message, Notice):
                     say(message.text)
                 else:
-                    return message  # type: ignore[no-any-return]
+                    return message
             return None
         finally:
             timer.cancel()
@@ -248,7 +250,7 @@ class _Launch:
         """Read what the node agent says, until it ends."""
         for line in agent.stdout:
             try:
-                message = read_line(line, FromAgent)  # type: ignore[arg-type]  # a union is no type to mypy
+                message = read_from_agent(line)
             except msgspec.DecodeError:
                 continue
             if isinstance(message, Notice):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn
 
 from torch.distributed.run import get_args_parser
@@ -27,7 +28,7 @@ def _batches(text: str) -> list[int]:
     return batches
 
 
-def _at_least(least: int, what: str) -> object:
+def _at_least(least: int, what: str) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected {what} of {least} or more, found {text!r}")

@@ -51,7 +51,11 @@ class Outbox:
 
     def due(self) -> list[tuple[int, bytes]]:
         """(number, bytes) of what has not been sent yet, in order."""
-        return [(number, data) for number, data in self._enveloped() if number > self._sent] if self._next - 1 > self._sent else []
+        return (
+            [(number, data) for number, data in self._enveloped() if number > self._sent]
+            if self._next - 1 > self._sent
+            else []
+        )
 
     def _enveloped(self) -> Iterator[tuple[int, bytes]]:
         after = self._acknowledged

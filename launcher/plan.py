@@ -50,7 +50,9 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
     host, rdzv_port = _meeting_point(args, max_nodes)
     port_number = args.collector_port if args.collector_port is not None else rdzv_port + 1
     if port_number > 65535:
-        raise UsageError(f"the rendezvous port is {rdzv_port}, so its next cannot be the collector's; pass --collector-port")
+        raise UsageError(
+            f"the rendezvous port is {rdzv_port}, so its next cannot be the collector's; pass --collector-port"
+        )
     hosts = _is_head(args, host, is_this_host)
     return Plan(
         min_nodes,
@@ -94,7 +96,7 @@ def _meeting_point(args: argparse.Namespace, max_nodes: int) -> tuple[str, int]:
 
 
 def _given_master_addr(args: argparse.Namespace) -> bool:
-    return args.rdzv_backend == "static" and args.master_addr != "127.0.0.1"
+    return bool(args.rdzv_backend == "static" and args.master_addr != "127.0.0.1")
 
 
 def _is_head(args: argparse.Namespace, host: str, is_this_host: Callable[[str], bool]) -> bool:

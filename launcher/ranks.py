@@ -70,7 +70,7 @@ class RankWatch:
             page=reader[Field.PAGE],
             seq=state.seq,
         )
-        return [*messages, EventMessage(WorkerExit(where, code, by, state.phase, state.module))]
+        return [*messages, EventMessage(WorkerExit(where, code, by, state.phase, state.module, state.cls))]
 
     def state(self) -> RankState | None:
         """Where the rank is, for a beat."""

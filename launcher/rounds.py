@@ -15,10 +15,17 @@ from typing import Protocol
 class Store(Protocol):
     """What is used of torch.distributed.Store."""
 
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+
+    def get(self, key: str) -> bytes:
+        """A value that is there."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Until all keys are there; raises at the timeout."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set it if it is `expected` ("": not there); returns what it then is."""
 
 
 def agree_on_attempt(

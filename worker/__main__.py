@@ -1,8 +1,8 @@
 """Entry of a worker, started by torchrun's agent in place of the script: preflight, hooks, then the script.
 
-    python -u -mgpuwatch.worker train.py --lr 1e-4
-    python -u -mgpuwatch.worker -m package.train --lr 1e-4
-    python -u -mgpuwatch.worker --exec program arguments        (torchrun's --no-python)
+python -u -mgpuwatch.worker train.py --lr 1e-4
+python -u -mgpuwatch.worker -m package.train --lr 1e-4
+python -u -mgpuwatch.worker --exec program arguments        (torchrun's --no-python)
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from .script import Target, run
 from .session import Session
 
 _TRACEBACK_CHARACTERS = 16000
-_PEER_FAILURES = ("Connection closed by peer", "Connection reset by peer", "Socket Timeout", "Broken pipe", "Timed out waiting")
+_PEER_FAILURES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket Timeout",
+    "Broken pipe",
+    "Timed out waiting",
+)
 
 
 def main(arguments: list[str]) -> None:

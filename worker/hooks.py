@@ -303,9 +303,7 @@ class Hooks:
         self._seen[id(parameter)] = (weakref.ref(parameter), version, row, flags)
         return row, flags
 
-    def _row(
-        self, slot: int, tensor: torch.Tensor, numbers: tuple[int, int, int], kind: int
-    ) -> tuple[RowTuple, int]:
+    def _row(self, slot: int, tensor: torch.Tensor, numbers: tuple[int, int, int], kind: int) -> tuple[RowTuple, int]:
         value = NOTHING
         flags = 0
         if kind == RowKind.MEASURED:
@@ -358,7 +356,9 @@ class Hooks:
             )
         last = self._settings.abort_after_batch
         if last is not None and self._last_root.id == self._first_root and self._batch >= last:
-            print(f"gpuwatch: rank {self._rank}: ending after batch {self._batch}: --abort-after-batch", file=sys.stderr)
+            print(
+                f"gpuwatch: rank {self._rank}: ending after batch {self._batch}: --abort-after-batch", file=sys.stderr
+            )
             raise SystemExit(0)
 
     def _fault(self, part: str, error: Exception) -> None:

@@ -44,9 +44,7 @@ FLOATS = {
 }
 
 CODES: dict[torch.dtype, int] = {
-    dtype: code
-    for name, code in DTYPE_CODES.items()
-    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+    dtype: code for name, code in DTYPE_CODES.items() if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
 """dtype -> its index in core.values.DTYPE_NAMES."""
 
@@ -94,7 +92,8 @@ def _in_chunks(bits: torch.Tensor, mask: int) -> tuple[int, int]:
     flat = _flat(bits)
     scratch = torch.empty(CHUNK, dtype=bits.dtype)
     low, high = mask, 0
-    for part in flat.split(CHUNK):
+    for start in range(0, flat.numel(), CHUNK):
+        part = flat[start : start + CHUNK]
         clear = scratch[: part.numel()]
         torch.bitwise_and(part, mask, out=clear)
         low_t, high_t = torch.aminmax(clear)
@@ -150,10 +149,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if type(tensor).__name__ == "FakeTensor":
             return None
-        if tensor.is_nested:
-            tensor = tensor.values()
-        else:
-            tensor = tensor.as_subclass(torch.Tensor)
+        tensor = tensor.values() if tensor.is_nested else tensor.as_subclass(torch.Tensor)
     if tensor.is_nested:
         tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
     if tensor.layout is torch.sparse_coo:

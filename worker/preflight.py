@@ -1,6 +1,6 @@
 """The preflight as the worker sees it: start the probe, watch its stages, enforce the deadline, decide.
 
-    worker (no torch yet) --starts--> probe child --JSON lines--> worker --events--> recorder
+worker (no torch yet) --starts--> probe child --JSON lines--> worker --events--> recorder
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ProbeRun:
         self.hung = False
         self.exit_code: int | None = None
         self._deadline = time.monotonic() + deadline_s
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by last_words
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.probe", *arguments],
             stdin=subprocess.DEVNULL,
@@ -153,5 +153,3 @@ def _sentence(mine: RankOutcome, others: list[RankOutcome]) -> str:
         f"preflight failed: rank {blamed.rank}{host} in stage {blamed.stage}: {blamed.detail}. "
         "To start the training all the same: --on-preflight-failure continue; without the test: --preflight off"
     )
-
-

@@ -20,7 +20,7 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
 
 from .identity import Identity
 from .probe_report import STAGES, AllOutcomes, Line, Outcome, RankOutcome, Runtime, StageBegan, StageEnded
@@ -87,7 +87,7 @@ class Probe:
         with self.in_stage("group"):
             dist.init_process_group(
                 backend,
-                store=dist.PrefixStore("group", self.store),
+                store=PrefixStore("group", self.store),
                 rank=me.rank,
                 world_size=me.world_size,
                 timeout=timedelta(seconds=self.timeout_s / 4),
@@ -123,7 +123,9 @@ class Probe:
         count = size // 4
         pattern = torch.arange(count, dtype=torch.int32, device=device)
         pattern.bitwise_xor_(0x5A5A5A5A)
-        wrong = int((pattern.bitwise_xor(0x5A5A5A5A) != torch.arange(count, dtype=torch.int32, device=device)).sum().item())
+        wrong = int(
+            (pattern.bitwise_xor(0x5A5A5A5A) != torch.arange(count, dtype=torch.int32, device=device)).sum().item()
+        )
         if wrong:
             raise ProbeFailure(f"{wrong} of {count} words read back from {device} are not what was written")
         return f"{size >> 20} MiB written and read back on {device}"
@@ -204,7 +206,7 @@ class Probe:
 
 def connect(identity: Identity, prefix: str, timeout_s: float) -> Store:
     """A client of torchrun's store, under our own prefix."""
-    store = dist.TCPStore(
+    store = TCPStore(
         identity.master_addr,
         identity.master_port,
         world_size=None,
@@ -212,7 +214,7 @@ def connect(identity: Identity, prefix: str, timeout_s: float) -> Store:
         timeout=timedelta(seconds=max(1.0, timeout_s)),
         wait_for_workers=False,
     )
-    return dist.PrefixStore(prefix, store)
+    return PrefixStore(prefix, store)
 
 
 def collect(store: Store, kind: str, world_size: int, timeout_s: float) -> tuple[list[int], dict[int, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Union
+from typing import Literal
 
 import msgspec
 
@@ -51,7 +51,7 @@ class AllOutcomes(msgspec.Struct, frozen=True, tag="all"):
     silent: list[int]
 
 
-Line = Union[StageBegan, StageEnded, Runtime, RankOutcome, AllOutcomes]
+Line = StageBegan | StageEnded | Runtime | RankOutcome | AllOutcomes
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 

@@ -33,9 +33,7 @@ class Session:
         """The place in the run, for an event."""
         if self.hooks is not None:
             return self.hooks.where()
-        return Where(
-            rank=self.rank, attempt=self.settings.attempt, seq=sequence_number(), time_ns=time.time_ns()
-        )
+        return Where(rank=self.rank, attempt=self.settings.attempt, seq=sequence_number(), time_ns=time.time_ns())
 
     def attach_hooks(self) -> None:
         """Called once torch has been imported. Never raises: a run without hooks is better than no run."""

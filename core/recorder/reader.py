@@ -87,14 +87,14 @@ class RecorderReader:
         """What the rank is doing."""
         return RankPhase(self._fields[Field.PHASE])
 
-    def module_name(self) -> str | None:
+    def module(self) -> ModuleDef | None:
         """The innermost module that is running, or None between forwards."""
-        module = self.modules.get(self._fields[Field.MODULE])
-        return (module.name or module.cls) if module else None
+        return self.modules.get(self._fields[Field.MODULE])
 
     def state(self) -> RankState:
         """A snapshot for a beat."""
         fields = self._fields
+        module = self.module()
         return RankState(
             rank=self.rank,
             local_rank=self.local_rank,
@@ -104,7 +104,8 @@ class RecorderReader:
             step=fields[Field.STEP],
             batch=fields[Field.BATCH],
             seq=fields[Field.SEQ],
-            module=self.module_name(),
+            module=module.name if module is not None else None,
+            cls=module.cls if module is not None else None,
             frames_lost=fields[Field.FRAMES_LOST],
             rows_lost=fields[Field.ROWS_LOST],
             records_lost=fields[Field.RECORDS_LOST] + self.damaged,
