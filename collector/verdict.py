@@ -85,7 +85,7 @@ def _preflight(facts: RunFacts) -> Verdict | None:
     if not guilty:
         return Verdict(
             kind="preflight",
-            statement="The preflight failed; each rank that failed was waiting for another, so none is to blame for sure.",
+            statement="The preflight failed; each rank that failed was waiting for another: nobody is to blame for sure.",
             certainty="unknown",
             attempt=facts.last_attempt,
             evidence=evidence,
@@ -295,7 +295,7 @@ def _overflow_next(first: Finding) -> list[str]:
     steps = []
     if first.is_origin and first.dtype == "float16":
         steps.append(
-            "float16 ends at 65504: compute this part in bfloat16, or in float32 with torch.autocast(..., enabled=False)."
+            "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
         )
     if first.is_origin:
         steps.append(

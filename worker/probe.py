@@ -20,7 +20,7 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from .identity import Identity
 from .probe_report import STAGES, AllOutcomes, Line, Outcome, RankOutcome, Runtime, StageBegan, StageEnded
@@ -206,7 +206,7 @@ class Probe:
 
 def connect(identity: Identity, prefix: str, timeout_s: float) -> Store:
     """A client of torchrun's store, under our own prefix."""
-    store = TCPStore(
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
         identity.master_addr,
         identity.master_port,
         world_size=None,
