@@ -61,3 +61,7 @@ def main() -> None:
     except click.exceptions.Abort:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

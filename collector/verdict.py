@@ -85,7 +85,7 @@ def _preflight(facts: RunFacts) -> Verdict | None:
     if not guilty:
         return Verdict(
             kind="preflight",
-            statement="The preflight failed; each rank that failed was waiting for another: nobody is to blame for sure.",
+            statement="The preflight failed; each rank that failed was waiting for another: nobody is to blame.",
             certainty="unknown",
             attempt=facts.last_attempt,
             evidence=evidence,

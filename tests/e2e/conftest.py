@@ -1,0 +1,113 @@
+"""Starts the real command as a user would, and checks that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MARK = "TEST_RUN_MARK"
+TIMEOUT_S = 150
+
+
+@dataclass
+class Run:
+    """A finished command."""
+
+    code: int
+    stdout: str
+    stderr: str
+    cwd: Path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return json.loads((self.cwd / "gpuwatch-runs" / "latest" / "report.json").read_text())
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return self.report["verdict"]
+
+
+@dataclass
+class Bench:
+    """A folder to run commands in, and an environment that marks every process they start."""
+
+    cwd: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_"))}
+        return {**clean, MARK: self.mark, "OMP_NUM_THREADS": "1"}
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=self.cwd,
+            env={**self.environment, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finish(self, process: subprocess.Popen[str]) -> Run:
+        try:
+            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+            pytest.fail(f"did not end within {TIMEOUT_S} s\n{stdout}\n{stderr}")
+        print(stderr)
+        return Run(process.returncode, stdout, stderr, self.cwd)
+
+    def gpuwatch(self, *arguments: str, **environment: str) -> Run:
+        return self.finish(self.start("gpuwatch.cli.main", *arguments, **environment))
+
+    def launch(self, script: str, *options: str, nproc: int = 2, args: tuple[str, ...] = (), **environment: str) -> Run:
+        return self.gpuwatch(
+            "launch", "--nproc-per-node", str(nproc), *options, str(SCRIPTS / script), *args, **environment
+        )
+
+    def torchrun(self, *arguments: str, **environment: str) -> Run:
+        return self.finish(self.start("torch.distributed.run", *arguments, **environment))
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+def scratch_folders() -> set[Path]:
+    bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
+    return {folder for base in bases if base.is_dir() for folder in base.glob(f"gpuwatch-{os.getuid()}-*")}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """A bench whose commands must leave no process and no shared-memory file behind."""
+    before = scratch_folders()
+    bench = Bench(tmp_path)
+    yield bench
+    left = bench.processes()
+    _, alive = psutil.wait_procs(left, timeout=5)
+    lines = [" ".join(process.cmdline()) for process in alive]
+    for process in alive:
+        process.kill()
+    assert not lines, f"left running: {lines}"
+    assert scratch_folders() - before == set()

@@ -1,0 +1,25 @@
+"""Trains with dropout, momentum and a mask of -inf, and prints every loss and the weights' checksum bit for bit."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(1)
+model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True), 2)
+model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(2 + rank)
+mask = nn.Transformer.generate_square_subsequent_mask(5)
+for step in range(10):
+    loss = model(torch.randn(4, 5, 16), mask=mask).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"rank {rank} step {step} loss {loss.item().hex()} next random {torch.rand(()).item().hex()}", flush=True)
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()}", flush=True)
+dist.destroy_process_group()

@@ -1,0 +1,3 @@
+"""Imported by ordinary.py."""
+
+NAME = "a module beside the script"

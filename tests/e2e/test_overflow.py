@@ -1,0 +1,110 @@
+"""The question that gpuwatch exists for: which rank and module was first."""
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize(("nproc", "rank", "batch"), [(2, 1, 3), (2, 0, 0), (4, 2, 1)])
+def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
+    run = bench.launch("ddp_overflow.py", nproc=nproc, args=("--rank", str(rank), "--batch", str(batch)))
+
+    assert run.code == 4
+    verdict = run.verdict
+    assert {key: verdict[key] for key in ("kind", "rank", "module", "class", "phase", "role", "value", "batch")} == {
+        "kind": "overflow",
+        "rank": rank,
+        "module": "block.widen",
+        "class": "Linear",
+        "phase": "forward",
+        "role": "output",
+        "value": "+inf",
+        "batch": batch,
+    }
+    assert verdict["dtype"] == "float32"
+    assert verdict["certainty"] == "established"
+    assert verdict["between"] is None
+    assert verdict["concurrent"] == []
+    assert {entry["rank"] for entry in verdict["cascade"]} == set(range(nproc)) - {rank}
+    assert verdict["statement"] in run.stderr.replace("\n", " ")
+    ranks = run.report["ranks"]
+    assert [entry["rank"] for entry in ranks] == list(range(nproc))
+    for entry in ranks:
+        frames = {frame["module"]: frame for frame in entry["frames"]}
+        assert {frame["batch"] for frame in entry["frames"]} == {batch}
+        output = next(row for row in frames["block.widen"]["rows"] if row["role"] == "output")
+        assert output["posinf"] is (entry["rank"] == rank)
+        weight = next(row for row in frames["block.widen"]["rows"] if row["role"] == "weight")
+        assert weight["abs_max"] == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_model_that_takes_keywords_and_returns_a_dict(bench):
+    run = bench.launch("kwargs_dict.py")
+
+    assert run.code == 4
+    verdict = run.verdict
+    assert (verdict["rank"], verdict["module"], verdict["role"], verdict["batch"]) == (1, "decoder.out", "output", 2)
+    frame = next(f for f in run.report["ranks"][1]["frames"] if f["module"] == "decoder.out")
+    assert [row["role"] for row in frame["rows"]] == ["weight", "input[0]", "output"]
+
+
+def test_frames_of_nested_keywords_and_outputs_are_opened(bench):
+    run = bench.launch("kwargs_dict.py", "--on-overflow", "continue", "--trace-batches", "1")
+
+    assert run.code == 4
+    assert run.stderr.count("traced: all frames") == 2
+    (trace,) = run.report["ranks"][0]["traces"]
+    assert trace["batch"] == 1
+    roles = {row["role"]: row for frame in trace["frames"] for row in frame["rows"] if frame["module"] == "decoder"}
+    assert list(roles) == ["kwargs.hidden", "kwargs.mask", "output.logits", "output.extra[0]", "output.extra[1].mask"]
+    assert roles["kwargs.mask"]["neginf"] is True
+    assert run.report["ranks"][0]["first_anomaly"] is None
+
+
+def test_two_models_in_one_script_are_told_apart(bench):
+    run = bench.launch("two_models.py")
+
+    assert run.code == 4
+    verdict = run.verdict
+    assert (verdict["rank"], verdict["root"], verdict["module"], verdict["batch"]) == (0, "Discriminator", "fc", 5)
+
+
+def test_training_goes_on_after_an_overflow_when_asked_to(bench):
+    run = bench.launch("ddp_overflow.py", "--on-overflow", "continue", args=("--rank", "1", "--batch", "2"))
+
+    assert run.code == 4
+    assert "batch 5 loss" in run.stdout
+    assert (run.verdict["rank"], run.verdict["batch"], run.verdict["module"]) == (1, 2, "block.widen")
+    assert run.report["ranks"][1]["state"] == "finished"
+
+
+def test_the_report_can_be_read_and_made_again(bench):
+    run = bench.launch("ddp_overflow.py", args=("--rank", "1", "--batch", "1"))
+    written = run.report
+
+    shown = bench.gpuwatch("report")
+    assert shown.code == 0
+    assert written["verdict"]["statement"] in shown.stdout.replace("\n", " ")
+    assert "abs min  abs max  metadata" in shown.stdout
+    other = bench.gpuwatch("report", "--rank", "0")
+    assert "Rank 0, batch 1: last" in other.stdout
+    again = bench.gpuwatch("report", written["run"]["id"], "--again", "--format", "json")
+    assert json.loads(again.stdout) == written
+    assert bench.gpuwatch("report", "--rank", "7").code == 2
+    missing = bench.gpuwatch("report", "yesterday")
+    assert missing.code == 2
+    assert written["run"]["id"] in missing.stderr
+
+
+def test_at_most_as_many_frames_as_asked_for(bench):
+    run = bench.launch("ddp_overflow.py", "--max-frames", "1", args=("--rank", "1", "--batch", "1"))
+
+    assert [[frame["module"] for frame in rank["frames"]] for rank in run.report["ranks"]] == [["block.widen"]] * 2
+
+
+def test_the_job_ends_cleanly_after_the_batch_asked_for(bench):
+    run = bench.launch("ddp_overflow.py", "--abort-after-batch", "2", args=("--rank", "1", "--batch", "4"))
+
+    assert run.code == 0
+    assert run.verdict["kind"] == "clean"
+    assert [rank["batch"] for rank in run.report["ranks"]] == [2, 2]
