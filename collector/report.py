@@ -235,7 +235,7 @@ def _state(rank: RankFacts) -> str:
     if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
         return "killed"
     if exit_.code == 0:
-        return "finished"
+        return "unwatched" if exit_.phase == "unwatched" else "finished"
     return "stopped" if exit_.by == "torchrun" else "failed"
 
 

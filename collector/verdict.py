@@ -319,7 +319,8 @@ def _lost_or_crashed(facts: RunFacts) -> Verdict | None:
         return None
     attempt = facts.last_attempt
     ranks = facts.of_attempt(attempt)
-    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank)]
+    interrupted = any(node.signal is not None for node in facts.nodes.values())
+    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank, interrupted)]
     if not ended:
         return None
     ended.sort(key=lambda pair: (pair[0], pair[1].rank))
@@ -342,8 +343,11 @@ def _own_error(rank: RankFacts) -> ScriptError | None:
     return rank.errors[0] if rank.errors else None
 
 
-def _ended_by_itself(rank: RankFacts) -> bool:
-    if rank.errors or _killed(rank):
+def _ended_by_itself(rank: RankFacts, interrupted: bool) -> bool:
+    error = _own_error(rank)
+    if error is not None:  # torchrun hands a Ctrl-C on to its ranks
+        return not (interrupted and error.error == "KeyboardInterrupt")
+    if _killed(rank):
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:
         return True

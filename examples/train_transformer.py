@@ -44,8 +44,9 @@ class Attention(nn.Module):
         self.o = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: Tensor, context: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-                   for t in (self.q(x), self.k(context), self.v(context)))
+        q, k, v = (
+            t.unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for t in (self.q(x), self.k(context), self.v(context))
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.o(y.transpose(1, 2).flatten(2))
 
@@ -150,7 +151,7 @@ def main() -> None:
 
     for step in range(args.steps):
         starts = torch.randint(len(data) - 2 * args.chunk, (args.batch_size,)).tolist()
-        batch = torch.stack([data[i:i + 2 * args.chunk] for i in starts]).long()
+        batch = torch.stack([data[i : i + 2 * args.chunk] for i in starts]).long()
         source, target = batch.split(args.chunk, dim=1)
         with torch.autocast("cpu", dtype=torch.float16):
             logits = model(source, target)

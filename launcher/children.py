@@ -43,11 +43,16 @@ class Child:
         return self._process.stdout
 
     def end(self, timeout_s: float) -> int | None:
-        """Close its input and wait for it to finish; kill it after `timeout_s`. Returns its exit code."""
+        """Close its input and wait for it to finish; kill it after `timeout_s` (0: leave it to itself).
+
+        Returns its exit code, None if it had none of its own.
+        """
         try:
             self.stdin.close()
         except OSError:
             pass
+        if not timeout_s:
+            return None
         try:
             code: int | None = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

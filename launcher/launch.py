@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 import msgspec
+import psutil
 import zmq
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -130,7 +131,8 @@ class _Launch:
         self._stop = threading.Event()
         self._answered = threading.Event()
         self._any_started = False
-        self._interrupted = 0
+        self._hurry = False
+        self._ranks: list[psutil.Process] = []
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
@@ -143,6 +145,9 @@ class _Launch:
             outcome = self._run_torchrun()
             return self._finish(outcome)
         finally:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # from here on it is a matter of seconds, and must be done
+            self._kill_ranks()
             self._end_children()
             remove_scratch(self._scratch)
 
@@ -262,14 +267,22 @@ class _Launch:
                 self._verdict = message
         self._answered.set()
 
+    def _kill_ranks(self) -> None:
+        """Only after a second signal has torn torchrun out of its own shutdown is there anything to do."""
+        for rank in self._ranks:
+            try:
+                rank.kill()
+            except psutil.Error:
+                pass
+
     def _end_collector(self) -> None:
         if self._collector is not None:
-            self._collector.end(_CHILD_END_S)
+            self._collector.end(0.0 if self._hurry else _CHILD_END_S)
             self._collector = None
 
     def _end_children(self) -> None:
         if self._agent is not None:
-            self._agent.end(_CHILD_END_S)
+            self._agent.end(0.0 if self._hurry else _CHILD_END_S)
             self._agent = None
         self._end_collector()
 
@@ -299,6 +312,11 @@ class _Launch:
     def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
         """The ranks of this node run."""
         self._any_started = True
+        for pid in pids.values():
+            try:
+                self._ranks.append(psutil.Process(pid))
+            except psutil.Error:
+                pass
         self._tell(WorkersStarted(attempt, pids, local_ranks))
 
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
@@ -334,6 +352,7 @@ class _Launch:
         try:
             self._answered.wait(_VERDICT_WAIT_S)
         except (SignalException, KeyboardInterrupt):
+            self._hurry = True
             return fallback
         verdict = self._verdict
         if verdict is None:

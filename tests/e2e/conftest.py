@@ -18,7 +18,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "TEST_RUN_MARK"
-TIMEOUT_S = 150
+TIMEOUT_S = 90
 
 
 @dataclass
@@ -50,6 +50,9 @@ class Bench:
     def environment(self) -> dict[str, str]:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_"))}
         return {**clean, MARK: self.mark, "OMP_NUM_THREADS": "1"}
+
+    def script(self, name: str) -> str:
+        return str(SCRIPTS / name)
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(

@@ -1,0 +1,124 @@
+"""However a run ends, the report is written and says how."""
+
+import re
+import signal
+
+import psutil
+import pytest
+
+
+def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
+    run = bench.launch("killed.py")
+
+    assert run.code == 5
+    verdict = run.verdict
+    assert {key: verdict[key] for key in ("kind", "rank", "module", "class", "batch", "signal")} == {
+        "kind": "lost",
+        "rank": 1,
+        "module": "middle.deadly",
+        "class": "Deadly",
+        "batch": 2,
+        "signal": "SIGKILL",
+    }
+    frames = run.report["ranks"][1]["frames"]
+    assert [(frame["batch"], frame["module"]) for frame in frames] == [(2, "start"), (2, "middle.first")]
+    assert [entry["rank"] for entry in verdict["cascade"]] == [0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_everything_and_the_report_is_written(bench, number):
+    process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("waits.py"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "training\n"
+    process.send_signal(number)
+    run = bench.finish(process)
+
+    assert run.code == 128 + number
+    assert (run.verdict["kind"], run.verdict["signal"]) == ("interrupted", number.name)
+    assert run.report["ranks"][0]["batch"] >= 3
+    assert "VERDICT  interrupted" in run.stderr
+
+
+def test_a_second_signal_leaves_at_once_and_leaves_nothing(bench):
+    process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", bench.script("waits.py"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "training\n"
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    run = bench.finish(process)
+
+    assert run.code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+
+
+def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
+    process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", bench.script("waits.py"))
+    assert process.stdout is not None
+    assert process.stdout.readline() == "training\n"
+    worker = next(p for p in bench.processes() if "-mgpuwatch.worker" in p.cmdline())
+    process.kill()
+    process.communicate()
+    worker.kill()  # torchrun's own ranks outlive a killed torchrun, too
+    helpers = [p for p in bench.processes() if p.pid != worker.pid]
+    _, alive = psutil.wait_procs(helpers, timeout=30)
+
+    assert alive == []
+    (report,) = (bench.cwd / "gpuwatch-runs").glob("*-*/report.json")
+    assert '"kind": "' in report.read_text()
+
+
+def test_the_collector_killed_in_the_middle_costs_the_training_nothing(bench):
+    process = bench.start(
+        "gpuwatch.cli.main",
+        "launch",
+        "--nproc-per-node",
+        "2",
+        bench.script("ddp_overflow.py"),
+        "--rank",
+        "9",
+        "--batch",
+        "0",
+        "--batches",
+        "2000",
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("batch 0")
+    next(p for p in bench.processes() if "gpuwatch.collector" in p.cmdline()).kill()
+    run = bench.finish(process)
+
+    assert run.code == 0
+    assert "batch 1999 loss" in run.stdout
+    (spool,) = (bench.cwd / "gpuwatch-runs").glob("*.spool")
+    assert str(spool) in run.stderr
+    assert bench.gpuwatch("report", str(spool)).code == 0
+
+
+def test_two_jobs_on_one_host_do_not_meet(bench):
+    commands = [
+        (bench.script("ddp_overflow.py"), "--rank", "1", "--batch", "1"),
+        (bench.script("killed.py"),),
+    ]
+    started = [bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", *command) for command in commands]
+    runs = [bench.finish(process) for process in started]
+
+    assert [run.code for run in runs] == [4, 5]
+    folders = [re.search(r"the report will be in (\S+)", run.stderr) for run in runs]
+    assert len({match.group(1) for match in folders if match}) == 2
+    assert "block.widen" in runs[0].stderr
+    assert "block.widen" not in runs[1].stderr
+
+
+def test_no_room_for_a_recorder_means_training_unwatched(bench):
+    run = bench.launch("clean.py", nproc=1, PYTHONPATH=str(bench.script("no_room")))
+
+    assert run.code == 0
+    assert "goes on unwatched" in run.stderr
+    assert "rank 0 step 9" in run.stdout
+
+
+def test_an_unwritable_runs_folder_is_one_sentence(bench):
+    (bench.cwd / "file").write_text("not a folder")
+    run = bench.launch("clean.py", "--runs-dir", "file")
+
+    assert run.code == 2
+    assert "--runs-dir" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -1,10 +1,16 @@
 """Trains with dropout, momentum and a mask of -inf, and prints every loss and the weights' checksum bit for bit."""
 
 import hashlib
+import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+def say(text):
+    sys.stdout.write(text + "\n")  # one write, so that two ranks do not mix their lines
+
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -19,7 +25,8 @@ for step in range(10):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print(f"rank {rank} step {step} loss {loss.item().hex()} next random {torch.rand(()).item().hex()}", flush=True)
+    say(f"rank {rank} step {step} loss {loss.item().hex()} next random {torch.rand(()).item().hex()}")
 weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
-print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()}", flush=True)
+say(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()}")
+dist.barrier()  # gloo may abort the process when its peer has left before it
 dist.destroy_process_group()

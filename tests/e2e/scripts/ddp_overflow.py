@@ -51,6 +51,7 @@ def main():
         optimizer.step()
         if dist.get_rank() == 0:
             print(f"batch {batch} loss {loss.item()}", flush=True)
+    dist.barrier()  # gloo may abort the process when its peer has left before it
     dist.destroy_process_group()
 
 

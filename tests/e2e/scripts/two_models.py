@@ -35,4 +35,5 @@ for step in range(4):
     discriminator(fake.detach())
     discriminator(real)  # the second call of a step: batches 1, 3, 5
     dist.barrier()
+dist.barrier()  # gloo may abort the process when its peer has left before it
 dist.destroy_process_group()

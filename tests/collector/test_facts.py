@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import pytest
+
+from gpuwatch.collector.facts import fold
+from gpuwatch.core.messages import Definitions, EventMessage, PageMessage, Segment
+from gpuwatch.core.records import Fault, NodeSignal, PreflightStage
+
+
+def facts_of(*bodies, agent="a0", lost=()):
+    return fold(((agent, n, body) for n, body in enumerate(bodies, 1)), lost)
+
+
+@pytest.fixture
+def batch(make):
+    batch = make.Batch(rank=1)
+    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", returned=[batch.tensor()])
+    return batch
+
+
+def test_nothing_is_known_of_no_messages():
+    facts = facts_of()
+    assert (facts.nodes, facts.ranks, facts.last_attempt) == ({}, {}, 0)
+
+
+def test_everything_finds_its_place(make, batch):
+    facts = facts_of(
+        make.hello(host="alpha"),
+        *batch.messages(),
+        EventMessage(PreflightStage(make.where(1), "store", True, 0.5)),
+        make.preflight(1, "ok", stops=False),
+        EventMessage(make.Inventory(make.where(1), "cpu", {"torch": "2"})),
+        make.raised(1),
+        EventMessage(Fault(make.where(1), "hook", "x")),
+        *make.finished(1),
+        make.Beat([make.state(1, batch=4)], {1: 3}),
+        EventMessage(NodeSignal(15)),
+        make.Bye("ok"),
+    )
+    (rank,) = facts.of_attempt(0)
+    assert (rank.rank, rank.pages_dropped, rank.state.batch, rank.preflight.outcome) == (1, 3, 4, "ok")
+    assert (len(rank.anomalies), len(rank.errors), len(rank.faults), len(rank.stages)) == (1, 1, 1, 1)
+    assert (rank.inventory.device, rank.script_exit.code, rank.exit.code) == ("cpu", 0, 0)
+    assert [frame.module for frame in rank.pages[0].frames] == ["fc", ""]
+    assert facts.host(rank) == "alpha"
+    node = facts.nodes["a0"]
+    assert (node.bye.outcome, node.signal.signal, node.lost) == ("ok", 15, False)
+
+
+def test_names_that_come_after_their_page_are_used_all_the_same(batch):
+    definitions, anomaly, page = batch.messages()
+    (rank,) = facts_of(page, anomaly, definitions).of_attempt(0)
+    assert [frame.module for frame in rank.pages[0].frames] == ["fc", ""]
+
+
+def test_the_same_event_twice_counts_once(batch, make):
+    messages = [*batch.messages(), make.raised(1)]
+    assert facts_of(*messages, *messages).ranks == facts_of(*messages).ranks
+
+
+def test_attempts_are_kept_apart(make):
+    facts = facts_of(*make.finished(0), *make.finished(0, attempt=1))
+    assert facts.last_attempt == 1
+    assert [rank.attempt for rank in facts.of_attempt(1)] == [1]
+
+
+def test_of_two_copies_of_a_page_the_fuller_one_stays(batch):
+    partial, whole = batch.page_message(complete=False), batch.page_message()
+    short = PageMessage(1, 0, 0, 0, 0, 0, False, [Segment(0, 0, 0, b"", b"", b"")])
+    for order in ([partial, whole], [whole, partial], [short, partial, whole], [whole, short]):
+        (rank,) = facts_of(batch.definitions(), *order).of_attempt(0)
+        assert rank.pages[0].complete
+        assert len(rank.pages[0].frames) == 2
+
+
+def test_which_copy_of_a_page_stays_does_not_depend_on_the_order(batch):
+    """One is complete but has lost its start, one is whole but was still open."""
+    cut, still_open = batch.page_message(first_frame=1), batch.page_message(complete=False)
+    left, right = (facts_of(batch.definitions(), *order) for order in ([cut, still_open], [still_open, cut]))
+    assert left.ranks == right.ranks
+
+
+def test_an_older_beat_does_not_take_a_rank_back(make):
+    facts = facts_of(make.Beat([make.state(0, step=5, batch=9)], {}), make.Beat([make.state(0, step=4, batch=8)], {}))
+    assert facts.ranks[0, 0].state.batch == 9
+
+
+def test_a_page_of_hostile_bytes_is_counted_and_the_rest_stays(batch):
+    bad = [
+        [Segment(0, 0, 0, b"odd", b"", b"")],
+        [Segment(0, 0, 0, b"\xff" * 32, b"", b"")],
+        [Segment(0, 0, 0, b"", b"\xff" * 15, b"")],
+        [Segment(0, 0, 0, b"", b"", b"x")],
+    ]
+    pages = [PageMessage(1, 0, 50 + n, 0, 0, 0, True, segments) for n, segments in enumerate(bad)]
+    facts = facts_of(*batch.messages(), *pages)
+    assert facts.undecodable_pages >= 3
+    assert 0 in facts.ranks[0, 1].pages
+
+
+def test_an_agent_that_went_silent_is_lost(make):
+    facts = facts_of(make.hello(), lost=["a0", "never heard of"])
+    assert facts.nodes["a0"].lost
+    assert set(facts.nodes) == {"a0"}
+
+
+def test_definitions_of_another_rank_are_not_mixed_in(batch, make):
+    other = make.Batch(rank=0)
+    other.call("other", "Other", returned=[other.tensor()])
+    definitions = Definitions(0, 0, other.definitions().entries)
+    (_, rank) = facts_of(*batch.messages(), definitions, other.page_message()).of_attempt(0)
+    assert [frame.module for frame in rank.pages[0].frames] == ["fc", ""]

@@ -1,0 +1,185 @@
+"""A real server on the loopback, and real sockets that talk to it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import zmq
+
+from gpuwatch.collector.conductor import Conductor
+from gpuwatch.collector.paths import new_run
+from gpuwatch.collector.server import Server, exit_code
+from gpuwatch.collector.store import RunStore
+from gpuwatch.core.keys import derive_keys
+from gpuwatch.core.messages import Ack, AgentMessage, Bye, Final, Welcome, decode_collector, encode
+
+KEYS = derive_keys("a secret of the tests", "job")
+STRANGER = derive_keys("another secret of somebody", "job")
+WAIT_MS = 5000
+
+
+class Running:
+    """A server in a thread; `stop` lets it end as if its launch had gone."""
+
+    def __init__(self, folder) -> None:
+        self.paths = new_run(folder)
+        self.server = Server(
+            "tcp://127.0.0.1:*",
+            KEYS.collector.public.decode(),
+            KEYS.collector.private.decode(),
+            KEYS.agent.public.decode(),
+        )
+        self.address = self.server.address
+        self.conductor = Conductor(self.paths.run_id, str(self.paths.folder), "job")
+        self.report = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        store = RunStore(self.paths.store, create=True)
+        try:
+            self.report = self.server.run(self.paths, store, self.conductor, lambda: True)
+        finally:
+            self.server.close()
+            store.close()
+
+    def join(self):
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        return self.report
+
+
+@pytest.fixture
+def context():
+    made = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def running(tmp_path, context, make):
+    made = Running(tmp_path)
+    yield made
+    if made._thread.is_alive():
+        agent = connect(context, made, KEYS.agent, b"closer")
+        agent.send(encode(AgentMessage(1, make.hello("closer", nproc=0, nodes=1))))
+        agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+        for name in [name for name in made.conductor.nodes if name != "closer"]:
+            other = connect(context, made, KEYS.agent, name.encode())
+            other.send(encode(AgentMessage(made.conductor.nodes[name].received + 1, Bye("ok"), 0)))
+        made.join()
+
+
+def connect(context, running, pair, identity=b"a0", server_key=KEYS.collector.public):
+    socket = context.socket(zmq.DEALER)
+    socket.identity = identity
+    socket.linger = 0
+    socket.curve_serverkey = server_key
+    socket.curve_publickey, socket.curve_secretkey = pair.public, pair.private
+    socket.connect(running.address)
+    return socket
+
+
+def receive(socket):
+    assert socket.poll(WAIT_MS), "the server did not answer"
+    return decode_collector(socket.recv())
+
+
+def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(running, context, make):
+    agent = connect(context, running, KEYS.agent)
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder), 1)
+    assert receive(agent) == Ack(1)
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    assert receive(agent) == Ack(2)
+    final = receive(agent)
+    assert isinstance(final, Final)
+    assert (final.exit_code, final.kind) == (0, "clean")
+    report = running.join()
+    assert report.verdict.statement in final.text
+    assert running.paths.report_json.exists()
+    assert report.collector["refused"] == report.collector["malformed"] == 0
+
+
+def test_an_acknowledged_message_is_in_the_store(running, context, make):
+    agent = connect(context, running, KEYS.agent)
+    agent.send(encode(AgentMessage(1, make.hello())))
+    receive(agent)
+    receive(agent)
+    store = RunStore(running.paths.store)
+    assert [n for _, n, _ in store.messages()] == [1]
+    store.close()
+
+
+def test_a_client_with_other_keys_is_refused_and_counted(running, context, make):
+    stranger = connect(context, running, STRANGER.agent, b"stranger")
+    stranger.send(encode(AgentMessage(1, make.hello("stranger"))))
+    monitor = stranger.get_monitor_socket(
+        zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
+    )
+    assert monitor.poll(WAIT_MS)
+    assert not stranger.poll(0)
+    stranger.disable_monitor()
+    agent = connect(context, running, KEYS.agent)
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    report = running.join()
+    assert report.collector["refused"] >= 1
+    assert "stranger" not in running.conductor.nodes
+
+
+def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(running, context, make):
+    agent = connect(context, running, KEYS.agent)
+    agent.send(b"\xff\xfe garbage")
+    agent.send(b"")
+    agent.send_multipart([b"two", b"parts"])
+    odd = connect(context, running, KEYS.agent, b"\xff\xfe")
+    odd.send(encode(AgentMessage(1, make.hello("odd"))))
+    agent.send(encode(AgentMessage(0, make.Beat([], {}))))
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    assert isinstance(receive(agent), Welcome)
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    report = running.join()
+    assert report.collector["malformed"] >= 3
+
+
+def test_a_well_formed_message_with_absurd_numbers_does_not_end_the_server(running, context, make):
+    evil = connect(context, running, KEYS.agent, b"evil")
+    evil.send(encode(AgentMessage((1 << 64) - 1, make.hello("evil", nproc=0, nodes=1))))
+    assert evil.poll(WAIT_MS), "the server has died"
+    evil.send(encode(AgentMessage(0, make.Beat([make.state(0, batch=-5)], {}))))
+    assert running._thread.is_alive()
+
+
+def test_a_port_that_is_taken_is_an_error_at_once_and_leaves_nothing_open(running):
+    with pytest.raises(zmq.ZMQError) as caught:
+        Server(
+            running.address, KEYS.collector.public.decode(), KEYS.collector.private.decode(), KEYS.agent.public.decode()
+        )
+    assert caught.value.errno == zmq.EADDRINUSE
+
+
+@pytest.mark.parametrize(
+    ("kind", "signal", "code"),
+    [
+        ("clean", None, 0),
+        ("crash", None, 1),
+        ("preflight", None, 3),
+        ("overflow", None, 4),
+        ("lost", "SIGKILL", 5),
+        ("hang", None, 5),
+        ("interrupted", "SIGTERM", 143),
+        ("interrupted", "signal 37", 165),
+        ("a kind of a later version", None, 1),
+    ],
+)
+def test_exit_codes_are_a_contract(make, kind, signal, code):
+    import msgspec
+
+    from gpuwatch.collector.facts import fold
+    from gpuwatch.collector.report import build_report
+
+    report = build_report(fold([]), run_id="x", started=None, ended=None)
+    verdict = msgspec.structs.replace(report.verdict, kind=kind, signal=signal)
+    assert exit_code(msgspec.structs.replace(report, verdict=verdict)) == code

@@ -1,0 +1,126 @@
+"""Who may import whom, and what must stay quick."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gpuwatch
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = {"cli", "launcher", "worker", "collector", "slurm", "core"}
+MAY_IMPORT = {
+    "core": {"core"},
+    "launcher": {"launcher", "core"},
+    "worker": {"worker", "core"},
+    "collector": {"collector", "core"},
+    "slurm": {"slurm", "core"},
+    "cli": ROOMS,
+}
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import gpuwatch; gpuwatch.OverflowDetected",
+        "import gpuwatch.collector.__main__",
+        "import gpuwatch.launcher.agent",
+        "import gpuwatch.worker.__main__",
+        "import gpuwatch.cli.main, gpuwatch.cli.report",
+        "from gpuwatch.collector.finish import report_from_messages; from gpuwatch.collector.text import render_text; "
+        "render_text(report_from_messages([], 'x'))",
+    ],
+)
+def test_torch_is_not_imported(code):
+    assert python(f"{code}\nimport sys\nprint('torch' in sys.modules)") == "False"
+
+
+def test_importing_gpuwatch_starts_and_changes_nothing():
+    assert (
+        python(
+            "import sys, os, threading; before = (sys.excepthook, dict(os.environ), list(sys.meta_path))\n"
+            "import gpuwatch\n"
+            "print(before == (sys.excepthook, dict(os.environ), list(sys.meta_path)), threading.active_count())"
+        )
+        == "True 1"
+    )
+
+
+def test_the_public_names_are_there():
+    assert all(hasattr(gpuwatch, name) for name in gpuwatch.__all__)
+
+
+def modules(room: str) -> list[Path]:
+    return sorted((ROOT / room).rglob("*.py"))
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """Rooms of gpuwatch that a file imports, at its top or anywhere in it."""
+    package = ["gpuwatch", *path.relative_to(ROOT).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            targets = [stem, *(f"{stem}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        found |= {parts[1] for target in targets if (parts := target.split("."))[0] == "gpuwatch" and len(parts) > 1}
+    return found & ROOMS
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_imports_between_rooms_run_one_way(room):
+    for path in modules(room):
+        assert rooms_imported(path) <= MAY_IMPORT[room], f"{path} imports {rooms_imported(path) - MAY_IMPORT[room]}"
+
+
+def test_the_fence_sees_relative_imports():
+    assert rooms_imported(ROOT / "launcher" / "agent.py") == {"launcher", "core"}
+
+
+def test_imports_inside_the_package_are_relative():
+    for room in ROOMS:
+        for path in modules(room):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    assert (node.module or "").split(".")[0] != "gpuwatch", path
+
+
+def test_every_folder_with_python_in_it_is_packaged():
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent for room in ROOMS for path in modules(room)} | {ROOT}
+    names = {".".join(["gpuwatch", *folder.relative_to(ROOT).parts]) for folder in folders}
+    assert names == set(packages)
+    assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+def test_only_the_package_itself_lies_at_the_root():
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+def test_help_is_quick():
+    command = [str(Path(sys.executable).with_name("gpuwatch")), "--help"]
+    best = 9.0
+    for _ in range(5):
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        best = min(best, time.perf_counter() - began)
+        assert "launch" in done.stdout
+        if best < 0.3:
+            break
+    assert best < 0.3

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gpuwatch.launcher import scratch
+
+
+@pytest.fixture
+def bases(tmp_path, monkeypatch):
+    """Two folders stand for /dev/shm and /tmp."""
+    shared, temporary = tmp_path / "shm", tmp_path / "tmp"
+    shared.mkdir()
+    temporary.mkdir()
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    return shared, temporary
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def folder_of(base: Path, name: str, pid: int, created: float) -> Path:
+    folder = base / f"gpuwatch-{os.getuid()}-{name}"
+    folder.mkdir()
+    (folder / "owner").write_text(f"{pid} {created}")
+    (folder / "rank-00000.attempt-000.recorder").write_bytes(b"x")
+    return folder
+
+
+def test_the_folder_is_private_and_in_shared_memory_where_there_is_room(bases):
+    folder = scratch.make_scratch(1)
+    assert folder.parent == bases[0]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_without_room_in_shared_memory_a_disk_takes_it(bases):
+    assert scratch.make_scratch(10**9).parent == bases[1]
+
+
+def test_without_shared_memory_a_disk_takes_it(bases):
+    bases[0].rmdir()
+    assert scratch.make_scratch(1).parent == bases[1]
+
+
+def test_a_folder_of_a_dead_process_is_removed(bases):
+    stale = [folder_of(base, "stale", dead_pid(), 1.0) for base in bases]
+    made = scratch.make_scratch(1)
+    assert not any(folder.exists() for folder in stale)
+    assert made.exists()
+
+
+def test_a_folder_of_a_live_process_stays(bases):
+    mine = scratch.make_scratch(1)
+    scratch.remove_stale()
+    assert mine.exists()
+
+
+def test_a_pid_that_now_belongs_to_another_process_does_not_keep_the_folder(bases):
+    stale = folder_of(bases[0], "reused", os.getpid(), psutil.Process().create_time() - 100)
+    scratch.remove_stale()
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("owner", ["", "x", "1", "one two"])
+def test_a_folder_whose_owner_cannot_be_read_stays(bases, owner):
+    folder = folder_of(bases[0], "odd", 1, 1.0)
+    (folder / "owner").write_text(owner)
+    scratch.remove_stale()
+    assert folder.exists()
+
+
+def test_folders_of_other_users_are_not_looked_at(bases):
+    other = bases[0] / f"gpuwatch-{os.getuid() + 1}-x"
+    other.mkdir()
+    (other / "owner").write_text(f"{dead_pid()} 1.0")
+    scratch.remove_stale()
+    assert other.exists()
+
+
+def test_an_adopted_folder_outlives_its_launch(bases):
+    folder = folder_of(bases[0], "adopted", dead_pid(), 1.0)
+    scratch.adopt_scratch(folder)
+    scratch.remove_stale()
+    assert folder.exists()
+
+
+def test_removing_twice_does_no_harm(bases):
+    folder = scratch.make_scratch(1)
+    scratch.remove_scratch(folder)
+    scratch.remove_scratch(folder)
+    scratch.adopt_scratch(folder)
+    assert not folder.exists()
