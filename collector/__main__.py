@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import zmq
 from ..core.exits import ExitCode
 from ..core.pipe import Bound, CannotBind, CollectorConfig, read_config, write_line
 from .conductor import Conductor
-from .finish import stamp
+from .finish import open_store
 from .paths import RunPaths, new_run
 from .server import Server
 from .store import RunStore
@@ -43,23 +42,16 @@ def main() -> int:
     return 0
 
 
-def open_store(paths: RunPaths, max_frames: int) -> RunStore:
-    """A new store with the facts that no message brings."""
-    store = RunStore(paths.store, create=True)
-    stamp(store, "started")
-    store.set("max_frames", str(max_frames))
-    return store
-
-
 def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> None:
     """Run to the end with the launch's pipe as stdin."""
+    conductor = Conductor(paths.run_id, str(paths.folder), rdzv_id)
     try:
         server.run(
             paths,
             store,
-            Conductor(paths.run_id, str(paths.folder), rdzv_id),
-            launch_gone=lambda: not os.read(0, 4096),
-            launch_fd=0,
+            conductor,
+            conductor.launch_gone,
+            end_fd=0,
         )
     finally:
         server.close()

@@ -79,12 +79,15 @@ class Conductor:
     run_dir: str
     rdzv_id: str
     nodes: dict[str, _Node] = field(default_factory=dict)
+    expected_nodes: int = 1
+    """A collector started by hand is told; else the first hello says."""
     strangers: int = 0
     """Agents that were turned away."""
     _wanted: set[tuple[int, str, int]] = field(default_factory=set)
     _roots: dict[tuple[int, int, str], int] = field(default_factory=dict)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
+    _ended: bool = False
     _finished: bool = False
 
     # -- hearing ------------------------------------------------------------------------------------------------
@@ -164,6 +167,10 @@ class Conductor:
         if self._launch_gone_at is None:
             self._launch_gone_at = now
 
+    def end_now(self, now: float) -> None:
+        """The user ends a collector that was started by hand."""
+        self._ended = True
+
     # -- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
@@ -196,10 +203,12 @@ class Conductor:
         return "another rank has aborted the job"
 
     def _may_finish(self, now: float) -> bool:
+        if self._ended:
+            return True
         if not self.nodes:
             return self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
         if all(node.gone for node in self.nodes.values()):
-            expected = max(node.hello.min_nodes for node in self.nodes.values())
+            expected = max(self.expected_nodes, *(node.hello.min_nodes for node in self.nodes.values()))
             if len(self.nodes) >= expected:
                 return True
             last = max(max(node.bye_at, node.heard) for node in self.nodes.values())

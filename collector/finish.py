@@ -59,6 +59,14 @@ def write_report(paths: RunPaths, report: Report) -> str | None:
     return None
 
 
+def open_store(paths: RunPaths, max_frames: int) -> RunStore:
+    """A new store with the facts that no message brings."""
+    store = RunStore(paths.store, create=True)
+    stamp(store, "started")
+    store.set("max_frames", str(max_frames))
+    return store
+
+
 def stamp(store: RunStore, key: str) -> None:
     """Store the time, as the collector's clock has it."""
     store.set(key, utc(time.time()) or "")

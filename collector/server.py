@@ -80,21 +80,24 @@ class Server:
         paths: RunPaths,
         store: RunStore,
         conductor: Conductor,
-        launch_gone: Callable[[], bool],
-        launch_fd: int | None = None,
+        on_end: Callable[[float], None],
+        end_fd: int | None,
     ) -> Report:
-        """Until the job is over; returns the report, which has been written and sent to every agent."""
+        """Until the job is over; returns the report, which has been written and sent to every agent.
+
+        `on_end` is called once, with the time, when `end_fd` has something to read or is closed.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        if launch_fd is not None:
-            poller.register(launch_fd, zmq.POLLIN)
+        if end_fd is not None:
+            poller.register(end_fd, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(TICK_MS))
             now = time.monotonic()
-            if launch_fd is not None and launch_fd in ready and launch_gone():
-                poller.unregister(launch_fd)
-                launch_fd = None
-                conductor.launch_gone(now)
+            if end_fd is not None and end_fd in ready:
+                poller.unregister(end_fd)
+                end_fd = None
+                on_end(now)
             if self._socket in ready:
                 self._receive(store, conductor, now)
             self._count_failed_handshakes()

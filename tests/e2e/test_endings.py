@@ -56,10 +56,11 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     assert process.stdout.readline() == "training\n"
     worker = next(p for p in bench.processes() if "-mgpuwatch.worker" in p.cmdline())
     process.kill()
-    process.communicate()
-    worker.kill()  # torchrun's own ranks outlive a killed torchrun, too
+    process.wait()
     helpers = [p for p in bench.processes() if p.pid != worker.pid]
     _, alive = psutil.wait_procs(helpers, timeout=30)
+    worker.kill()  # the ranks of a killed torchrun live on, too
+    process.communicate()
 
     assert alive == []
     (report,) = (bench.cwd / "gpuwatch-runs").glob("*-*/report.json")

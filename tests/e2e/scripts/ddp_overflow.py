@@ -40,7 +40,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     for batch in range(args.batches):
         inputs = torch.rand(4, 8)
         if dist.get_rank() == args.rank and batch == args.batch:

@@ -1,0 +1,41 @@
+"""`gpuwatch collect`: the collector of a launch, started by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ..core.errors import UsageError
+from ..core.keys import read_secret
+
+
+@click.command(name="collect")
+@click.option("--bind", default="tcp://*:29401", show_default=True, help="Where to listen: tcp://ADDRESS:PORT.")
+@click.option("--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Nodes of the job.")
+@click.option("--rdzv-id", default="none", show_default=True, help="The job's rendezvous id, as its launches have it.")
+@click.option(
+    "--secret-file", default=None, help="File with the job's shared secret (or the variable GPUWATCH_SECRET)."
+)
+@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder for the runs' folders.")
+@click.option("--max-frames", type=click.IntRange(min=1), default=21, show_default=True, help="Frames shown of a rank.")
+def command(bind: str, nodes: int, rdzv_id: str, secret_file: str | None, runs_dir: str, max_frames: int) -> int:
+    """Wait for the node agents of one job, write its report, and exit with its exit code.
+
+    The launches of the job are given --collector tcp://THIS_HOST:PORT and the same secret. Ctrl-C ends it early, with
+    the report of what has arrived.
+    """
+    from ..collector.by_hand import collect
+
+    secret = read_secret(secret_file)
+    if secret is None:
+        secret = f"rendezvous id {rdzv_id}"
+        click.echo(
+            f"gpuwatch: encrypting with keys derived from the rendezvous id {rdzv_id!r}; to keep others on this "
+            "network out, give every node the same GPUWATCH_SECRET or --secret-file",
+            err=True,
+        )
+    if not bind.startswith("tcp://"):
+        raise UsageError(f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
+    return collect(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, sys.stdout)

@@ -1,0 +1,55 @@
+"""A collector that no launch started: it waits for its nodes, and Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import zmq
+
+from ..core.errors import UsageError
+from ..core.keys import derive_keys
+from .conductor import Conductor
+from .finish import open_store
+from .paths import new_run
+from .server import Server, exit_code
+from .text import render_text
+
+
+def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, max_frames: int, out: TextIO) -> int:
+    """Serve one job. Returns its exit code; raises UsageError when the address or the folder cannot be had."""
+    keys = derive_keys(secret, rdzv_id)
+    try:
+        server = Server(
+            bind, keys.collector.public.decode(), keys.collector.private.decode(), keys.agent.public.decode()
+        )
+    except zmq.ZMQError as error:
+        raise UsageError(f"--bind: expected an address that is free, found {bind}: {error}") from error
+    try:
+        paths = new_run(runs_dir.absolute())
+        store = open_store(paths, max_frames)
+    except OSError as error:
+        server.close()
+        raise UsageError(f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}") from error
+    print(
+        f"gpuwatch: listening at {server.address} for {nodes} node(s); the report will be in {paths.folder}", file=out
+    )
+    out.flush()
+    read_end, write_end = os.pipe()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(write_end, b"x")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    conductor = Conductor(paths.run_id, str(paths.folder), rdzv_id, expected_nodes=nodes)
+    try:
+        report = server.run(paths, store, conductor, conductor.end_now, read_end)
+    finally:
+        server.close()
+        store.close()
+    print(render_text(report), file=out)
+    return exit_code(report)

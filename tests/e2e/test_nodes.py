@@ -1,0 +1,142 @@
+"""Several nodes: each launch is a node of its own, here on one host."""
+
+import os
+import socket
+import time
+
+import pytest
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free and whose next is, outside of the range from which the kernel gives out ports."""
+    for candidate in range(20000 + os.getpid() % 5000, 30000, 2):
+        try:
+            for number in (candidate, candidate + 1):
+                with socket.socket() as probe:
+                    probe.bind(("", number))
+        except OSError:
+            continue
+        return candidate
+    pytest.fail("no free port")
+
+
+def start_node(bench, port: int, *options: str, script: str = "ddp_overflow.py", args: tuple[str, ...] = ()):
+    where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a job")
+    return bench.start(
+        "gpuwatch.cli.main", "launch", "--nproc-per-node", "1", *where, *options, bench.script(script), *args
+    )
+
+
+def test_two_nodes_make_one_report_and_end_together(bench, port):
+    nodes = [start_node(bench, port, args=("--rank", "1", "--batch", "2")) for _ in range(2)]
+    runs = []
+    ended = []
+    for process in nodes:
+        runs.append(bench.finish(process))
+        ended.append(time.monotonic())
+
+    assert [run.code for run in runs] == [4, 4]
+    assert ended[1] - ended[0] < 10
+    (report_file,) = (bench.cwd / "gpuwatch-runs").glob("*-*/report.json")
+    assert report_file.parent.name == runs[0].report["run"]["id"]
+    report = runs[0].report
+    assert (report["run"]["nnodes"], report["run"]["world_size"]) == (2, 2)
+    assert [len(node["ranks"]) for node in report["nodes"]] == [1, 1]
+    assert (report["verdict"]["rank"], report["verdict"]["module"]) == (1, "block.widen")
+    for run in runs:
+        assert report["verdict"]["statement"] in run.stderr.replace("\n", " ")
+        assert "keys derived from the rendezvous id" in run.stderr
+    assert all(rank["frames"] for rank in report["ranks"])
+
+
+def test_a_clean_run_on_two_nodes_with_a_secret(bench, port):
+    (bench.cwd / "secret").write_text("a secret that is long enough\n")
+    nodes = [start_node(bench, port, "--secret-file", "secret", script="clean.py") for _ in range(2)]
+    runs = [bench.finish(process) for process in nodes]
+
+    assert [run.code for run in runs] == [0, 0]
+    assert runs[0].verdict["kind"] == "clean"
+    assert not any("keys derived" in run.stderr for run in runs)
+
+
+def test_static_rendezvous_with_node_ranks(bench, port):
+    nodes = []
+    for node_rank in ("0", "1"):
+        where = ("--nnodes", "2", "--node-rank", node_rank, "--master-addr", "127.0.0.1", "--master-port", str(port))
+        command = ("launch", "--nproc-per-node", "1", *where, bench.script("clean.py"))
+        nodes.append(bench.start("gpuwatch.cli.main", *command))
+    runs = [bench.finish(process) for process in nodes]
+
+    assert [run.code for run in runs] == [0, 0]
+    assert runs[0].report["run"]["nnodes"] == 2
+
+
+def test_a_port_in_use_by_someone_else_is_one_sentence(bench, port):
+    with socket.socket() as stranger:
+        stranger.bind(("", port + 1))
+        stranger.listen()
+        run = bench.finish(start_node(bench, port, args=("--rank", "1", "--batch", "2")))
+
+    assert run.code == 2
+    assert "in use" in run.stderr
+    assert "--collector-port" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_collector_that_does_not_answer_is_said_and_the_training_goes_on(bench, port):
+    run = bench.launch("clean.py", "--collector", f"tcp://127.0.0.1:{port}", nproc=1)
+
+    assert run.code == 0
+    assert "rank 0 step 9" in run.stdout
+    assert f"the collector at tcp://127.0.0.1:{port} did not answer" in run.stderr
+    assert len(list((bench.cwd / "gpuwatch-runs").glob("*.spool"))) == 1
+
+
+def test_a_collector_that_was_started_by_hand(bench, port):
+    (bench.cwd / "secret").write_text("a secret that is long enough\n")
+    collector = bench.start(
+        "gpuwatch.cli.main", "collect", "--bind", f"tcp://127.0.0.1:{port}", "--secret-file", "secret", "--nodes", "1"
+    )
+    options = ("--collector", f"tcp://127.0.0.1:{port}", "--secret-file", "secret")
+    run = bench.launch("ddp_overflow.py", *options, args=("--rank", "0", "--batch", "1"))
+    collected = bench.finish(collector)
+
+    assert run.code == 4
+    assert collected.code == 4
+    assert collected.verdict["rank"] == 0
+    assert collected.verdict["statement"] in collected.stdout.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--nnodes", "2"), ("--nnodes 2", "--rdzv-endpoint HEAD_HOST:PORT")),
+        (("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"), ("port 0",)),
+        (("--nnodes", "two"), ("--nnodes", "'two'")),
+        (("--nproc-per-node", "many"), ("--nproc-per-node", "'many'")),
+        (("--max-frames", "0"), ("--max-frames", "'0'")),
+        (("--trace-batches", "1,x"), ("--trace-batches", "'1,x'")),
+        (("--on-overflow", "panic"), ("--on-overflow", "panic")),
+        (("--collector", "somewhere:1"), ("--collector", "tcp://HOST:PORT")),
+        (("--collector", "tcp://a:1", "--collector-port", "2"), ("--collector-port",)),
+        (("--secret-file", "none"), ("--secret-file", "none")),
+        (("--no-such-option",), ("--help",)),
+    ],
+)
+def test_wrong_usage_is_one_sentence(bench, options, words):
+    run = bench.gpuwatch("launch", *options, bench.script("clean.py"))
+
+    assert run.code == 2
+    assert run.stdout == ""
+    (sentence,) = [line for line in run.stderr.splitlines() if not line.startswith(("W1", "W0"))]
+    assert sentence.startswith("gpuwatch: ")
+    for word in words:
+        assert word in sentence
+
+
+def test_a_script_that_is_not_there_is_one_sentence(bench):
+    run = bench.gpuwatch("launch", "no such script.py")
+
+    assert run.code == 2
+    assert run.stderr.startswith("gpuwatch: expected a script to run, found no file 'no such script.py'")
