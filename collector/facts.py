@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..core.alarm import anomaly_of_page
 from ..core.frames import Page
 from ..core.messages import (
     AgentBody,
@@ -107,6 +108,10 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
             _take_event(facts, agent, node, body)
     for agent, message in pages:
         _take_page(facts, agent, message, names)
+    for rank in facts.ranks.values():
+        if not rank.anomalies:  # it ended before it could look at what came back from its device
+            found = (anomaly_of_page(page) for _, page in sorted(rank.pages.items()))
+            rank.anomalies = [anomaly for anomaly in found if anomaly is not None][:1]
     for agent in lost_agents:
         if agent in facts.nodes:
             facts.nodes[agent].lost = True

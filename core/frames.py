@@ -39,6 +39,7 @@ class RowKind(IntEnum):
     NOT_MEASURABLE = 3
     EMPTY = 4
     LOST = 5
+    PENDING = 6
 
 
 class Row(msgspec.Struct, frozen=True):

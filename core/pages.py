@@ -8,7 +8,7 @@ from .frames import Frame, Page, Phase, Row, RowKind
 from .messages import PageMessage
 from .recorder import layout
 from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
-from .values import DTYPE_NAMES, NonFinite, Value
+from .values import DTYPE_NAMES, PENDING, NonFinite, Value
 
 
 class Names:
@@ -86,6 +86,8 @@ def _decode_row(row: tuple[int, int, int, int, int, int], values: dict[int, Valu
     value = values.get(value_index)
     if value is None and kind == RowKind.MEASURED:
         kind = RowKind.LOST
+    if value is not None and value.meta == PENDING:
+        kind, value = RowKind.PENDING, None
     flags = value.flags if value is not None else NonFinite.NONE
     return Row(
         role=slot.role if slot else f"<slot {slot_id}>",

@@ -35,6 +35,9 @@ class Encoding(IntEnum):
     BFLOAT16 = 4
 
 
+PENDING = 0xFF << 8
+"""`meta` of a value that is still on its way from the device."""
+
 INF_BITS = {
     Encoding.FLOAT64: 0x7FF0_0000_0000_0000,
     Encoding.FLOAT32: 0x7F80_0000,

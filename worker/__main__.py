@@ -86,6 +86,7 @@ def _preflight(session: Session) -> None:
 
 
 def _raised(session: Session, error: BaseException) -> None:
+    session.settle()
     text = "".join(traceback.format_exception(error))
     hooks = session.hooks
     message = str(error)
@@ -103,6 +104,7 @@ def _raised(session: Session, error: BaseException) -> None:
 
 
 def _finished(session: Session, code: int) -> None:
+    session.settle()
     session.recorder.append(ScriptExit(session.where(), code))
     session.enter(RankPhase.FINISHED)
 

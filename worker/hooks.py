@@ -18,17 +18,21 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from ..core.alarm import alarms, anomaly_of_page
 from ..core.errors import OverflowDetected
 from ..core.exits import ExitCode
 from ..core.frames import Phase, RowKind
+from ..core.pages import Names, decode_page
 from ..core.recorder.layout import NOTHING, Field, RankPhase
+from ..core.recorder.reader import RecorderReader
 from ..core.recorder.writer import RecorderWriter, RowTuple
 from ..core.records import Anomaly, Fault, ShapeDef, SlotDef, Where
 from ..core.settings import WorkerSettings
 from ..core.values import DTYPE_NAMES, NonFinite, name_of
 from .collectives import sequence_number
+from .device_page import DevicePages
 from .leaves import leaves_of
-from .measure import CODES, NOT_MEASURABLE, measure
+from .measure import CODES, Numbers, measure
 from .roots import ModuleInfo, Roots
 
 _MAX_FAULTS = 20
@@ -56,11 +60,15 @@ class Hooks:
         self._first_root: int | None = None
         self._seen: dict[int, tuple[Callable[[], Any], int, RowTuple, int]] = {}
         """id of a tensor -> (weak reference, version, its row without the slot, flags), within one page."""
-        self._weights: dict[int, tuple[Callable[[], Any], int, int, tuple[int, int, int], int, int, int]] = {}
-        """id of a parameter -> (weak reference, version, step, numbers, shape, dtype, kind)."""
+        self._weights: dict[int, tuple[Callable[[], Any], int, int, Numbers | torch.Tensor]] = {}
+        """id of a parameter -> (weak reference, version, step, numbers, or the row on the device that holds them)."""
         self._shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
         self._anomaly: Anomaly | None = None
+        self._late: Anomaly | None = None
+        """An anomaly of an earlier batch, whose numbers have only now come back from the device."""
+        self.device_pages: DevicePages | None = None
+        self._device_failed = False
         self._anomalies = 0
         self._faults = 0
         self._raised: tuple[int, str] = (0, "")
@@ -81,6 +89,8 @@ class Hooks:
         """Remove the hooks; what was recorded stays."""
         for handle in self._handles:
             handle.remove()
+            # torch (2.13 still) forgets this one of its three tables
+            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
 
     def _forget(self) -> None:
@@ -116,6 +126,8 @@ class Hooks:
             self._enter(module)
         except Exception as error:
             self._fault("forward pre-hook", error)
+        if self._late is not None:
+            self._raise_late()
 
     def _after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -127,6 +139,8 @@ class Hooks:
             return
         if finished:
             self._batch_ended()
+        if self._late is not None:
+            self._raise_late()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._step += 1
@@ -154,6 +168,7 @@ class Hooks:
         if self._first_root is None:
             self._first_root = root.id
         self._thread = threading.get_ident()
+        self.look_at_arrived()
         self._outer_exception = sys.exc_info()[1]
         self._seen.clear()
         self._anomaly = None
@@ -183,6 +198,7 @@ class Hooks:
             fields[Field.MODULE] = stack[-1].id
             return False
         self._recorder.end_page()
+        self.look_at_arrived()
         fields[Field.MODULE] = -1
         fields[Field.PHASE] = RankPhase.SCRIPT
         fields[Field.SEQ] = sequence_number()
@@ -214,7 +230,7 @@ class Hooks:
                 rows.append(row)
                 if flags:
                     flags_of_inputs |= flags
-                    if flags != NonFinite.NEGINF:
+                    if alarms(flags, is_output=False, has_weights=weighted, input_flags=flags_of_inputs):
                         alarm = alarm or (role, flags, row)
             if not raised:
                 found: list[tuple[str, Any]] = []
@@ -222,8 +238,7 @@ class Hooks:
                 for role, leaf in found:
                     row, flags = self._leaf_row(info, role, leaf)
                     rows.append(row)
-                    # -inf alone is what masks are made of; from weights and finite inputs it is an overflow
-                    if flags and (flags != NonFinite.NEGINF or (weighted and not flags_of_inputs)):
+                    if alarms(flags, is_output=True, has_weights=weighted, input_flags=flags_of_inputs):
                         alarm = alarm or (role, flags, row)
         finally:
             torch._C._set_grad_enabled(grad)
@@ -280,8 +295,7 @@ class Hooks:
         known = self._seen.get(id(leaf))
         if known is not None and known[0]() is leaf and known[1] == version and version >= 0:
             return (slot, *known[2][1:]), known[3]
-        numbers = measure(leaf) if leaf.device.type == "cpu" else NOT_MEASURABLE
-        row, flags = self._row(slot, leaf, numbers[:3], int(numbers.kind))
+        row, flags = self._row(slot, leaf)
         self._seen[id(leaf)] = (weakref.ref(leaf), version, row, flags)
         return row, flags
 
@@ -294,22 +308,55 @@ class Hooks:
             return (slot, *seen[2][1:]), seen[3]
         known = self._weights.get(id(parameter))
         if known is not None and known[0]() is parameter and known[1] == version and known[2] == self._step:
-            numbers, kind = known[3], known[6]
+            row, flags = self._row(slot, parameter, known[3])
         else:
-            measured = measure(parameter) if parameter.device.type == "cpu" else NOT_MEASURABLE
-            numbers, kind = measured[:3], int(measured.kind)
-            self._weights[id(parameter)] = (weakref.ref(parameter), version, self._step, numbers, 0, 0, kind)
-        row, flags = self._row(slot, parameter, numbers, kind)
+            numbers: Numbers | torch.Tensor | None
+            if self._on_device(parameter):
+                row, flags = self._row(slot, parameter)
+                numbers = self.device_pages.last() if self.device_pages and row[1] != NOTHING else None
+            else:
+                numbers = measure(parameter)
+                row, flags = self._row(slot, parameter, numbers)
+            if numbers is not None:
+                self._weights[id(parameter)] = (weakref.ref(parameter), version, self._step, numbers)
         self._seen[id(parameter)] = (weakref.ref(parameter), version, row, flags)
         return row, flags
 
-    def _row(self, slot: int, tensor: torch.Tensor, numbers: tuple[int, int, int], kind: int) -> tuple[RowTuple, int]:
-        value = NOTHING
-        flags = 0
-        if kind == RowKind.MEASURED:
-            value = self._recorder.value(*numbers)
-            flags = numbers[2] & 0xFF
-        return (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), kind), flags
+    @staticmethod
+    def _on_device(tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu"
+
+    def _row(
+        self, slot: int, tensor: torch.Tensor, numbers: Numbers | torch.Tensor | None = None
+    ) -> tuple[RowTuple, int]:
+        """A row and what is non-finite in it; of a tensor on a device that is known only later, and 0 here."""
+        value, flags = NOTHING, 0
+        if isinstance(numbers, torch.Tensor):
+            assert self.device_pages is not None
+            value, kind = self.device_pages.again(numbers), RowKind.MEASURED
+        elif numbers is None and self._on_device(tensor):
+            index = self._device_value(tensor)
+            value = NOTHING if index is None else index
+            kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
+        else:
+            numbers = numbers if numbers is not None else measure(tensor)
+            kind = RowKind(numbers.kind)
+            if kind is RowKind.MEASURED:
+                value = self._recorder.value(numbers.low, numbers.high, numbers.meta)
+                flags = numbers.meta & 0xFF
+        return (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind)), flags
+
+    def _device_value(self, tensor: torch.Tensor) -> int | None:
+        if self.device_pages is None:
+            if tensor.device.type != "cuda" or self._device_failed:
+                return None
+            try:
+                self.device_pages = DevicePages(self._recorder, tensor.device)
+            except Exception as error:
+                self._device_failed = True
+                self._fault("device page", error)
+                return None
+        return self.device_pages.measure(tensor) if tensor.device == self.device_pages.device else None
 
     # -- what to do about it ------------------------------------------------------------------------------------
 
@@ -339,21 +386,56 @@ class Hooks:
             weights_finite=weights_finite,
             aborts=self._settings.on_overflow == "abort",
         )
+        self._record_anomaly(self._anomaly)
+
+    def _record_anomaly(self, anomaly: Anomaly) -> None:
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
-            self._recorder.append(self._anomaly)
+            self._recorder.append(anomaly)
+
+    def look_at_arrived(self) -> None:
+        """Check the pages whose numbers have come back from the device. Does not wait for the others."""
+        if self.device_pages is None:
+            return
+        for number in self.device_pages.arrived():
+            anomaly = self._anomaly_of(number)
+            if anomaly is not None:
+                self._record_anomaly(anomaly)
+                self._late = self._late or anomaly
+
+    def _anomaly_of(self, page_number: int) -> Anomaly | None:
+        """Read our own recorder, as the node agent does: this happens once or twice in the life of a run."""
+        reader = RecorderReader(self._recorder.path)
+        try:
+            names = Names()
+            names.add(reader.new_entries()[0])
+            message = reader.page(page_number)
+        finally:
+            reader.close()
+        if message is None:
+            return None
+        page = decode_page(message, names)
+        return anomaly_of_page(page, aborts=self._settings.on_overflow == "abort")
+
+    def _raise_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None and late.aborts:
+            self._abort(late)
+
+    def _abort(self, anomaly: Anomaly) -> None:
+        self._fields[Field.ABORT] = ExitCode.OVERFLOW
+        module = f"`{anomaly.module}` ({anomaly.cls})" if anomaly.module else f"`{anomaly.cls}`"
+        raise OverflowDetected(
+            f"gpuwatch: rank {self._rank}: {anomaly.value} in {anomaly.role} of {module}, "
+            f"{anomaly.phase} of batch {anomaly.where.batch}; the combined report follows when all ranks have "
+            "ended. To go on training after an overflow: --on-overflow continue"
+        )
 
     def _batch_ended(self) -> None:
         """The root's forward has returned. Raises what the user asked for, and nothing else."""
         anomaly = self._anomaly
         if anomaly is not None and anomaly.aborts:
-            self._fields[Field.ABORT] = ExitCode.OVERFLOW
-            module = f"`{anomaly.module}` ({anomaly.cls})" if anomaly.module else f"`{anomaly.cls}`"
-            raise OverflowDetected(
-                f"gpuwatch: rank {self._rank}: {anomaly.value} in {anomaly.role} of {module}, "
-                f"{anomaly.phase} of batch {anomaly.where.batch}; the combined report follows when all ranks have "
-                "ended. To go on training after an overflow: --on-overflow continue"
-            )
+            self._abort(anomaly)
         last = self._settings.abort_after_batch
         if last is not None and self._last_root.id == self._first_root and self._batch >= last:
             print(

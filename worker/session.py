@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .hooks import Hooks
 
 
+_SETTLE_S = 2.0
+
+
 class Session:
     """What the parts of a worker share."""
 
@@ -34,6 +37,20 @@ class Session:
         if self.hooks is not None:
             return self.hooks.where()
         return Where(rank=self.rank, attempt=self.settings.attempt, seq=sequence_number(), time_ns=time.time_ns())
+
+    def settle(self) -> None:
+        """The script is over: give the last numbers a moment to come back from the device. Never raises."""
+        hooks = self.hooks
+        if hooks is None or hooks.device_pages is None:
+            return
+        deadline = time.monotonic() + _SETTLE_S
+        try:
+            hooks.look_at_arrived()
+            while hooks.device_pages.flying and time.monotonic() < deadline:
+                time.sleep(0.005)
+                hooks.look_at_arrived()
+        except Exception as error:
+            self.recorder.append(Fault(self.where(), "settle", f"{type(error).__name__}: {error}"))
 
     def attach_hooks(self) -> None:
         """Called once torch has been imported. Never raises: a run without hooks is better than no run."""

@@ -6,7 +6,7 @@ import mmap
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -63,6 +63,8 @@ class RecorderWriter:
         self._segment = -1
         self._pages = -1
         self._page_open = False
+        self.on_segment_end: Callable[[int, int, bool], None] | None = None
+        """Called with (offset of its values in the file, page, whether the page ends) when a segment is done."""
 
         fields = self.fields
         for field, value in (
@@ -86,6 +88,16 @@ class RecorderWriter:
         ):
             fields[field] = value
         fields[Field.MAGIC] = layout.MAGIC  # last: a reader waits for it
+
+    @property
+    def memory(self) -> mmap.mmap:
+        """The mapped file."""
+        return self._map
+
+    @property
+    def value_position(self) -> int:
+        """Position of the last value in its segment."""
+        return self._values_used - 1
 
     # -- the log ------------------------------------------------------------------------------------------------
 
@@ -178,11 +190,17 @@ class RecorderWriter:
         if self._page_open:
             self._seg[SegmentField.CLOSED] = Closed.PAGE_END
             self._page_open = False
+            self._segment_done(True)
             self.fields[Field.MOVED_NS] = time.monotonic_ns()
 
     def _continue_segment(self) -> None:
         self._seg[SegmentField.CLOSED] = Closed.CONTINUED
+        self._segment_done(False)
         self._next_segment()
+
+    def _segment_done(self, ends_page: bool) -> None:
+        if self.on_segment_end is not None:
+            self.on_segment_end(self._values_at, self._pages, ends_page)
 
     def _next_segment(self) -> None:
         self._segment += 1
