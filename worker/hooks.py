@@ -12,11 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..core.alarm import alarms, anomaly_of_page
 from ..core.errors import OverflowDetected
@@ -37,6 +39,15 @@ from .roots import ModuleInfo, Roots
 
 _MAX_FAULTS = 20
 _MAX_ANOMALIES = 64
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+"""The code of every module call: how a frame or a traceback is seen to belong to one."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Counts the changes in place; -1 for an inference tensor, which does not count them."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class Hooks:
@@ -71,8 +82,6 @@ class Hooks:
         self._device_failed = False
         self._anomalies = 0
         self._faults = 0
-        self._raised: tuple[int, str] = (0, "")
-        """id of the last exception that left a module, and the first module that it left."""
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
@@ -114,13 +123,19 @@ class Hooks:
         )
 
     def raised_in(self, error: BaseException) -> str | None:
-        """The innermost module that `error` left, or None if it came from outside of all modules."""
-        return self._raised[1] if self._raised[0] == id(error) else None
+        """The innermost module that `error` came through, or None if it came from outside of all modules."""
+        module = None
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is _CALL:
+                module = trace.tb_frame.f_locals.get("self")
+            trace = trace.tb_next
+        return self._roots.name_of(module) if module is not None else None
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         try:
             self._enter(module)
@@ -129,9 +144,11 @@ class Hooks:
         if self._late is not None:
             self._raise_late()
 
-    def _after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+    def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
+        # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
         try:
             finished = self._leave(module, args, kwargs, output)
         except Exception as error:
@@ -148,8 +165,8 @@ class Hooks:
 
     def _enter(self, module: torch.nn.Module) -> None:
         stack = self._stack
-        if stack and stack[0].ref() is module:
-            stack.clear()  # an interrupt tore the last forward of this root away without its hooks
+        if stack and (stack[0].ref() is module or not stack[0].root.knows(module)) and not self._still_running():
+            stack.clear()  # an interrupt tore the last forward away without its hooks
         if stack:
             if threading.get_ident() != self._thread:
                 return  # a second thread inside one forward: its calls cannot be put in order with ours
@@ -159,6 +176,16 @@ class Hooks:
             self._open_page(info)
         stack.append(info)
         self._fields[Field.MODULE] = info.id
+
+    def _still_running(self) -> bool:
+        """Whether the innermost call on our stack is on Python's stack too. For the rare cases that need it."""
+        innermost = self._stack[-1].ref()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals.get("self") is innermost:
+                return True
+            frame = frame.f_back
+        return False
 
     def _open_page(self, info: ModuleInfo) -> None:
         root = info.root
@@ -188,16 +215,17 @@ class Hooks:
         info = stack[-1]
         error = sys.exc_info()[1] if output is None else None
         raised = error is not None and error is not self._outer_exception
-        if raised and self._raised[0] != id(error):
-            self._raised = (id(error), info.name or info.cls)
-        if not info.is_wrapper:
-            self._record(info, module, args, kwargs, output, raised)
-        stack.pop()
+        try:
+            if not info.is_wrapper:
+                self._record(info, module, args, kwargs, output, raised)
+        finally:
+            stack.pop()
+            if not stack:
+                self._recorder.end_page()
         fields = self._fields
         if stack:
             fields[Field.MODULE] = stack[-1].id
             return False
-        self._recorder.end_page()
         self.look_at_arrived()
         fields[Field.MODULE] = -1
         fields[Field.PHASE] = RankPhase.SCRIPT
@@ -208,6 +236,17 @@ class Hooks:
         return True
 
     def _record(
+        self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
+    ) -> None:
+        """Take the frame, seen by no mode that the script has set (a tracer, a counter of operations, a device)."""
+        with torch._C.DisableTorchFunction():
+            if torch._C._len_torch_dispatch_stack():
+                with _disable_current_modes():
+                    self._take_frame(info, module, args, kwargs, output, raised)
+            else:
+                self._take_frame(info, module, args, kwargs, output, raised)
+
+    def _take_frame(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
         rows: list[RowTuple] = []
@@ -291,7 +330,7 @@ class Hooks:
         if not isinstance(leaf, torch.Tensor):
             kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
             return (slot, NOTHING, NOTHING, 0, int(kind)), 0
-        version = -1 if leaf.is_inference() else leaf._version
+        version = version_of(leaf)
         known = self._seen.get(id(leaf))
         if known is not None and known[0]() is leaf and known[1] == version and version >= 0:
             return (slot, *known[2][1:]), known[3]
@@ -303,7 +342,7 @@ class Hooks:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""
         slot = self._slot(info, name)
         seen = self._seen.get(id(parameter))
-        version = parameter._version
+        version = version_of(parameter)
         if seen is not None and seen[0]() is parameter and seen[1] == version:
             return (slot, *seen[2][1:]), seen[3]
         known = self._weights.get(id(parameter))

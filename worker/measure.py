@@ -90,7 +90,7 @@ def _measure(tensor: torch.Tensor) -> Numbers:
 
 def _in_chunks(bits: torch.Tensor, mask: int) -> tuple[int, int]:
     flat = _flat(bits)
-    scratch = torch.empty(CHUNK, dtype=bits.dtype)
+    scratch = torch.empty(CHUNK, dtype=bits.dtype, device=bits.device)
     low, high = mask, 0
     for start in range(0, flat.numel(), CHUNK):
         part = flat[start : start + CHUNK]

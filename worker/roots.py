@@ -31,7 +31,7 @@ class ModuleInfo:
 class RootInfo:
     """A root module: its batches are counted by themselves."""
 
-    __slots__ = ("batches", "cls", "id", "label", "modules", "ordinal")
+    __slots__ = ("batches", "cls", "definitions", "id", "label", "modules", "ordinal")
 
     def __init__(self, number: int, cls: str, ordinal: int) -> None:
         self.id = number
@@ -39,7 +39,14 @@ class RootInfo:
         self.ordinal = ordinal
         self.label = cls if ordinal == 0 else f"{cls}#{ordinal + 1}"
         self.modules: dict[int, ModuleInfo] = {}
+        self.definitions: dict[tuple[str, str], ModuleInfo] = {}
+        """(name, class) -> the first module of that name: one that is made anew in every step shares its number."""
         self.batches = 0
+
+    def knows(self, module: nn.Module) -> bool:
+        """Whether the module is a part of this root, as far as is known."""
+        info = self.modules.get(id(module))
+        return info is not None and info.ref() is module
 
 
 class Roots:
@@ -82,6 +89,14 @@ class Roots:
         cls = type(module).__name__  # made on the fly: it hangs on no attribute of the model
         return self._intern(module, root, f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>")
 
+    def name_of(self, module: nn.Module) -> str | None:
+        """The name of a module that was seen, its class for a root."""
+        for _, root in self._roots:
+            if root.knows(module):
+                info = root.modules[id(module)]
+                return info.name or info.cls
+        return None
+
     def _find(self, root: RootInfo) -> nn.Module | None:
         for ref, candidate in self._roots:
             if candidate is root:
@@ -94,6 +109,11 @@ class Roots:
 
     def _new_root(self, module: nn.Module) -> RootInfo:
         cls = type(unwrap(module)).__name__
+        for position, (ref, gone) in enumerate(self._roots):
+            if gone.cls == cls and ref() is None:  # a loss that is made anew in every step is one root
+                self._roots[position] = self._root_by_id[id(module)] = (weakref.ref(module), gone)
+                self._intern_tree(module, gone)
+                return gone
         ordinal = sum(root.cls == cls for _, root in self._roots)
         root = RootInfo(len(self._roots), cls, ordinal)
         self._roots.append((weakref.ref(module), root))
@@ -109,11 +129,16 @@ class Roots:
                 self._intern(part, root, name)
 
     def _intern(self, module: nn.Module, root: RootInfo, name: str) -> ModuleInfo:
-        info = ModuleInfo(module, self._modules, root, name)
-        self._modules += 1
+        first = root.definitions.get((name, type(module).__name__))
+        info = ModuleInfo(module, first.id if first is not None else self._modules, root, name)
         root.modules[id(module)] = info
         owner = self._owner.get(id(module))
         if owner is None or owner.ref() is not module:
             self._owner[id(module)] = info
-        self._recorder.append(ModuleDef(info.id, root.id, name, info.cls), name=True)
+        if first is not None:
+            info.slots = first.slots
+        else:
+            root.definitions[name, info.cls] = info
+            self._modules += 1
+            self._recorder.append(ModuleDef(info.id, root.id, name, info.cls), name=True)
         return info
