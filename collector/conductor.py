@@ -12,7 +12,6 @@ from ..core.messages import (
     AgentMessage,
     Bye,
     CollectorMessage,
-    Definitions,
     EventMessage,
     Hello,
     Refused,
@@ -20,7 +19,7 @@ from ..core.messages import (
     Want,
     Welcome,
 )
-from ..core.records import Anomaly, PreflightResult, RootDef
+from ..core.records import Anomaly, PreflightResult, split_label
 
 SILENT_S = 20.0
 """An agent that beats twice a second and has not been heard for this long is lost."""
@@ -84,7 +83,6 @@ class Conductor:
     strangers: int = 0
     """Agents that were turned away."""
     _wanted: set[tuple[int, str, int]] = field(default_factory=set)
-    _roots: dict[tuple[int, int, str], int] = field(default_factory=dict)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
     _ended: bool = False
@@ -104,7 +102,10 @@ class Conductor:
         if message.n == 0:
             return [Keep(agent, message), Send(agent, Ack(node.received))]
         if message.n <= node.received:
-            return [Send(agent, Ack(node.received))]
+            again: list[Action] = [Send(agent, Ack(node.received))]
+            if isinstance(message.body, Hello):  # it has not heard the welcome
+                again.insert(0, Send(agent, Welcome(self.run_id, self.run_dir, node.received)))
+            return again
         if message.after > node.received:
             return [Send(agent, Ack(node.received, resend=True))]
         node.received = message.n
@@ -126,14 +127,9 @@ class Conductor:
 
     def _react(self, node: _Node, message: AgentMessage, now: float) -> list[Action]:
         body = message.body
-        if isinstance(body, Definitions):
-            for entry in body.entries:
-                if isinstance(entry, RootDef):
-                    label = entry.cls if entry.ordinal == 0 else f"{entry.cls}#{entry.ordinal + 1}"
-                    self._roots[body.attempt, body.rank, label] = entry.ordinal
-        elif isinstance(body, EventMessage):
+        if isinstance(body, EventMessage):
             return self._react_to_event(body, now)
-        elif isinstance(body, Bye):
+        if isinstance(body, Bye):
             node.bye, node.bye_at = body, now
             fixed = node.hello.min_nodes == node.hello.max_nodes
             if body.outcome != "ok" and fixed:
@@ -153,9 +149,7 @@ class Conductor:
         if key in self._wanted:
             return []
         self._wanted.add(key)
-        cls = where.root.partition("#")[0]
-        ordinal = self._roots.get((where.attempt, where.rank, where.root), 0)
-        want = Want(where.attempt, cls, ordinal, where.batch)
+        want = Want(where.attempt, *split_label(where.root), where.batch)
         return [Send(agent, want) for agent, node in self.nodes.items() if not node.gone]
 
     def _job_is_over(self, now: float) -> None:

@@ -178,5 +178,11 @@ def _take_page(facts: RunFacts, agent: str, message: PageMessage, names: dict[tu
         return
     rank = _rank(facts, agent, message.attempt, message.rank)
     known = rank.pages.get(page.number)
-    if known is None or len(page.frames) > len(known.frames) or page.complete > known.complete:
+    if known is None or _fullness(page) > _fullness(known):
         rank.pages[page.number] = page
+
+
+def _fullness(page: Page) -> tuple[int, bool, int]:
+    """Of two copies of a page the fuller one is kept, whichever came first."""
+    arrived = sum(row.kind == "measured" for frame in page.frames for row in frame.rows)
+    return len(page.frames), page.complete, arrived

@@ -26,7 +26,8 @@ class Finding:
     module: str
     cls: str
     phase: str
-    """forward (an origin), weight or input (it was bad before the forward), carrier (its origin is not in the page)."""
+    """forward (an origin), weight or input (it was bad before the forward), collective (it may have come from another
+    rank), carrier (its origin is not in the page)."""
     role: str
     value: str
     dtype: str
@@ -82,15 +83,25 @@ def _explain(page: Page, frames: list[Frame], frame: Frame, anomaly: Anomaly) ->
     bad_weight = next((row for row in frame.weights if not row.finite), None)
     if bad_weight is not None:
         return _finding(page, frame, frame.module, frame.cls, "weight", bad_weight, anomaly)
-    bad_input = next((row for row in frame.inputs if not row.finite), None)
+    bad_output = next((row for row in frame.outputs if not row.finite and not row.only_neginf), None)
+    bad_output = bad_output or next((row for row in frame.outputs if not row.finite), None)
+    bad_input = _bad_input(frame, bad_output)
     if bad_input is not None:
         return _trace_input(page, frames, frame, bad_input, anomaly)
-    bad_output = next((row for row in frame.outputs if not row.finite), None)
     if bad_output is None:  # the frame's own rows were lost
         return from_event(anomaly)
     last_child = _last_child(frames, frame)
     between: tuple[str, str | None] | None = (last_child.module, None) if last_child is not None else None
     return _finding(page, frame, frame.module, frame.cls, "forward", bad_output, anomaly, between)
+
+
+def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
+    """The input to follow: the worst. A mask of -inf is one only if it explains what went out."""
+    bad = [row for row in frame.inputs if not row.finite]
+    worse = [row for row in bad if not row.only_neginf]
+    if worse or not bad:
+        return worse[0] if worse else None
+    return bad[0] if bad_output is None or bad_output.nan or bad_output.only_neginf else None
 
 
 def _trace_input(page: Page, frames: list[Frame], frame: Frame, bad: Row, anomaly: Anomaly) -> Finding:
@@ -113,7 +124,9 @@ def _trace_input(page: Page, frames: list[Frame], frame: Frame, bad: Row, anomal
     cls = parent.cls if parent is not None else "?"
     before = _previous_sibling(frames, holder)
     between = (before.module if before is not None else "", holder.module or holder.cls)
-    return _finding(page, holder, holder.parent, cls, "forward", bad, anomaly, between)
+    seen = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
+    phase = "collective" if before is not None and 0 <= before.seq < seen else "forward"
+    return _finding(page, holder, holder.parent, cls, phase, bad, anomaly, between)
 
 
 def _finding(
@@ -139,7 +152,8 @@ def _finding(
         value=name_of(NonFinite(row.flags)),
         dtype=row.dtype,
         shape=tuple(row.shape) if row.shape is not None else None,
-        seq=frame.seq if frame.seq >= 0 else anomaly.where.seq,
+        # a call that went through collectives carries the number that it ended with; the value was seen before that
+        seq=min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1),
         frame=frame.index,
         between=between,
     )

@@ -183,5 +183,6 @@ def exit_code(report: Report) -> int:
     """The exit code that a verdict stands for."""
     verdict = report.verdict
     if verdict.kind == "interrupted" and verdict.signal is not None:
-        return int(ExitCode.SIGNAL) + int(signal.Signals[verdict.signal])
+        number = verdict.signal.removeprefix("signal ")  # one without a name
+        return int(ExitCode.SIGNAL) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
     return int(EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED))

@@ -77,7 +77,7 @@ class RunStore:
             self._db.execute(
                 "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?)", (agent, message.n, time.time_ns(), kind, data)
             )
-        except sqlite3.Error:
+        except (sqlite3.Error, OverflowError):
             self.unwritten += 1
             self._memory.append((agent, message.n, message.body))
 

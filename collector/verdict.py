@@ -129,11 +129,10 @@ def _overflow(facts: RunFacts) -> Verdict | None:
     first_attempt = min(finding.attempt for finding in findings)
     findings = sorted((f for f in findings if f.attempt == first_attempt), key=lambda f: (_order(f), f.rank))
     earliest = [finding for finding in findings if _order(finding) == _order(findings[0])]
-    made_here = [finding for finding in earliest if finding.is_origin] or [f for f in earliest if f.phase == "input"]
-    if not made_here and len(earliest) > 1:
+    candidates = [finding for finding in earliest if finding.is_origin or finding.phase == "input"]
+    if not candidates and (len(earliest) > 1 or earliest[0].phase == "collective"):
         return _unknown_overflow(facts, earliest)
-    candidates = made_here or earliest
-    first, rest = candidates[0], candidates[1:]
+    first, *rest = candidates or earliest
     rank = facts.ranks[first.attempt, first.rank]
     host = facts.host(rank)
     concurrent = [
@@ -205,7 +204,11 @@ def _evidence(
             f"{_ranks([f.rank for f in concurrent])}: an origin of its own in the same stretch between two "
             "collectives; nothing puts them in order"
         )
-    later = [f for f in findings if f is not first and f not in concurrent]
+    unsettled = _unsettled(facts, first, findings)
+    if unsettled:
+        certainty = "supported"
+        evidence += unsettled
+    later = [f for f in findings if _order(f) > _order(first)]
     for finding in later[:8]:
         when = f", after {finding.seq} collectives against {first.seq}" if first.seq >= 0 else ""
         evidence.append(f"rank {finding.rank} first saw one later: batch {finding.batch}, {_name(finding)}{when}")
@@ -216,6 +219,27 @@ def _evidence(
     if clean:
         evidence.append(f"{_ranks(clean)}: every frame received of that batch was finite")
     return certainty, evidence
+
+
+def _unsettled(facts: RunFacts, first: Finding, findings: list[Finding]) -> list[str]:
+    """Why another rank might have been first without our knowing it; empty when none can have been."""
+    reasons: list[str] = []
+    ranks = facts.of_attempt(first.attempt)
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
+    missing = sum(hello.nproc for hello in hellos) - len(ranks)
+    if len(hellos) < expected_nodes:
+        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard")
+    if missing > 0:
+        reasons.append(f"{missing} ranks were never heard")
+    heard = {finding.rank for finding in findings} | set(_clean_peers(facts, first))
+    # What a rank was handed could have been handed to all: there only a clean page of the same batch clears a peer.
+    if first.phase not in ("weight", "carrier"):
+        heard |= {rank.rank for rank in ranks if rank.exit is not None}
+    unheard = [rank.rank for rank in ranks if rank.rank not in heard]
+    if unheard:
+        reasons.append(f"{_ranks(unheard)}: no frames of that batch were received, so the same may be true there")
+    return reasons
 
 
 def _clean_peers(facts: RunFacts, first: Finding) -> list[int]:
@@ -237,12 +261,20 @@ def _unknown_overflow(facts: RunFacts, earliest: list[Finding]) -> Verdict:
     """Several ranks met it at once and none made it in a watched place: say so, name nobody."""
     first = earliest[0]
     what = "a non-finite weight" if first.phase == "weight" else "a non-finite value"
+    who = _ranks([f.rank for f in earliest]).capitalize()
+    if first.phase == "collective":
+        statement = (
+            f"{who} met {what} in batch {first.batch} in {_name(first)}'s own forward, "
+            f"{between_text(first.between or (None, None))}; collectives ran there, so it may have come from any rank."
+        )
+    else:
+        statement = (
+            f"{who} met {what} in batch {first.batch} at the same point (`{first.module}`, {first.role}); "
+            "it was made before, where nobody looked, so the first rank is unknown."
+        )
     return Verdict(
         kind="overflow",
-        statement=(
-            f"{_ranks([f.rank for f in earliest]).capitalize()} met {what} in batch {first.batch} at the same point "
-            f"(`{first.module}`, {first.role}); it was made before, where nobody looked, so the first rank is unknown."
-        ),
+        statement=statement,
         certainty="unknown",
         module=first.module,
         cls=first.cls,
@@ -255,9 +287,8 @@ def _unknown_overflow(facts: RunFacts, earliest: list[Finding]) -> Verdict:
         step=first.step,
         batch=first.batch,
         evidence=[f"rank {f.rank}: {f.value} in {f.role} of {_name(f)}, batch {f.batch}" for f in earliest[:8]],
-        next=[
-            "Look at the gradients of the step before: the forward of the batch before it was finite on these ranks."
-        ],
+        between=first.between,
+        next=["Look at the gradients and the optimizer of the step before."] if first.phase == "weight" else [],
     )
 
 

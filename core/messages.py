@@ -7,7 +7,7 @@ pressure, oldest first; how many is in every beat. Beats are not numbered: the n
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -113,6 +113,10 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye
 
 
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A message's number: what SQLite can hold."""
+
+
 class AgentMessage(msgspec.Struct, frozen=True):
     """An envelope: `n` counts from 1; 0 is not numbered.
 
@@ -120,9 +124,9 @@ class AgentMessage(msgspec.Struct, frozen=True):
     knows that something was lost on the way, and asks for it again.
     """
 
-    n: int
+    n: Number
     body: AgentBody
-    after: int = 0
+    after: Number = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

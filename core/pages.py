@@ -35,9 +35,7 @@ class Names:
     def root_label(self, root_id: int) -> str:
         """The root's class; `Net#2` for the second root of class Net."""
         root = self.roots.get(root_id)
-        if root is None:
-            return f"root {root_id}"
-        return root.cls if root.ordinal == 0 else f"{root.cls}#{root.ordinal + 1}"
+        return root.label if root is not None else f"root {root_id}"
 
 
 def decode_page(message: PageMessage, names: Names) -> Page:
@@ -61,7 +59,7 @@ def decode_page(message: PageMessage, names: Names) -> Page:
                     phase=Phase(phase).name.lower(),
                     rows=[_decode_row(row, values, names) for row in rows[first : first + count]],
                     depth=depth,
-                    parent=parent.name if parent else None,
+                    parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
                     seq=seq,
                 )
             )

@@ -17,6 +17,21 @@ class RootDef(msgspec.Struct, frozen=True, tag="root"):
     cls: str
     ordinal: int = 0
 
+    @property
+    def label(self) -> str:
+        """`Net`, or `Net#2` for the second root of class Net."""
+        return self.cls if self.ordinal == 0 else f"{self.cls}#{self.ordinal + 1}"
+
+
+def split_label(label: str) -> tuple[str, int]:
+    """(class, ordinal) of a root's label.
+
+    >>> split_label("Net#2")
+    ('Net', 1)
+    """
+    cls, _, number = label.partition("#")
+    return cls, int(number) - 1 if number.isascii() and number.isdigit() else 0
+
 
 class ModuleDef(msgspec.Struct, frozen=True, tag="module"):
     """A module under a root, named as the user wrote it ("" is the root itself)."""

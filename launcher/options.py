@@ -9,6 +9,7 @@ from typing import NoReturn
 from torch.distributed.run import get_args_parser
 
 from ..core.errors import UsageError
+from .plan import is_number
 
 
 class _Parser(argparse.ArgumentParser):
@@ -30,7 +31,7 @@ def _batches(text: str) -> list[int]:
 
 def _at_least(least: int, what: str) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < least:
+        if not is_number(text.removeprefix("-")) or int(text) < least:
             raise argparse.ArgumentTypeError(f"expected {what} of {least} or more, found {text!r}")
         return int(text)
 
@@ -48,14 +49,14 @@ def _seconds(text: str) -> float:
 
 
 def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
+    if not is_number(text) or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, found {text!r}")
     return int(text)
 
 
 def _address(text: str) -> str:
     host, _, port = text.removeprefix("tcp://").rpartition(":")
-    if not text.startswith("tcp://") or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not text.startswith("tcp://") or not host or not is_number(port) or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"expected tcp://HOST:PORT, found {text!r}")
     return text
 

@@ -66,10 +66,15 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
     )
 
 
+def is_number(text: str) -> bool:
+    """Whether it is written in the digits 0 to 9 alone: Python's isdigit() takes superscripts, too."""
+    return text.isascii() and text.isdigit()
+
+
 def parse_nnodes(text: str) -> tuple[int, int]:
     """`2` or `1:4` as (min, max). Raises UsageError on anything else."""
     parts = str(text).split(":")
-    if len(parts) <= 2 and all(part.isdigit() for part in parts):
+    if len(parts) <= 2 and all(is_number(part) for part in parts):
         least, most = int(parts[0]), int(parts[-1])
         if 0 < least <= most:
             return least, most
@@ -114,12 +119,14 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
     """`host`, `host:port` or `[v6]:port`. Raises UsageError on a port that is none."""
     if endpoint.startswith("[") and "]" in endpoint:
         host, _, rest = endpoint[1:].partition("]")
+        if rest and not rest.startswith(":"):
+            raise UsageError(f"--rdzv-endpoint: expected HOST:PORT, found {endpoint!r}")
         port = rest.removeprefix(":")
     elif endpoint.count(":") == 1:
         host, _, port = endpoint.partition(":")
     else:
         host, port = endpoint, ""
-    if (port and (not port.isdigit() or int(port) > 65535)) or not host:
+    if (port and (not is_number(port) or int(port) > 65535)) or not host:
         raise UsageError(f"--rdzv-endpoint: expected HOST:PORT, found {endpoint!r}")
     return host, int(port) if port else default_port
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..core.messages import AgentBody, Definitions, EventMessage, PageMessage, RankState, Want
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.records import Anomaly, Definition, RootDef, Where, WorkerEvent, WorkerExit
+from ..core.records import Anomaly, Definition, RootDef, Where, WorkerEvent, WorkerExit, split_label
 
 PAGE_WAIT_S = 5.0
 """How long an unfinished page may still grow before it is sent as it is."""
@@ -66,7 +66,7 @@ class RankWatch:
             attempt=self.attempt,
             step=state.step,
             batch=state.batch,
-            root=root.cls if root is not None else "",
+            root=root.label if root is not None else "",
             page=reader[Field.PAGE],
             seq=state.seq,
         )
@@ -93,10 +93,8 @@ class RankWatch:
         return [Definitions(self.rank, self.attempt, entries)] if entries else []
 
     def _react(self, event: WorkerEvent, now: float) -> None:
-        if isinstance(event, Anomaly) and self._reader is not None:
-            root = self._reader.roots.get(self._reader[Field.ROOT])
-            if root is not None:
-                self._wanted.setdefault((root.cls, root.ordinal, event.where.batch), now + PAGE_WAIT_S)
+        if isinstance(event, Anomaly):
+            self._wanted.setdefault((*split_label(event.where.root), event.where.batch), now + PAGE_WAIT_S)
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
         messages: list[AgentBody] = []

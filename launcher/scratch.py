@@ -43,11 +43,12 @@ def remove_stale() -> None:
     for base in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
             try:
-                pid, created = (folder / _OWNER).read_text().split()
+                pid_text, created_text = (folder / _OWNER).read_text().split()
+                pid, created = int(pid_text), float(created_text)
             except (OSError, ValueError):
                 continue
             try:
-                alive = abs(psutil.Process(int(pid)).create_time() - float(created)) < 1
+                alive = abs(psutil.Process(pid).create_time() - created) < 1
             except psutil.Error:
                 alive = False
             if not alive:

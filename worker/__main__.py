@@ -89,7 +89,10 @@ def _raised(session: Session, error: BaseException) -> None:
     session.settle()
     text = "".join(traceback.format_exception(error))
     hooks = session.hooks
-    message = str(error)
+    try:
+        message = str(error)
+    except Exception:  # its own __str__ is broken
+        message = ""
     session.recorder.append(
         ScriptError(
             session.where(),
@@ -105,7 +108,7 @@ def _raised(session: Session, error: BaseException) -> None:
 
 def _finished(session: Session, code: int) -> None:
     session.settle()
-    session.recorder.append(ScriptExit(session.where(), code))
+    session.recorder.append(ScriptExit(session.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1))))
     session.enter(RankPhase.FINISHED)
 
 

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -92,6 +93,7 @@ class Hooks:
             torch_module.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
             torch_optimizer.register_optimizer_step_post_hook(self._stepped),
         ]
+        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         os.register_at_fork(after_in_child=self._forget)
 
     def detach(self) -> None:
@@ -174,6 +176,7 @@ class Hooks:
         else:
             info, self._opens_batch = self._roots.enter(module)
             self._open_page(info)
+        info.entered = self._recorder.frames
         stack.append(info)
         self._fields[Field.MODULE] = info.id
 
@@ -216,7 +219,8 @@ class Hooks:
         error = sys.exc_info()[1] if output is None else None
         raised = error is not None and error is not self._outer_exception
         try:
-            if not info.is_wrapper:
+            # A wrapper has no frame of its own, unless nothing in it could be seen: what torch.compile has compiled
+            if not info.is_wrapper or info.entered == self._recorder.frames:
                 self._record(info, module, args, kwargs, output, raised)
         finally:
             stack.pop()

@@ -10,14 +10,18 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 
 class _CallingLoader(importlib.abc.Loader):
-    """The module's own loader, and a call when it has finished."""
+    """The module's own loader in all that it is asked, and a call when it has finished."""
 
-    def __init__(self, loader: importlib.abc.Loader, then: Callable[[], None]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
         self._loader = loader
-        self._then = then
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -27,28 +31,39 @@ class _CallingLoader(importlib.abc.Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        self._finder.remove()
         self._loader.exec_module(module)
-        self._then()
+        self._finder.then()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Stays until the module is imported: many only ask whether it is there (importlib.util.find_spec)."""
+
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
-        self._then = then
+        self.then = then
+        self._asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or self._asking:
             return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _CallingLoader(spec.loader, self._then)
-                return spec
+        self._asking = True
+        try:
+            for finder in sys.meta_path:
+                spec = finder.find_spec(fullname, path, target) if finder is not self else None
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _CallingLoader(spec.loader, self)
+                    return spec
+        finally:
+            self._asking = False
         return None
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:

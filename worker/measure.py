@@ -56,6 +56,11 @@ def measure(tensor: torch.Tensor) -> Numbers:
     """Numbers of a tensor in host memory, of any dtype, layout and class. Never raises: see `RowKind`."""
     try:
         return _measure(tensor)
+    except Exception:  # a nested tensor, a negated view: what looks plain from outside is not always
+        pass
+    try:
+        plain = to_plain(tensor)
+        return _measure(plain) if plain is not None else NOT_MEASURABLE
     except Exception:  # a tensor class that nobody has met must not cost the user the run
         return NOT_MEASURABLE
 
@@ -130,10 +135,13 @@ def _measure_integers(tensor: torch.Tensor) -> Numbers:
     low_t, high_t = torch.aminmax(tensor)
     low, high = int(low_t.item()), int(high_t.item())
     if low < 0:
-        high = max(abs(low), abs(high))
-        low = int(tensor.abs().amin().item())
+        # the smallest integer has no positive twin: abs() leaves it negative, so it is left out and counted in high
+        sizes = tensor.abs()
+        sizes = sizes[sizes >= 0]
+        high = max(-low, high)
+        low = int(sizes.amin().item()) if sizes.numel() else -low
     limit = (1 << 63) - 1
-    return Numbers(min(abs(low), limit), min(high, limit), Encoding.INTEGER << 8, RowKind.MEASURED)
+    return Numbers(min(low, limit), min(high, limit), Encoding.INTEGER << 8, RowKind.MEASURED)
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -149,9 +157,9 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if type(tensor).__name__ == "FakeTensor":
             return None
-        tensor = tensor.values() if tensor.is_nested else tensor.as_subclass(torch.Tensor)
+        tensor = _parts(tensor) if tensor.is_nested else tensor.as_subclass(torch.Tensor)
     if tensor.is_nested:
-        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
+        tensor = _parts(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = tensor._values()
     elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
@@ -161,9 +169,28 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.is_complex():
-        tensor = tensor.abs()
-    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        tensor = _magnitudes(tensor)
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.dtype in (torch.uint16, torch.uint32):
         tensor = tensor.to(torch.int64)
+    elif tensor.dtype is torch.uint64:  # what int64 cannot hold is shown as its largest number
+        tensor = tensor.view(torch.int64)
+        tensor = torch.where(tensor < 0, torch.iinfo(torch.int64).max, tensor)
     if tensor.dtype.is_floating_point and tensor.dtype not in FLOATS:
         tensor = tensor.to(torch.float32)
     return tensor
+
+
+def _parts(nested: torch.Tensor) -> torch.Tensor:
+    """All elements of all parts of a nested tensor of either layout."""
+    return torch.cat([part.reshape(-1) for part in nested.unbind()])
+
+
+def _magnitudes(tensor: torch.Tensor) -> torch.Tensor:
+    """Absolute values of complex numbers, non-finite only where a part is: two finite parts may have a larger one."""
+    parts = torch.view_as_real(tensor.resolve_conj()).double()
+    sizes = torch.hypot(parts[..., 0], parts[..., 1])
+    largest = parts.abs().amax(-1)
+    sizes = torch.where(largest.isfinite() & ~sizes.isfinite(), torch.finfo(torch.float64).max, sizes)
+    return torch.where(parts.isnan().any(-1), torch.nan, sizes)

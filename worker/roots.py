@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 class ModuleInfo:
     """What the hooks need to know of a module, without keeping it alive."""
 
-    __slots__ = ("cls", "id", "is_wrapper", "name", "ref", "root", "slots")
+    __slots__ = ("cls", "entered", "id", "is_wrapper", "name", "ref", "root", "slots")
 
     def __init__(self, module: nn.Module, number: int, root: RootInfo, name: str) -> None:
         self.ref = weakref.ref(module)
         self.id = number
         self.root = root
         self.name = name
-        self.cls = type(module).__name__
+        self.cls = type(unwrap(module)).__name__
+        self.entered = 0
+        """A wrapper's: frames in the page when it was last entered."""
         self.is_wrapper = wrapped_child(module) is not None
         self.slots: dict[str, int] = {}
 
@@ -129,7 +131,7 @@ class Roots:
                 self._intern(part, root, name)
 
     def _intern(self, module: nn.Module, root: RootInfo, name: str) -> ModuleInfo:
-        first = root.definitions.get((name, type(module).__name__))
+        first = root.definitions.get((name, type(unwrap(module)).__name__))
         info = ModuleInfo(module, first.id if first is not None else self._modules, root, name)
         root.modules[id(module)] = info
         owner = self._owner.get(id(module))

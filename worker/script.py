@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -38,42 +38,60 @@ def run(target: Target, raised: Callable[[BaseException], None], finished: Calla
     try:
         _execute(target)
     except SystemExit as stop:
-        finished(_exit_code(stop))
+        _tell(finished, _exit_code(stop))
         raise
     except BaseException as error:
         error.__traceback__ = _own_frames_removed(error.__traceback__)
-        raised(error)
+        _tell(raised, error)
         _die_of(error)
-    finished(0)
+    _tell(finished, 0)
     sys.exit(0)
+
+
+def _tell(observer: Callable[[Any], None], what: object) -> None:
+    """An observer that fails does not change how the script ends."""
+    try:
+        observer(what)
+    except Exception:
+        pass
 
 
 def _execute(target: Target) -> None:
     if target.is_module:
         # what `python -m` itself calls; it fills the module that is `__main__`
-        sys.modules["__main__"] = ModuleType("__main__")
+        _fresh_main()
         sys.argv = [target.name, *target.arguments]
         runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
         return
     sys.argv = [target.name, *target.arguments]
-    if Path(target.name).is_dir() or zipfile.is_zipfile(target.name):
-        runpy.run_path(target.name, run_name="__main__")
+    path = os.path.join(os.getcwd(), target.name)  # noqa: PTH118, PTH109  # as Python does, which leaves a ".." in it
+    if Path(path).is_dir() or zipfile.is_zipfile(path):
+        sys.path[0] = path
+        _fresh_main()
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # what `python folder` calls
         return
     if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11
-        sys.path[0] = os.path.dirname(os.path.realpath(target.name))  # noqa: PTH120  # what Python itself puts there
-    code = _compile(target.name)
-    main = ModuleType("__main__")
-    main.__file__ = target.name
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
+        sys.path[0] = os.path.dirname(os.path.realpath(path))  # noqa: PTH120  # what Python itself puts there
+    code = _compile(path)
+    main = _fresh_main()
+    main.__file__ = path
     main.__dict__["__cached__"] = None
-    main.__loader__ = SourceFileLoader("__main__", target.name)
-    sys.modules["__main__"] = main
+    main.__loader__ = SourceFileLoader("__main__", path)
     exec(code, main.__dict__)
+
+
+def _fresh_main() -> ModuleType:
+    """`__main__` as Python makes it before it runs anything."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    return main
 
 
 def _compile(path: str) -> CodeType:
     try:
-        with io.open_code(os.path.abspath(path)) as file:  # noqa: PTH100  # open_code takes a str
+        with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
         print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
@@ -91,7 +109,7 @@ def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None
 def _exit_code(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
-    return stop.code if isinstance(stop.code, int) else 1
+    return int(stop.code) if isinstance(stop.code, int) else 1
 
 
 def _die_of(error: BaseException) -> NoReturn:

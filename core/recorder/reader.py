@@ -48,7 +48,7 @@ class RecorderReader:
         self.roots: dict[int, RootDef] = {}
         self.modules: dict[int, ModuleDef] = {}
         self.damaged = 0
-        """Log entries whose checksum did not fit: the writer died in the middle of one."""
+        """Log entries that could not be read: the writer died in the middle of one, or is of a later version."""
 
     def __getitem__(self, field: Field) -> int:
         return self._fields[field]
@@ -69,7 +69,11 @@ class RecorderReader:
             if zlib.crc32(payload) != checksum:
                 self.damaged += 1
                 continue
-            entry = self._decoder.decode(payload)
+            try:
+                entry = self._decoder.decode(payload)
+            except msgspec.DecodeError:  # of a later version
+                self.damaged += 1
+                continue
             if isinstance(entry, _DEFINITIONS):
                 if isinstance(entry, RootDef):
                     self.roots[entry.id] = entry
@@ -85,7 +89,8 @@ class RecorderReader:
     @property
     def phase(self) -> RankPhase:
         """What the rank is doing."""
-        return RankPhase(self._fields[Field.PHASE])
+        number = self._fields[Field.PHASE]
+        return RankPhase(number) if number in RankPhase._value2member_map_ else RankPhase.STARTING
 
     def module(self) -> ModuleDef | None:
         """The innermost module that is running, or None between forwards."""

@@ -62,6 +62,7 @@ class RecorderWriter:
         self._segments = segments
         self._segment = -1
         self._pages = -1
+        self._frames = 0
         self._page_open = False
         self.on_segment_end: Callable[[int, int, bool], None] | None = None
         """Called with (offset of its values in the file, page, whether the page ends) when a segment is done."""
@@ -95,6 +96,11 @@ class RecorderWriter:
         return self._map
 
     @property
+    def frames(self) -> int:
+        """Frames in the page so far."""
+        return self._frames
+
+    @property
     def value_position(self) -> int:
         """Position of the last value in its segment."""
         return self._values_used - 1
@@ -103,7 +109,10 @@ class RecorderWriter:
 
     def append(self, record: LogEntry, *, name: bool = False) -> bool:
         """Append a definition (`name=True`) or an event; False, and counted, when the log is full."""
-        payload = self._encoder.encode(record)
+        payload = self._encode(record)
+        if payload is None:
+            self.fields[Field.RECORDS_LOST] += 1
+            return False
         size = (layout.ENTRY.size + len(payload) + 7) & ~7
         room = self._log_bytes - (_EVENT_RESERVE if name and self._log_bytes > 2 * _EVENT_RESERVE else 0)
         if self._log_end + size > room:
@@ -116,6 +125,15 @@ class RecorderWriter:
         self._log_end += size
         self.fields[Field.LOG_END] = self._log_end
         return True
+
+    def _encode(self, record: LogEntry) -> bytes | None:
+        """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
+        try:
+            return self._encoder.encode(record)
+        except UnicodeEncodeError:  # a file name that is no UTF-8, in a message
+            return self._encoder.encode(_with_plain_text(record))
+        except OverflowError:
+            return None
 
     # -- pages --------------------------------------------------------------------------------------------------
 
@@ -238,3 +256,13 @@ class RecorderWriter:
             self._seg.release()
         self._bytes.release()
         self._map.close()
+
+
+def _with_plain_text(record: LogEntry) -> LogEntry:
+    """The record with what UTF-8 cannot hold shown as escapes."""
+    texts = {
+        name: value.encode(errors="backslashreplace").decode()
+        for name, value in msgspec.structs.asdict(record).items()
+        if isinstance(value, str)
+    }
+    return msgspec.structs.replace(record, **texts)

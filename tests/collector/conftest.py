@@ -7,7 +7,6 @@ import struct
 from types import SimpleNamespace
 
 import pytest
-
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.messages import (
     AgentBody,
@@ -120,9 +119,10 @@ class Batch:
         for role, found in flags.items():
             if not found or self.anomaly is not None:
                 continue
-            if found == NonFinite.NEGINF and not (role.startswith("output") and weighted and not bad_inputs):
-                if role.startswith(("output", "input", "kwargs")):
-                    continue
+            made_here = role.startswith("output") and weighted and not bad_inputs
+            activation = role.startswith(("output", "input", "kwargs"))
+            if found == NonFinite.NEGINF and activation and not made_here:
+                continue
             where = Where(self.rank, self.attempt, self.step, self.batch, self.root, self.page, seq, 1_000)
             self.anomaly = Anomaly(
                 where, index, module, cls, "forward", role, name_of(found), "float32", [2, 3],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from gpuwatch.collector.conductor import (
     LINGER_S,
     NOBODY_S,

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.messages import Definitions, EventMessage, PageMessage, Segment
 from gpuwatch.core.records import Fault, NodeSignal, PreflightStage

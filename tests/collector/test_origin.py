@@ -96,7 +96,7 @@ def test_the_models_own_input_was_bad(make):
 
 
 def test_an_input_that_was_bad_at_the_start_keeps_the_place_where_it_was_first_seen(make):
-    """The root's frame ends after the collectives of the whole forward: its number must not make the input look late."""
+    """The root's frame ends after the collectives of the whole forward: that must not make its input look late."""
     batch = make.Batch(seq=3)
     bad = batch.tensor(make.NAN)
     batch.call("fc", "Linear", given=[bad], returned=[batch.tensor(make.NAN)])

@@ -6,7 +6,6 @@ import json
 
 import msgspec
 import pytest
-
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.finish import read_report, report_from_messages, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths, new_run

@@ -8,7 +8,6 @@ import threading
 import msgspec
 import pytest
 import zmq
-
 from gpuwatch.collector.conductor import Conductor
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.paths import new_run

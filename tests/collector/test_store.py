@@ -3,13 +3,12 @@ from __future__ import annotations
 import sqlite3
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from gpuwatch.collector.store import SCHEMA, RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.messages import AgentMessage, Beat, Bye, EventMessage, encode
 from gpuwatch.core.records import NodeSignal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 @pytest.fixture

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.verdict import decide
 from gpuwatch.core.messages import Definitions, EventMessage, PageMessage
 from gpuwatch.core.records import NodeSignal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def judge(*bodies, agent="a0", lost=()):
@@ -93,9 +92,9 @@ def test_the_models_input(make):
 
 
 def test_the_rank_with_fewer_collectives_was_first(make):
-    first, second = leaf_origin(make, 3, batch=5, seq=9), leaf_origin(make, 0, batch=6, seq=12)
-    verdict = judge(make.hello(nproc=4), *second.messages(), *first.messages())
-    assert (verdict.rank, verdict.certainty, verdict.concurrent) == (3, "established", [])
+    first, second = leaf_origin(make, 1, batch=5, seq=9), leaf_origin(make, 0, batch=6, seq=12)
+    verdict = judge(make.hello(), *second.messages(), *first.messages())
+    assert (verdict.rank, verdict.certainty, verdict.concurrent) == (1, "established", [])
     assert any("rank 0 first saw one later" in line for line in verdict.evidence)
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-
 from gpuwatch.core.frames import HEADER, Frame, Row, format_frame, format_frames, format_number, format_row
 from gpuwatch.core.values import NonFinite
 

@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 import gpuwatch
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {"cli", "launcher", "worker", "collector", "slurm", "core"}

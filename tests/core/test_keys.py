@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 import zmq
-
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.keys import MIN_SECRET_CHARACTERS, SECRET_VARIABLE, derive_keys, random_secret, read_secret
 

@@ -5,11 +5,10 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from gpuwatch.core import messages, records
 from gpuwatch.core.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, Hello, WireError
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 HERE = records.Where(rank=3, attempt=1, step=7, batch=9, root="Net#2", page=11, seq=42, time_ns=1_700_000_000_000)
 ENTRIES = [

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.messages import PageMessage, Segment
 from gpuwatch.core.pages import Names, decode_page
@@ -97,7 +96,11 @@ def test_an_inf_whose_sign_nobody_looked_at_counts_as_positive():
 def test_what_has_no_definition_is_shown_by_number_and_never_guessed():
     decoded = decode_page(page(segment([LINEAR], VALUES), root=5), names([]))
     assert decoded.root == "root 5"
-    assert (decoded.frames[0].module, decoded.frames[0].cls, decoded.frames[0].parent) == ("<module 1>", "?", None)
+    assert (decoded.frames[0].module, decoded.frames[0].cls, decoded.frames[0].parent) == (
+        "<module 1>",
+        "?",
+        "<module 0>",
+    )
     assert [row.role for row in decoded.frames[0].rows] == ["<slot 0>", "<slot 1>"]
 
 

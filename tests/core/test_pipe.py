@@ -5,7 +5,6 @@ from typing import get_args
 
 import msgspec
 import pytest
-
 from gpuwatch.core import pipe
 
 AGENT_CONFIG = pipe.AgentConfig(

@@ -4,7 +4,6 @@ import os
 
 import msgspec
 import pytest
-
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
 
 ALL_CHANGED = WorkerSettings(

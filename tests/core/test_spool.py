@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.messages import AgentMessage, Bye, EventMessage, encode
 from gpuwatch.core.records import NodeSignal

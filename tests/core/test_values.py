@@ -6,9 +6,6 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-
 from gpuwatch.core.values import (
     DTYPE_CODES,
     DTYPE_NAMES,
@@ -21,6 +18,8 @@ from gpuwatch.core.values import (
     flags_from_bits,
     name_of,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 NUMPY = {
     Encoding.FLOAT64: (np.uint64, np.float64),

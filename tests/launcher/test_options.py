@@ -3,11 +3,10 @@ from __future__ import annotations
 import os
 
 import pytest
-from torch.distributed.run import get_args_parser
-
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.exits import ExitCode
 from gpuwatch.launcher.options import get_parser
+from torch.distributed.run import get_args_parser
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from gpuwatch.collector.conductor import Conductor, Keep, Send
 from gpuwatch.core.messages import Ack, EventMessage, Hello, PageMessage, Segment, decode_agent
 from gpuwatch.core.records import NodeSignal
 from gpuwatch.launcher.outbox import Outbox
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 HELLO = Hello("a", "host", 1, 1, 1, 1, [], {}, "job")
 

@@ -4,12 +4,11 @@ import os
 import shlex
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
-
 from gpuwatch.core.errors import UsageError
 from gpuwatch.launcher.options import get_parser
 from gpuwatch.launcher.plan import make_plan, parse_nnodes, split_endpoint
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from gpuwatch.core.messages import Definitions, EventMessage, PageMessage, Want
 from gpuwatch.core.recorder.layout import NOTHING, Field, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter

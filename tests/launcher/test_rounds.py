@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-
 from gpuwatch.launcher.rounds import agree_on_attempt
 
 

@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import Field, RankPhase
 from gpuwatch.core.recorder.reader import NotReady, RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Fault, ModuleDef, RootDef, ScriptError, ScriptExit, ShapeDef, SlotDef, Where
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 _numbers = itertools.count()
 
@@ -385,7 +384,7 @@ def test_reading_while_another_process_writes_never_shows_a_torn_row(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
         "from gpuwatch.core.recorder.writer import RecorderWriter\n"
-        "w = RecorderWriter(Path(sys.argv[1]), rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=4096, segments=4)\n"
+        "w = RecorderWriter(Path(sys.argv[1]), rank=0, local_rank=0, world_size=1, attempt=0, segments=4)\n"
         "print('ready', flush=True)\n"
         "n = 0\n"
         "for page in range(2500):\n"

@@ -46,6 +46,6 @@ if "gpuwatch.worker.probe" in sys.orig_argv and os.environ.get("RANK") == "1":
             if name == "gpuwatch.worker.identity":
                 sys.meta_path.remove(self)
                 spoil()
-            return None
+            return
 
     sys.meta_path.insert(0, AfterTorch())

@@ -1,0 +1,97 @@
+"""The wheel: built from a copy of the sources, opened, installed elsewhere, and run there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import gpuwatch
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_SHIPPED = {"tests", "examples", "benchmarks", "build", "dist"}
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def shipped(root: Path) -> list[Path]:
+    """The package's files in a checkout, by its own rule: every folder at the root that is not in NOT_SHIPPED."""
+    files = sorted(path.relative_to(root) for path in root.glob("**/*.py"))
+    return [file for file in files if not NOT_SHIPPED.intersection(file.parts)]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: a build leaves a folder `build` beside the sources, and the next build would take files from it."""
+    copy = tmp_path_factory.mktemp("sources") / "checkout"
+    made = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "gpuwatch-runs")
+    shutil.copytree(ROOT, copy, ignore=made)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(sources: Path) -> Path:
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=sources)
+    (wheel,) = (sources / "dist").iterdir()
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("installed")
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=target)
+    return target
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
+    assert wheel.name.startswith("gpuwatch_cluster-")
+    names = zipfile.ZipFile(wheel).namelist()
+
+    in_wheel = sorted(name for name in names if ".dist-info/" not in name)
+    assert in_wheel == sorted(["gpuwatch/py.typed", *(f"gpuwatch/{file.as_posix()}" for file in shipped(sources))])
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_the_root_of_the_checkout_ships_one_module_only(sources):
+    assert [file.name for file in shipped(sources) if len(file.parts) == 1] == ["__init__.py"]
+
+
+def test_it_runs_where_it_was_installed(installed, tmp_path):
+    elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
+
+    where = run("-c", "import gpuwatch.cli.main as main; print(main.__file__)", **elsewhere)
+    assert Path(where.strip()) == installed / "gpuwatch" / "cli" / "main.py"
+    help_text = run("-m", "gpuwatch.cli.main", "--help", **elsewhere)
+    assert "gpuwatch launch --nproc-per-node 8 train.py" in help_text
+    assert "Exit codes" in help_text
+    script = installed / "bin" / "gpuwatch"
+    assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")
+
+
+def test_type_checkers_find_the_types(installed):
+    assert (installed / "gpuwatch" / "py.typed").exists()
+
+
+def test_all_is_what_is_exported():
+    public = {
+        name
+        for name, value in vars(gpuwatch).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
+    }
+    assert sorted(public) == sorted(gpuwatch.__all__)

@@ -1,0 +1,91 @@
+"""What the worker writes down about the end of the script."""
+
+from __future__ import annotations
+
+import pytest
+from gpuwatch.core.recorder.layout import RankPhase
+from gpuwatch.core.recorder.reader import RecorderReader
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.records import ScriptError, ScriptExit
+from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker.__main__ import _finished, _raised
+from gpuwatch.worker.session import Session
+
+
+@pytest.fixture
+def session(tmp_path):
+    recorder = RecorderWriter(
+        tmp_path / "r", rank=2, local_rank=0, world_size=4, attempt=1, log_bytes=1 << 20, segments=4
+    )
+    yield Session(WorkerSettings(str(tmp_path), attempt=1), recorder, 2)
+    recorder.close()
+
+
+def events(session) -> list:
+    reader = RecorderReader(session.recorder.path)
+    try:
+        return [*reader.new_entries()[1], reader.phase]
+    finally:
+        reader.close()
+
+
+def caught(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as raised:
+        return raised
+
+
+def test_an_exception_is_recorded_with_its_traceback(session):
+    _raised(session, caught(ValueError("boom")))
+    error, phase = events(session)
+    assert isinstance(error, ScriptError)
+    assert (error.error, error.message, error.module, error.peer_failure) == ("ValueError", "boom", None, False)
+    assert (error.where.rank, error.where.attempt) == (2, 1)
+    assert error.traceback.startswith("Traceback")
+    assert "ValueError: boom" in error.traceback
+    assert phase is RankPhase.RAISED
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[/pytorch/gloo/pair.cc:554] Connection closed by peer [127.0.0.1]:1234",
+        "Application timeout: Socket Timeout",
+        "writev: Connection reset by peer",
+    ],
+)
+def test_a_peer_that_went_away_is_told_apart(session, message):
+    _raised(session, caught(RuntimeError(message)))
+    assert events(session)[0].peer_failure
+
+
+def test_a_long_message_keeps_the_end_of_its_traceback(session):
+    _raised(session, caught(ValueError("x" * 100_000 + "END")))
+    error = events(session)[0]
+    assert len(error.message) <= 2000
+    assert len(error.traceback) <= 16000
+    assert "END" in error.traceback
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Unprintable(), OSError(2, "x", "\udcff"), ValueError("\ud800"), ValueError(), KeyError(None)],
+    ids=["unprintable", "file name", "surrogate", "empty", "none"],
+)
+def test_any_exception_is_recorded_and_none_raises(session, error):
+    _raised(session, caught(error))
+    assert isinstance(events(session)[0], ScriptError)
+
+
+@pytest.mark.parametrize("code", [0, 3, -1, True, 1 << 70])
+def test_any_exit_code_is_recorded_and_none_raises(session, code):
+    _finished(session, code)
+    event, phase = events(session)
+    assert isinstance(event, ScriptExit)
+    assert phase is RankPhase.FINISHED
