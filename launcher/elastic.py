@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from torch.distributed.launcher import api as launcher_api
 
 from ..core.settings import VARIABLE, WorkerSettings
 from .rounds import agree_on_attempt
+from .stale_keys import purge_group_keys
 
 WORKER = "-mgpuwatch.worker"
 """One word, so that torchrun takes the script for the entry point's name and its messages stay as they are."""
@@ -95,8 +97,24 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
                 except Exception as error:
                     listener.notice(f"the nodes could not agree on this attempt ({error}); training without preflight")
                     settings = replace(settings, preflight="off")
+            if attempt:
+                self._gpuwatch_purge(worker_group, attempt)
             self._gpuwatch_starts = attempt + 1
             return replace(settings, attempt=attempt, round=name)
+
+        def _gpuwatch_purge(self, worker_group: Any, attempt: int) -> None:
+            """Every node has come here, so no rank runs: the first node clears the store, the others wait for it."""
+            done = f"gpuwatch/purged/{attempt}"
+            try:
+                if worker_group.group_rank == 0:
+                    try:
+                        purge_group_keys(worker_group.master_addr, worker_group.master_port)
+                    finally:
+                        worker_group.store.set(done, "1")
+                else:
+                    worker_group.store.wait([done], timedelta(seconds=30))
+            except Exception as error:
+                listener.notice(f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})")
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             if listener.stop_requested() and not self._gpuwatch_told_to_stop:

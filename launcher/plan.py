@@ -92,7 +92,7 @@ def _meeting_point(args: argparse.Namespace, max_nodes: int) -> tuple[str, int]:
                 f"such as {host}:{C10D_DEFAULT_PORT}"
             )
         return host, port
-    if (args.rdzv_backend == "static" and args.master_port is not None) or _given_master_addr(args):
+    if args.rdzv_backend == "static" and _names_a_master(args):
         return args.master_addr, args.master_port or STATIC_DEFAULT_PORT
     raise UsageError(
         f"--nnodes {args.nnodes} needs a meeting point: pass --rdzv-backend c10d --rdzv-endpoint HEAD_HOST:PORT, "
@@ -100,8 +100,9 @@ def _meeting_point(args: argparse.Namespace, max_nodes: int) -> tuple[str, int]:
     )
 
 
-def _given_master_addr(args: argparse.Namespace) -> bool:
-    return bool(args.rdzv_backend == "static" and args.master_addr != "127.0.0.1")
+def _names_a_master(args: argparse.Namespace) -> bool:
+    """Whether --master-addr or --master-port was given. Older releases of torchrun have 29500 where newer have None."""
+    return args.master_addr != "127.0.0.1" or args.master_port not in (None, STATIC_DEFAULT_PORT)
 
 
 def _is_head(args: argparse.Namespace, host: str, is_this_host: Callable[[str], bool]) -> bool:

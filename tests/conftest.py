@@ -36,7 +36,7 @@ def _hooks() -> dict[str, int]:
         for module, tables in _HOOK_TABLES.items()
         if module in sys.modules
         for table in tables
-        if (found := getattr(sys.modules[module], table))
+        if (found := getattr(sys.modules[module], table, None))
     }
 
 

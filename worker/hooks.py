@@ -6,6 +6,7 @@ The numbers of CPU tensors are read as the hooks run; those of CUDA tensors stay
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -41,6 +42,9 @@ from .roots import ModuleInfo, Roots
 _MAX_FAULTS = 20
 _MAX_ANOMALIES = 64
 
+
+HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
+"""Not yet in torch 2.5: there, keyword arguments are not in the frames."""
 
 _CALL = torch.nn.Module._call_impl.__code__
 """The code of every module call: how a frame or a traceback is seen to belong to one."""
@@ -90,18 +94,23 @@ class Hooks:
         """Register the global hooks. Modules that exist already, and all that are made later, are watched."""
         self._handles = [
             torch_module.register_module_forward_pre_hook(self._before),
-            torch_module.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+            self._register_after(),
             torch_optimizer.register_optimizer_step_post_hook(self._stepped),
         ]
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         os.register_at_fork(after_in_child=self._forget)
+
+    def _register_after(self) -> Any:
+        if not HANDS_OVER_KWARGS:
+            return torch_module.register_module_forward_hook(self._after, always_call=True)
+        return torch_module.register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def detach(self) -> None:
         """Remove the hooks; what was recorded stays."""
         for handle in self._handles:
             handle.remove()
             # torch (2.13 still) forgets this one of its three tables
-            torch_module._global_forward_hooks_with_kwargs.pop(handle.id, None)
+            getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         self._handles = []
 
     def _forget(self) -> None:
@@ -150,7 +159,7 @@ class Hooks:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return
         # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
-        kwargs, output = rest if len(rest) == 2 else ({}, None)
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         try:
             finished = self._leave(module, args, kwargs, output)
         except Exception as error:

@@ -55,8 +55,11 @@ class Session:
     def attach_hooks(self) -> None:
         """Called once torch has been imported. Never raises: a run without hooks is better than no run."""
         try:
-            from .hooks import Hooks
+            from .hooks import HANDS_OVER_KWARGS, Hooks
 
+            if not HANDS_OVER_KWARGS:
+                note = "this release of torch hands no keyword arguments to global hooks: they are not in the frames"
+                self.recorder.append(Fault(self.where(), "hooks", note))
             hooks = Hooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks

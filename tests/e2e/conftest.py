@@ -68,7 +68,8 @@ class Bench:
         try:
             stdout, stderr = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
+            for left in self.processes():
+                left.kill()
             stdout, stderr = process.communicate()
             pytest.fail(f"did not end within {TIMEOUT_S} s\n{stdout}\n{stderr}")
         print(stderr)

@@ -26,7 +26,7 @@ def test_the_learning_rate_that_is_too_high_ends_in_a_feed_forward_layer(bench):
     assert verdict["batch"] >= 15
     assert verdict["rank"] in (0, 1)
     assert f"`{verdict['module']}`" in verdict["statement"]
-    assert verdict["statement"] in run.stderr.replace("\n", " ")
+    assert verdict["statement"] in " ".join(run.stderr.split())
 
 
 def test_the_usual_learning_rate_is_clean(bench):

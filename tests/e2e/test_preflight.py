@@ -16,10 +16,10 @@ import pytest
 )
 def test_the_bad_rank_and_its_stage_are_named(bench, way, stage, words):
     began = time.monotonic()
-    run = bench.launch("clean.py", "--preflight-timeout", "20", BAD_PROBE=way, PYTHONPATH=bench.script("bad_probe"))
+    run = bench.launch("clean.py", "--preflight-timeout", "12", BAD_PROBE=way, PYTHONPATH=bench.script("bad_probe"))
 
     assert run.code == 3
-    assert time.monotonic() - began < 75
+    assert time.monotonic() - began < 60
     verdict = run.verdict
     assert (verdict["kind"], verdict["rank"], verdict["stage"]) == ("preflight", 1, stage)
     assert words in verdict["statement"]

@@ -1,11 +1,9 @@
-"""Numbers that stay on the device until the page is copied. The same code runs here on the CPU, and with -m gpu on CUDA."""
+"""Numbers that stay on the device until the page is copied: here on the CPU, and with -m gpu on CUDA."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
@@ -13,6 +11,7 @@ from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.device_page import DevicePages, runs
 from gpuwatch.worker.hooks import Hooks
+from torch import nn
 
 DEVICES = [
     "cpu",

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 from . import helper
 
@@ -10,7 +11,7 @@ if __name__ == "__main__" and os.environ["RANK"] == "0":
     print(
         json.dumps(
             {
-                "argv": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+                "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
                 "name": __name__,
                 "package": __package__,
                 "spec": __spec__.name,
