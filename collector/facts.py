@@ -27,6 +27,7 @@ from ..core.records import (
     PreflightStage,
     ScriptError,
     ScriptExit,
+    Where,
     WorkerExit,
 )
 
@@ -108,6 +109,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
             _take_event(facts, agent, node, body)
     for agent, message in pages:
         _take_page(facts, agent, message, names)
+    _take_preflights_of_peers(facts)
     for rank in facts.ranks.values():
         if not rank.anomalies:  # it ended before it could look at what came back from its device
             found = (anomaly_of_page(page) for _, page in sorted(rank.pages.items()))
@@ -153,6 +155,17 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         rank.script_exit = event
     elif isinstance(event, WorkerExit):
         rank.exit = event
+
+
+def _take_preflights_of_peers(facts: RunFacts) -> None:
+    """A rank that was stopped before it could write has told the others."""
+    tellers = [rank.preflight for _, rank in sorted(facts.ranks.items()) if rank.preflight is not None]
+    for teller in tellers:
+        for peer in teller.peers:
+            rank = facts.ranks.get((teller.where.attempt, peer.rank))
+            if rank is not None and rank.preflight is None:
+                where = Where(peer.rank, teller.where.attempt)
+                rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
 
 
 def _take_beat(facts: RunFacts, agent: str, beat: Beat) -> None:

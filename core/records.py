@@ -122,6 +122,15 @@ class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
     detail: str = ""
 
 
+class PeerOutcome(msgspec.Struct, frozen=True):
+    """What another rank told this one of its preflight."""
+
+    rank: int
+    outcome: str
+    stage: str = ""
+    detail: str = ""
+
+
 class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     """What this rank concluded: `outcome` is ok, failed (its own fault), victim (waited for others) or skipped."""
 
@@ -132,6 +141,8 @@ class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     stops: bool = False
     backend: str = ""
     device: str = ""
+    peers: list[PeerOutcome] = []
+    """The other ranks, if not all went well: the first rank to end has torchrun stop those that have not written."""
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):

@@ -13,12 +13,12 @@ import sys
 import tempfile
 import time
 
-from ..core.records import Inventory, PreflightResult, PreflightStage
+from ..core.records import Inventory, PeerOutcome, PreflightResult, PreflightStage
 from .identity import Identity
 from .probe_report import AllOutcomes, Line, RankOutcome, Runtime, StageBegan, StageEnded, parse
 from .session import Session
 
-_EXCHANGE_S = 15.0
+_EXCHANGE_S = 20.0
 """How much longer than its own deadline a rank waits for the conclusions of the others."""
 
 
@@ -64,7 +64,7 @@ class ProbeRun:
             self.runtime = parsed
         elif isinstance(parsed, RankOutcome):
             self.mine = parsed
-            self._deadline = max(self._deadline, time.monotonic()) + _EXCHANGE_S
+            self._deadline += _EXCHANGE_S
         elif isinstance(parsed, AllOutcomes):
             self.all = parsed
         return [parsed] if parsed is not None else self.lines()
@@ -123,11 +123,18 @@ def run_preflight(session: Session, identity: Identity) -> str | None:
             stops,
             probe.runtime.backend if probe.runtime else "",
             probe.runtime.device if probe.runtime else "",
+            _peers(identity.rank, everyone) if failed else [],
         )
     )
     if not stops:
         return None
     return _sentence(mine, others)
+
+
+def _peers(rank: int, everyone: AllOutcomes | None) -> list[PeerOutcome]:
+    if everyone is None:
+        return []
+    return [PeerOutcome(o.rank, o.outcome, o.stage, o.detail) for o in everyone.outcomes if o.rank != rank]
 
 
 def _follow(session: Session, probe: ProbeRun) -> None:

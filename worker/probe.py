@@ -27,6 +27,9 @@ from .probe_report import STAGES, AllOutcomes, Line, Outcome, RankOutcome, Runti
 
 CPU_BYTES = 64 << 20
 CUDA_BYTES = 1 << 30
+_FAILED = "failed"
+"""In place of its backend: what a rank that failed early says on arrival."""
+
 CUDA_SHARE = 0.1
 """A tenth of the free memory at most: quick, and never what the script would miss."""
 
@@ -54,6 +57,7 @@ class Probe:
         self.timeout_s = timeout_s
         self.stage = STAGES[0]
         self.store: Store | None = None
+        self._began = time.monotonic()
 
     @contextmanager
     def in_stage(self, stage: str) -> Iterator[list[str]]:
@@ -135,6 +139,9 @@ class Probe:
         assert self.store is not None
         self.store.set(f"arrive/{self.identity.rank}", backend)
         missing, backends = self._collect("arrive", self.timeout_s / 2)
+        failed = [rank for rank, found in backends.items() if found == _FAILED]
+        if failed:
+            raise ProbeFailure(f"{ranks_text(failed)} failed before the process group could be made", failed)
         if missing:
             raise ProbeFailure(f"{ranks_text(missing)} did not arrive within {self.timeout_s / 2:.0f} s", missing)
         return "gloo" if "gloo" in backends.values() else "nccl"
@@ -191,10 +198,13 @@ class Probe:
                 detail += f" (waited for {ranks_text(behind)}, still in stage {stages[behind[0]]})"
         return RankOutcome(rank, outcome, self.stage, detail.strip(), host)
 
-    def exchange(self, outcome: RankOutcome, timeout_s: float) -> AllOutcomes:
-        """Tell everybody, hear everybody."""
+    def exchange(self, outcome: RankOutcome) -> AllOutcomes:
+        """Tell everybody, hear everybody: also those whose workers have to end a probe that hangs."""
+        timeout_s = max(5.0, self.timeout_s - (time.monotonic() - self._began) + 10.0)
         if self.store is None:
             self.store = connect(self.identity, self.prefix, min(timeout_s, 10))
+        if outcome.outcome == "failed":  # whoever waits for it to arrive need not wait on
+            self.store.compare_set(f"arrive/{outcome.rank}", "", _FAILED)
         self.store.set(f"outcome/{outcome.rank}", msgspec.json.encode(outcome).decode())
         silent, found = self._collect("outcome", timeout_s)
         outcomes = [msgspec.json.decode(text, type=RankOutcome) for text in found.values()]
@@ -271,7 +281,7 @@ def main() -> int:
             error = raised
         outcome = probe.conclude(error)
         say(outcome)
-    say(probe.exchange(outcome, options.timeout / 2))
+    say(probe.exchange(outcome))
     return 0
 
 

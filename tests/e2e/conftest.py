@@ -45,6 +45,7 @@ class Bench:
 
     cwd: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    pids: set[int] = field(default_factory=set)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -55,7 +56,7 @@ class Bench:
         return str(SCRIPTS / name)
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=self.cwd,
             env={**self.environment, **environment},
@@ -63,6 +64,8 @@ class Bench:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.pids.add(process.pid)
+        return process
 
     def finish(self, process: subprocess.Popen[str]) -> Run:
         try:
@@ -97,15 +100,16 @@ class Bench:
         return found
 
 
-def scratch_folders() -> set[Path]:
+def scratch_folders(pids: set[int]) -> list[Path]:
+    """Folders of recorders that the launches with these pids have left; other jobs of this host have theirs."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    return {folder for base in bases if base.is_dir() for folder in base.glob(f"gpuwatch-{os.getuid()}-*")}
+    owners = [owner for base in bases for owner in base.glob(f"gpuwatch-{os.getuid()}-*/owner")]
+    return [owner.parent for owner in owners if int(owner.read_text().split()[0]) in pids]
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     """A bench whose commands must leave no process and no shared-memory file behind."""
-    before = scratch_folders()
     bench = Bench(tmp_path)
     yield bench
     left = bench.processes()
@@ -114,4 +118,4 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     for process in alive:
         process.kill()
     assert not lines, f"left running: {lines}"
-    assert scratch_folders() - before == set()
+    assert scratch_folders(bench.pids) == []
