@@ -356,10 +356,31 @@ def _lost_or_crashed(facts: RunFacts) -> Verdict | None:
         return None
     ended.sort(key=lambda pair: (pair[0], pair[1].rank))
     first = ended[0][1]
+    if ended[0][0][0]:  # all that ended by themselves only say that another rank went away
+        return _lost_node(facts) or _unknown_peer(facts, [rank for _, rank in ended])
     same = [rank for order, rank in ended[1:] if order == ended[0][0]]
     if _killed(first):
         return _lost(facts, first, same)
     return _crash(facts, first, same)
+
+
+def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
+    """Nobody who was heard went first: say so, name nobody."""
+    who = _ranks([rank.rank for rank in victims]).capitalize()
+    return Verdict(
+        kind="lost",
+        statement=f"{who} lost the connection to another rank; which one went first is unknown.",
+        certainty="unknown",
+        attempt=facts.last_attempt,
+        evidence=[f"rank {rank.rank}: {_first_line(rank.errors[0].message)}" for rank in victims if rank.errors],
+        next=["Look at the ranks that are not among these: one of them, or the link to it, went first."],
+        cascade=[Cascade(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
+    )
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0][:300] if lines else ""
 
 
 def _job_failed(facts: RunFacts) -> bool:
@@ -442,7 +463,7 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
     who = f"Rank {first.rank}{others} on {host}"
     if error is not None:
         inside = f", inside `{error.module}`" if error.module else ""
-        last = error.message.strip().splitlines()[0][:300] if error.message.strip() else ""
+        last = _first_line(error.message)
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
         evidence = [error.traceback.strip()]
         where = error.where
@@ -486,6 +507,7 @@ def _lost_node(facts: RunFacts) -> Verdict | None:
         host=hosts,
         attempt=facts.last_attempt,
         evidence=[f"no message from the agent on {hosts} any more, and no goodbye"],
+        cascade=_cascade(facts, facts.last_attempt, set(ranks)),
         next=[f"Look whether {hosts} is up; leave it out of the next run if not."],
     )
 

@@ -67,6 +67,7 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     assert '"kind": "' in report.read_text()
 
 
+@pytest.mark.slow  # a collector is given up after 15 s of silence
 def test_the_collector_killed_in_the_middle_costs_the_training_nothing(bench):
     process = bench.start(
         "gpuwatch.cli.main",

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 
+import psutil
 import pytest
 
 
@@ -60,6 +61,7 @@ def test_a_clean_run_on_two_nodes_with_a_secret(bench, port):
     assert not any("keys derived" in run.stderr for run in runs)
 
 
+@pytest.mark.slow
 def test_static_rendezvous_with_node_ranks(bench, port):
     nodes = []
     for node_rank in ("0", "1"):
@@ -84,6 +86,7 @@ def test_a_port_in_use_by_someone_else_is_one_sentence(bench, port):
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow  # a collector is given up after 15 s of silence
 def test_a_collector_that_does_not_answer_is_said_and_the_training_goes_on(bench, port):
     run = bench.launch("clean.py", "--collector", f"tcp://127.0.0.1:{port}", nproc=1)
 
@@ -140,3 +143,36 @@ def test_a_script_that_is_not_there_is_one_sentence(bench):
 
     assert run.code == 2
     assert run.stderr.startswith("gpuwatch: expected a script to run, found no file 'no such script.py'")
+
+
+@pytest.mark.slow  # a node is given up after 20 s of silence
+def test_a_node_that_is_gone_is_lost_and_its_victims_are_not_blamed(bench, port):
+    head = start_node(bench, port, "--collector-port", str(port + 1), args=LONG)
+    assert head.stderr is not None
+    while "the report will be in" not in head.stderr.readline():
+        pass
+    before = {process.pid for process in bench.processes()}
+    other = start_node(bench, port, args=LONG)
+    assert head.stdout is not None
+    assert head.stdout.readline().startswith("batch 0")
+    power_cut = [process for process in bench.processes() if process.pid not in before and is_of(process, other.pid)]
+    for process in power_cut:
+        process.kill()
+    run = bench.finish(head)
+    other.communicate()
+
+    assert run.code == 5
+    verdict = run.verdict
+    assert (verdict["kind"], verdict["certainty"]) == ("lost", "supported")
+    assert "went silent" in verdict["statement"]
+    assert sorted(node["state"] for node in run.report["nodes"]) == ["failed", "lost"]
+
+
+LONG = ("--rank", "9", "--batch", "0", "--batches", "100000")
+
+
+def is_of(process: psutil.Process, pid: int) -> bool:
+    try:
+        return process.pid == pid or pid in {parent.pid for parent in process.parents()}
+    except psutil.NoSuchProcess:
+        return False

@@ -9,7 +9,7 @@ import pytest
     ("way", "stage", "words"),
     [
         ("dies", "all_gather", "killed by SIGKILL"),
-        ("hangs", "all_gather", "hung in stage all_gather"),
+        pytest.param("hangs", "all_gather", "hung in stage all_gather", marks=pytest.mark.slow),
         ("adds wrong", "all_reduce", "all_reduce over 2 ranks gave"),
         ("no memory", "allocation", "OutOfMemoryError"),
     ],
