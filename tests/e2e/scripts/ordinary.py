@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import threading
 
 import sibling
 import torch
@@ -42,7 +41,6 @@ def main():
         "sibling": sibling.NAME,
         "batches": batches,
         "forked": forked,
-        "threads": threading.active_count(),
         "excepthook": sys.excepthook is sys.__excepthook__,
         "sigint": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         "sigterm": int(signal.getsignal(signal.SIGTERM)),
