@@ -31,7 +31,7 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
         _frames(console, shown)
     for traced in report.ranks if rank is None else [r for r in report.ranks if r.rank == rank]:
         _traces(console, traced)
-    return out.getvalue().rstrip("\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip("\n")
 
 
 def _head(console: Console, report: Report) -> None:
