@@ -12,8 +12,10 @@ import msgspec
 
 from ..core.frames import Frame, Page
 from ..core.records import Anomaly, NodeSignal, PreflightResult
+from .answer import Verdict
 from .facts import RankFacts, RunFacts
-from .verdict import Verdict, decide, finding_of, page_of_batch
+from .overflow_verdict import finding_of, page_of_batch
+from .verdict import decide
 
 SCHEMA = 1
 

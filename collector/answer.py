@@ -1,0 +1,51 @@
+"""The verdict as a value: report.json's `verdict`."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Concurrent(msgspec.Struct, frozen=True):
+    """Another origin that nothing puts before or after the one in the verdict."""
+
+    rank: int
+    module: str
+    cls: str = msgspec.field(name="class")
+    role: str
+    value: str
+    host: str = ""
+
+
+class Cascade(msgspec.Struct, frozen=True):
+    """A rank that ended because of the verdict's one."""
+
+    rank: int
+    how: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """report.json's `verdict`; what does not apply is null."""
+
+    kind: str
+    statement: str
+    certainty: str
+    rank: int | None = None
+    host: str | None = None
+    device: str | None = None
+    module: str | None = None
+    cls: str | None = msgspec.field(name="class", default=None)
+    root: str | None = None
+    phase: str | None = None
+    role: str | None = None
+    value: str | None = None
+    dtype: str | None = None
+    attempt: int | None = None
+    step: int | None = None
+    batch: int | None = None
+    between: tuple[str | None, str | None] | None = None
+    evidence: list[str] = []
+    next: list[str] = []
+    concurrent: list[Concurrent] = []
+    cascade: list[Cascade] = []
+    signal: str | None = None
+    stage: str | None = None
