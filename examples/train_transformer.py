@@ -7,6 +7,7 @@ grow until one passes 65504, the largest fp16 number, and the loss becomes nan. 
 """
 
 import argparse
+import gc
 import pathlib
 import sysconfig
 
@@ -138,9 +139,7 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_args()
-    dist.init_process_group("gloo")
+def train(args: argparse.Namespace) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed * world_size + rank)  # DDP copies rank 0's weights to the other ranks
 
@@ -163,6 +162,12 @@ def main() -> None:
         if rank == 0 and step % 5 == 0:
             print(f"step {step} loss {loss.item():.4f}", flush=True)
 
+
+def main() -> None:
+    args = parse_args()
+    dist.init_process_group("gloo")
+    train(args)
+    gc.collect()  # what still refers to the group may abort the process at its exit (torch 2.13 with gloo)
     dist.destroy_process_group()
 
 

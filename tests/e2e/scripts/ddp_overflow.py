@@ -1,6 +1,7 @@
 """Trains under DDP; in one batch of one rank the numbers are too large for `block.widen`. Run under torchrun."""
 
 import argparse
+import gc
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,12 @@ def main():
         optimizer.step()
         if dist.get_rank() == 0:
             print(f"batch {batch} loss {loss.item()}", flush=True)
-    dist.barrier()  # gloo may abort the process when its peer has left before it
+    del (
+        model,
+        optimizer,
+        loss,
+    )  # what still refers to the group may abort the process at its exit (torch 2.13 with gloo)
+    gc.collect()
     dist.destroy_process_group()
 
 
