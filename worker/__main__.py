@@ -86,6 +86,8 @@ def _preflight(session: Session) -> None:
 
 
 def _raised(session: Session, error: BaseException) -> None:
+    if not session.is_ours:
+        return
     session.settle()
     text = "".join(traceback.format_exception(error))
     hooks = session.hooks
@@ -107,6 +109,8 @@ def _raised(session: Session, error: BaseException) -> None:
 
 
 def _finished(session: Session, code: int) -> None:
+    if not session.is_ours:
+        return
     session.settle()
     session.recorder.append(ScriptExit(session.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1))))
     session.enter(RankPhase.FINISHED)

@@ -66,7 +66,6 @@ class Hooks:
         self._handles: list[Any] = []
         self._roots = Roots(recorder)
         self._stack: list[ModuleInfo] = []
-        self._pid = os.getpid()
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._step = 0
@@ -444,6 +443,8 @@ class Hooks:
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
+        else:  # training on with nan in every batch: the first ones are what the question is about
+            self._fields[Field.RECORDS_LOST] += 1
 
     def look_at_arrived(self) -> None:
         """Check the pages whose numbers have come back from the device. Does not wait for the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,12 @@ class Session:
         self.recorder = recorder
         self.rank = rank
         self.hooks: Hooks | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """False in a process that the script has forked: the recorder is its parent's."""
+        return os.getpid() == self._pid
 
     def enter(self, phase: RankPhase) -> None:
         """Say what this rank is doing now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from gpuwatch.core.recorder.layout import RankPhase
 from gpuwatch.core.recorder.reader import RecorderReader
@@ -89,3 +91,12 @@ def test_any_exit_code_is_recorded_and_none_raises(session, code):
     event, phase = events(session)
     assert isinstance(event, ScriptExit)
     assert phase is RankPhase.FINISHED
+
+
+def test_a_process_that_the_script_has_forked_writes_nothing(session):
+    child = os.fork()
+    if child == 0:
+        _finished(session, 7)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert events(session) == [RankPhase.STARTING]
