@@ -15,6 +15,7 @@ import time
 
 from ..core.records import Inventory, PeerOutcome, PreflightResult, PreflightStage
 from .identity import Identity
+from .orphan import die_with_parent
 from .probe_report import AllOutcomes, Line, RankOutcome, Runtime, StageBegan, StageEnded, parse
 from .session import Session
 
@@ -40,6 +41,7 @@ class ProbeRun:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,
+            preexec_fn=die_with_parent,  # a worker has no threads yet
         )
 
     def lines(self) -> list[Line]:

@@ -99,6 +99,17 @@ class Bench:
                 continue
         return found
 
+    def running(self, word: str) -> list[psutil.Process]:
+        """Our processes that have `word` on their command line."""
+        found = []
+        for process in self.processes():
+            try:
+                if word in process.cmdline():
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
 
 def scratch_folders(pids: set[int]) -> list[Path]:
     """Folders of recorders that the launches with these pids have left; other jobs of this host have theirs."""

@@ -54,7 +54,7 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", bench.script("waits.py"))
     assert process.stdout is not None
     assert process.stdout.readline() == "training\n"
-    worker = next(p for p in bench.processes() if "-mgpuwatch.worker" in p.cmdline())
+    (worker,) = bench.running("-mgpuwatch.worker")
     process.kill()
     process.wait()
     helpers = [p for p in bench.processes() if p.pid != worker.pid]
@@ -84,7 +84,7 @@ def test_the_collector_killed_in_the_middle_costs_the_training_nothing(bench):
     )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("batch 0")
-    next(p for p in bench.processes() if "gpuwatch.collector" in p.cmdline()).kill()
+    bench.running("gpuwatch.collector")[0].kill()
     run = bench.finish(process)
 
     assert run.code == 0

@@ -1,5 +1,6 @@
 """A rank that cannot take part is named before the training starts. The faults are put into the real probe process."""
 
+import signal
 import time
 
 import pytest
@@ -63,3 +64,22 @@ def test_it_can_be_left_out(bench):
 
     assert run.code == 0
     assert {rank["preflight"]["outcome"] for rank in run.report["ranks"]} == {"off"}
+
+
+def test_ctrl_c_ends_a_preflight_that_hangs(bench):
+    launch = bench.start(
+        "gpuwatch.cli.main",
+        "launch",
+        "--nproc-per-node",
+        "2",
+        bench.script("clean.py"),
+        BAD_PROBE="hangs",
+        PYTHONPATH=bench.script("bad_probe"),
+    )
+    while len(bench.running("gpuwatch.worker.probe")) < 2:
+        assert launch.poll() is None
+    launch.send_signal(signal.SIGINT)
+    run = bench.finish(launch)
+
+    assert run.code == 130
+    assert run.verdict["kind"] == "interrupted"
