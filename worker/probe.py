@@ -13,9 +13,11 @@ import platform
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -96,15 +98,12 @@ class Probe:
                 world_size=me.world_size,
                 timeout=timedelta(seconds=self.timeout_s / 4),
             )
-        try:
-            with self.in_stage("all_gather"):
-                self._check_gather(device)
-            with self.in_stage("all_reduce"):
-                self._check_sum(device)
-            with self.in_stage("barrier"):
-                dist.barrier(device_ids=[device.index]) if device.type == "cuda" else dist.barrier()
-        finally:
-            dist.destroy_process_group()
+        with self.in_stage("all_gather"):
+            self._check_gather(device)
+        with self.in_stage("all_reduce"):
+            self._check_sum(device)
+        with self.in_stage("barrier"):
+            dist.barrier(device_ids=[device.index]) if device.type == "cuda" else dist.barrier()
         self.stage = "done"
 
     def _device(self) -> torch.device:
@@ -285,5 +284,16 @@ def main() -> int:
     return 0
 
 
+def end(code: int) -> NoReturn:
+    """End without taking the process group down: with gloo that can hang, and the process's end does it, too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        end(main())
+    except BaseException:
+        traceback.print_exc()
+        end(1)
