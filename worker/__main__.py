@@ -25,11 +25,16 @@ from .session import Session
 
 _TRACEBACK_CHARACTERS = 16000
 _PEER_FAILURES = (
+    # gloo
     "Connection closed by peer",
     "Connection reset by peer",
     "Socket Timeout",
     "Broken pipe",
     "Timed out waiting",
+    # NCCL
+    "remote process exited or there was a network error",
+    "communicator was aborted",
+    "Watchdog caught collective operation timeout",
 )
 
 
