@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import sys
+import time
 from pathlib import Path
 
 import zmq
@@ -25,7 +27,7 @@ def main() -> int:
     if config is None:
         return int(ExitCode.USAGE)
     try:
-        server = Server(config.bind, config.public_key, config.private_key, config.agent_public_key)
+        server = listen(config)
     except zmq.ZMQError as error:
         write_line(sys.stdout.buffer, CannotBind(error.errno == zmq.EADDRINUSE, str(error)))
         return int(ExitCode.USAGE)
@@ -40,6 +42,22 @@ def main() -> int:
     sys.stderr = (paths.logs / "collector.log").open("a", buffering=1)
     serve(server, paths, store, config.rdzv_id)
     return 0
+
+
+def listen(config: CollectorConfig) -> Server:
+    """Bind. Raises zmq.ZMQError when the address cannot be had.
+
+    Two nodes on one host start their collectors at once, and Linux can then refuse both: each sees the other on its
+    way to listening. So a refusal is believed only when it was met again after a pause of random length.
+    """
+    for pause_s in (0.05, 0.1, 0.2, 0.4):
+        try:
+            return Server(config.bind, config.public_key, config.private_key, config.agent_public_key)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            time.sleep(random.uniform(0.2, 1) * pause_s)
+    return Server(config.bind, config.public_key, config.private_key, config.agent_public_key)
 
 
 def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> None:
