@@ -24,9 +24,3 @@ class OverflowDetected(GpuwatchError, ValueError):
     """
 
     exit_code = ExitCode.OVERFLOW
-
-
-class BatchLimitReached(GpuwatchError, ValueError):
-    """The batch named by `--abort-after-batch` has finished."""
-
-    exit_code = ExitCode.SCRIPT_FAILED

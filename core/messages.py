@@ -98,7 +98,6 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
     ranks: list[RankState]
     pages_dropped: dict[int, int]
-    messages_dropped: int = 0
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -107,7 +106,6 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     outcome: str
     """ok, failed, or signal."""
     signal: int = 0
-    restarts_left: int = 0
 
 
 AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye

@@ -48,7 +48,6 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
 
     outcome: str
     signal: int = 0
-    restarts_left: int = 0
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
@@ -73,7 +72,6 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     kind: str
     text: str
     report: str
-    from_collector: bool = True
 
 
 FromAgent = Notice | StopRequest | Verdict

@@ -195,7 +195,7 @@ class Agent:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
         if done.signal:
             self._put(EventMessage(NodeSignal(done.signal, time.time_ns())))
-        self._put(Bye(done.outcome, done.signal, done.restarts_left))
+        self._put(Bye(done.outcome, done.signal))
         self._done = done
         self._done_at = now
         if self._worst is ExitCode.CLEAN and done.outcome == "failed":
@@ -312,7 +312,7 @@ class Agent:
         assert self._done is not None
         code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(self._worst)
         text = f"gpuwatch: no verdict: the collector at {self._config.collector} did not answer{kept}"
-        self._tell(Verdict(code, "unknown", text, "", from_collector=False))
+        self._tell(Verdict(code, "unknown", text, ""))
 
     def _tell(self, message: msgspec.Struct) -> None:
         write_line(self._to_launch, message)

@@ -125,7 +125,8 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
                         os.kill(pid, signal.SIGTERM)
                     except ProcessLookupError:
                         pass
-            failed = self._gpuwatch_failed_ranks(worker_group)  # torchrun's own list also holds those that it stopped
+            # torchrun's own list of failures also holds those that it stopped
+            failed = [rank for rank, code in self._gpuwatch_codes(worker_group).items() if code]
             result = super()._monitor_workers(worker_group)
             if result.state in (agent_api.WorkerState.FAILED, agent_api.WorkerState.UNHEALTHY):
                 if self._gpuwatch_told_to_stop:
@@ -149,18 +150,17 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
             super()._shutdown(*args, **kwargs)
             self._gpuwatch_ended(self._worker_group)
 
-        def _gpuwatch_failed_ranks(self, worker_group: Any) -> list[int]:
+        def _gpuwatch_codes(self, worker_group: Any) -> dict[int, int | None]:
+            """rank -> exit code, None while it runs"""
             handlers = getattr(self._pcontext, "subprocess_handlers", {})
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            return [ranks[local_rank] for local_rank, handler in handlers.items() if handler.proc.poll()]
+            return {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
 
         def _gpuwatch_ended(self, worker_group: Any) -> None:
             if not self._gpuwatch_running or self._pcontext is None:
                 return
             self._gpuwatch_running = False
-            handlers = getattr(self._pcontext, "subprocess_handlers", {})
-            ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
-            codes = {ranks[local_rank]: handler.proc.poll() for local_rank, handler in handlers.items()}
+            codes = self._gpuwatch_codes(worker_group)
             listener.ended(self._gpuwatch_attempt, codes, list(self._gpuwatch_failed))
 
     return WatchedElasticAgent
