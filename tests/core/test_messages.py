@@ -35,8 +35,8 @@ BODIES = [
     *map(EventMessage, EVENTS),
     Definitions(3, 1, list(ENTRIES)),
     messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.Segment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
-    Beat([messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5)], {3: 2}, 1),
-    Bye("failed", 15, 2),
+    Beat([messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5)], {3: 2}),
+    Bye("failed", 15),
 ]
 ANSWERS = [
     messages.Welcome("run", "/runs/run", 4),

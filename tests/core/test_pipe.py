@@ -27,12 +27,12 @@ TO_AGENT = [
     AGENT_CONFIG,
     pipe.WorkersStarted(1, {4: 101, 5: 102}, {4: 0, 5: 1}),
     pipe.WorkersEnded(1, {4: -9, 5: None}, [4]),
-    pipe.LaunchDone("signal", 15, 2),
+    pipe.LaunchDone("signal", 15),
 ]
 FROM_AGENT = [
     pipe.Notice("one\nsentence"),
     pipe.StopRequest("why"),
-    pipe.Verdict(4, "overflow", "té\nxt", "r.json", False),
+    pipe.Verdict(4, "overflow", "té\nxt", "r.json"),
 ]
 FROM_COLLECTOR = [pipe.Bound("tcp://0.0.0.0:1", "runs/x"), pipe.CannotBind(True, "in use"), pipe.Notice("n")]
 
