@@ -1,10 +1,37 @@
 """gpuwatch wraps torchrun and names the first rank and module to overflow.
 
-Importing it imports no torch and changes nothing.
+Importing it imports no torch and changes nothing: what needs torch is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
+import typing
+
 from .core.errors import GpuwatchError, OverflowDetected
 
-__all__ = ["GpuwatchError", "OverflowDetected"]
+if typing.TYPE_CHECKING:
+    from .worker.debug_underflow_overflow import DebugUnderflowOverflow
+    from .worker.detect_overflow import detect_overflow
+    from .worker.watch import watch
+
+__all__ = ["DebugUnderflowOverflow", "GpuwatchError", "OverflowDetected", "detect_overflow", "watch"]
+
+_HOME = {
+    "DebugUnderflowOverflow": ".worker.debug_underflow_overflow",
+    "detect_overflow": ".worker.detect_overflow",
+    "watch": ".worker.watch",
+}
+"""Public name -> the module that has it and imports torch."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

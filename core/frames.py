@@ -9,7 +9,8 @@ abs min  abs max  metadata
 
 from __future__ import annotations
 
-from enum import IntEnum
+import re
+from enum import IntEnum, IntFlag
 
 import msgspec
 
@@ -28,6 +29,20 @@ class Phase(IntEnum):
     OPTIMIZER = 3
     COLLECTIVE = 4
     INPUT = 5
+    RECOMPUTE = 6
+    """A forward that is run again during the backward: activation checkpointing."""
+
+
+class Mark(IntFlag):
+    """What is known of a row beside its numbers."""
+
+    NONE = 0
+    IGNORED = 1
+    """A rule of the user's (`--ignore`) covers it."""
+    PASSED_THROUGH = 2
+    """An output that is an input, perhaps written into: an uninitialised buffer is no alarm."""
+    SCALED = 4
+    """A gradient that a GradScaler checks: inf or nan there is expected, the step is skipped."""
 
 
 class RowKind(IntEnum):
@@ -40,6 +55,25 @@ class RowKind(IntEnum):
     EMPTY = 4
     LOST = 5
     PENDING = 6
+
+
+_INPUT = re.compile(r"(input|kwargs)(\.|\[|$)")
+_OUTPUT = re.compile(r"output(\.|\[|$)")
+
+
+def is_input(role: str) -> bool:
+    """Whether a row is about an argument of the call. A parameter may be called `input_scale`."""
+    return _INPUT.match(role) is not None
+
+
+def is_output(role: str) -> bool:
+    """Whether a row is about what the call returned. A parameter may be called `output_bias`."""
+    return _OUTPUT.match(role) is not None
+
+
+def is_weight(role: str) -> bool:
+    """Whether a row is about a parameter of the module."""
+    return not (is_input(role) or is_output(role) or role.startswith(("grad ", "state ")))
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -60,6 +94,14 @@ class Row(msgspec.Struct, frozen=True):
     flags: int = 0
     value: int = -1
     """Index of the measured value in the page: two rows with the same one are about the same tensor."""
+    mark: int = 0
+    """`Mark`"""
+    zeros: float | None = None
+    """Share of elements that are zero, 0 to 1; None where nobody counted."""
+    subnormals: float | None = None
+    """Share of elements below the dtype's smallest number of full precision, zeros left out."""
+    headroom: float | None = None
+    """Powers of two between abs max and the dtype's largest number."""
 
     @property
     def finite(self) -> bool:
@@ -84,30 +126,33 @@ class Frame(msgspec.Struct, frozen=True):
     depth: int = 0
     parent: str | None = None
     seq: int = -1
+    collectives: int = 0
+    """How many collectives were issued during the call (at most 255 are counted)."""
 
     @property
     def title(self) -> str:
         """Name and class, as the text form heads a frame with them."""
         return f"{self.module} {self.cls}"
 
-    def of_role(self, *prefixes: str) -> list[Row]:
-        """Rows whose role begins with one of `prefixes`."""
-        return [row for row in self.rows if row.role.startswith(prefixes)]
-
     @property
     def inputs(self) -> list[Row]:
         """Rows of the positional and keyword arguments."""
-        return self.of_role("input", "kwargs")
+        return [row for row in self.rows if is_input(row.role)]
 
     @property
     def outputs(self) -> list[Row]:
         """Rows of what the call returned."""
-        return self.of_role("output")
+        return [row for row in self.rows if is_output(row.role)]
 
     @property
     def weights(self) -> list[Row]:
         """Rows of the module's own parameters."""
-        return [row for row in self.rows if not row.role.startswith(("input", "kwargs", "output"))]
+        return [row for row in self.rows if is_weight(row.role)]
+
+    @property
+    def gradients(self) -> list[Row]:
+        """Rows of gradients: `grad output[0]` of what the module returned, `grad weight` of a parameter."""
+        return [row for row in self.rows if row.role.startswith("grad ")]
 
 
 class Page(msgspec.Struct, frozen=True):

@@ -91,6 +91,14 @@ class RankState(msgspec.Struct, frozen=True):
     records_lost: int = 0
     age_s: float = 0.0
     """Seconds since its recorder last moved."""
+    ignored: int = 0
+    """Rows that would have been an alarm and that a rule of the user's covers."""
+    scaler_skips: int = 0
+    """Optimizer steps that a GradScaler has skipped."""
+    warned: int = 0
+    """Rows near overflow or in underflow; the first of each kind and place is an event."""
+    batches_idle: int = 0
+    """Batches that `--every` left out."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

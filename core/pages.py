@@ -8,7 +8,7 @@ from .frames import Frame, Page, Phase, Row, RowKind
 from .messages import PageMessage
 from .recorder import layout
 from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
-from .values import DTYPE_NAMES, PENDING, NonFinite, Value
+from .values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
 
 
 class Names:
@@ -47,7 +47,9 @@ def decode_page(message: PageMessage, names: Names) -> Page:
     frames: list[Frame] = []
     for segment in message.segments:
         rows = list(layout.ROW.iter_unpack(segment.rows))
-        for module_id, parent_id, depth, phase, _, seq, first, count, index in layout.FRAME.iter_unpack(segment.frames):
+        for module_id, parent_id, depth, phase, collectives, seq, first, count, index in layout.FRAME.iter_unpack(
+            segment.frames
+        ):
             module = names.modules.get(module_id)
             parent = names.modules.get(parent_id) if parent_id != layout.NOTHING else None
             frames.append(
@@ -61,6 +63,7 @@ def decode_page(message: PageMessage, names: Names) -> Page:
                     depth=depth,
                     parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
                     seq=seq,
+                    collectives=collectives,
                 )
             )
     seen = {frame.index for frame in frames}
@@ -78,7 +81,7 @@ def decode_page(message: PageMessage, names: Names) -> Page:
 
 
 def _decode_row(row: tuple[int, int, int, int, int, int], values: dict[int, Value], names: Names) -> Row:
-    slot_id, value_index, shape_id, dtype, kind, _ = row
+    slot_id, value_index, shape_id, dtype, kind, mark = row
     slot = names.slots.get(slot_id)
     shape = names.shapes.get(shape_id)
     value = values.get(value_index)
@@ -87,6 +90,7 @@ def _decode_row(row: tuple[int, int, int, int, int, int], values: dict[int, Valu
     if value is not None and value.meta == PENDING:
         kind, value = RowKind.PENDING, None
     flags = value.flags if value is not None else NonFinite.NONE
+    name = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
     return Row(
         role=slot.role if slot else f"<slot {slot_id}>",
         abs_min=value.abs_min if value is not None else None,
@@ -94,9 +98,13 @@ def _decode_row(row: tuple[int, int, int, int, int, int], values: dict[int, Valu
         nan=bool(flags & NonFinite.NAN),
         posinf=bool(flags & (NonFinite.POSINF | NonFinite.INF)),
         neginf=bool(flags & NonFinite.NEGINF),
-        dtype=DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown",
+        dtype=name,
         shape=list(shape.dims) if shape else None,
         kind=RowKind(kind).name.lower(),
         flags=int(flags),
         value=value_index if value_index != layout.NOTHING else -1,
+        mark=mark,
+        zeros=value.zeros if value is not None else None,
+        subnormals=value.subnormals if value is not None else None,
+        headroom=headroom(value.abs_max, name) if value is not None else None,
     )

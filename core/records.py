@@ -74,6 +74,8 @@ class Where(msgspec.Struct, frozen=True):
     page: int = -1
     seq: int = -1
     time_ns: int = 0
+    clock: dict[str, int] = {}
+    """Process group -> collectives that the rank had issued on it. Two ranks share a group by its name."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
@@ -91,6 +93,62 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     inputs_finite: bool = True
     weights_finite: bool = True
     aborts: bool = False
+    cause: str = ""
+    """Why an expected value became an alarm after all: `GradScaler skipped 12 steps in a row (scale 16)`."""
+    collectives: int = 0
+    """How many collectives were issued during the module's call."""
+
+
+class Warned(msgspec.Struct, frozen=True, tag="warned"):
+    """A finite value that is close to trouble: the first of its kind in one row of one module."""
+
+    where: Where
+    kind: str
+    """`near overflow` or `underflow`"""
+    module: str
+    cls: str
+    phase: str
+    role: str
+    dtype: str
+    abs_max: float | None = None
+    headroom: float | None = None
+    zeros: float | None = None
+    subnormals: float | None = None
+
+
+class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
+    """A GradScaler has skipped an optimizer step because of non-finite gradients. `scale` is the one they had.
+
+    `module`, `role` and `value` are the first bad gradient of the batch that anybody saw.
+    """
+
+    where: Where
+    scale: float
+    in_a_row: int
+    module: str | None = None
+    cls: str | None = None
+    role: str | None = None
+    value: str | None = None
+
+
+class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
+    """The first alarm of one row of one module that a rule of the user's (`--ignore`) has hidden."""
+
+    where: Where
+    pattern: str
+    module: str
+    role: str
+    value: str
+
+
+class Cost(msgspec.Struct, frozen=True, tag="cost"):
+    """What watching costs, measured in the run: medians of the time from one batch to the next, in nanoseconds."""
+
+    where: Where
+    plain_ns: int
+    watched_ns: int
+    plain_batches: int
+    watched_batches: int
 
 
 class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
@@ -179,6 +237,18 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     time_ns: int = 0
 
 
-WorkerEvent = Anomaly | ScriptError | ScriptExit | PreflightStage | PreflightResult | Inventory | Fault
+WorkerEvent = (
+    Anomaly
+    | Warned
+    | ScalerSkip
+    | Ignored
+    | Cost
+    | ScriptError
+    | ScriptExit
+    | PreflightStage
+    | PreflightResult
+    | Inventory
+    | Fault
+)
 Event = WorkerEvent | WorkerExit | NodeSignal
 LogEntry = Definition | WorkerEvent

@@ -11,6 +11,7 @@ VARIABLE = "GPUWATCH_WORKER"
 """Removed from the environment by the worker, so that what the script starts does not take itself for one."""
 
 OnOverflow = Literal["abort", "continue"]
+Watched = Literal["forward", "grads", "weights"]
 OnPreflightFailure = Literal["stop", "continue"]
 PreflightMode = Literal["quick", "off"]
 
@@ -29,6 +30,25 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     preflight: PreflightMode = "quick"
     preflight_timeout_s: float = 120.0
     on_preflight_failure: OnPreflightFailure = "stop"
+    watch: tuple[Watched, ...] = ("forward", "grads", "weights")
+    modules: list[str] = []
+    """Shell patterns of the modules that get frames; none: all."""
+    every: int = 1
+    """One batch of so many is watched."""
+    sync: bool = False
+    """Look, and raise, in the failing module's own hook."""
+    guard_optimizer: bool = False
+    """Look at the gradients before each optimizer step, and do not let a non-finite one in."""
+    ignore: list[str] = []
+    """Shell patterns, `MODULE` or `MODULE:ROLE`, of rows that are no alarm."""
+    near_overflow: float = 1.0
+    """Powers of two below the dtype's largest number, from which on a value is near overflow."""
+    underflow_share: float = 0.1
+    """Share of subnormal elements in a tensor of low precision, from which on it is in underflow."""
+    scaler_skips: int = 12
+    """Optimizer steps that a GradScaler may skip in a row before that is an alarm."""
+    measure_cost: bool = False
+    """Leave out every second batch, to compare."""
 
     def to_json(self) -> str:
         """The value of the environment variable."""

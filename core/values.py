@@ -5,6 +5,9 @@ type. So the absolute minimum and maximum of a tensor travel as the integers `lo
 which encoding: `meta = flags | encoding << 8`.
 
     float32 tensor [-2.0, 0.5]  ->  low = 0x3f000000, high = 0x40000000, meta = FLOAT32 << 8
+
+Where they were counted, meta holds the shares of zeros and of subnormal numbers too, each as an integer of 16 bits
+(65535 is all of them): `meta |= zeros << 16 | subnormals << 32 | COUNTED`.
 """
 
 from __future__ import annotations
@@ -37,6 +40,11 @@ class Encoding(IntEnum):
 
 PENDING = 0xFF << 8
 """`meta` of a value that is still on its way from the device."""
+
+COUNTED = 1 << 48
+"""In `meta`: the shares of zeros and of subnormals are there."""
+SHARE = 0xFFFF
+"""The share 1.0, as `meta` holds it."""
 
 INF_BITS = {
     Encoding.FLOAT64: 0x7FF0_0000_0000_0000,
@@ -97,14 +105,65 @@ class Value(NamedTuple):
         return NonFinite(self.meta & 0xFF)
 
     @property
+    def encoding(self) -> int:
+        """How `low` and `high` are to be read."""
+        return (self.meta >> 8) & 0xFF
+
+    @property
     def abs_min(self) -> float:
         """The smallest absolute value; nan only when every element is nan."""
-        return decode(self.low, self.meta >> 8)
+        return decode(self.low, self.encoding)
 
     @property
     def abs_max(self) -> float:
         """The largest absolute value, inf or nan if one is there."""
-        return decode(self.high, self.meta >> 8)
+        return decode(self.high, self.encoding)
+
+    @property
+    def zeros(self) -> float | None:
+        """Share of the elements that are zero, 0 to 1; None where nobody counted."""
+        return (self.meta >> 16 & SHARE) / SHARE if self.meta & COUNTED else None
+
+    @property
+    def subnormals(self) -> float | None:
+        """Share of the elements that are too small for the dtype's full precision, 0 to 1; None as above."""
+        return (self.meta >> 32 & SHARE) / SHARE if self.meta & COUNTED else None
+
+
+DTYPE_MAX = {
+    "float64": 1.7976931348623157e308,
+    "float32": 3.4028234663852886e38,
+    "bfloat16": 3.3895313892515355e38,
+    "float16": 65504.0,
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+    "float8_e4m3fnuz": 240.0,
+    "float8_e5m2fnuz": 57344.0,
+    "complex128": 1.7976931348623157e308,
+    "complex64": 3.4028234663852886e38,
+    "complex32": 65504.0,
+}
+"""The largest finite number of a dtype."""
+
+MIN_NORMAL_BITS = {
+    Encoding.FLOAT64: 1 << 52,
+    Encoding.FLOAT32: 1 << 23,
+    Encoding.FLOAT16: 1 << 10,
+    Encoding.BFLOAT16: 1 << 7,
+}
+"""Bits of the smallest number of full precision: what lies between zero and it is subnormal."""
+
+
+def headroom(abs_max: float | None, dtype: str) -> float | None:
+    """Powers of two between the largest value and the dtype's own; None where there is no such thing.
+
+    >>> headroom(32752.0, "float16")
+    1.0
+    """
+    largest = DTYPE_MAX.get(dtype)
+    if largest is None or abs_max is None or not 0 < abs_max < math.inf:
+        return None
+    return math.log2(largest) - math.log2(abs_max)
 
 
 def decode(bits: int, encoding: int) -> float:

@@ -162,6 +162,16 @@ class _Launch:
             preflight=args.preflight,
             preflight_timeout_s=args.preflight_timeout,
             on_preflight_failure=args.on_preflight_failure,
+            watch=args.watch,
+            modules=args.modules,
+            every=args.every,
+            sync=args.sync,
+            guard_optimizer=args.guard_optimizer,
+            ignore=args.ignore,
+            near_overflow=args.near_overflow,
+            underflow_share=args.underflow_share,
+            scaler_skips=args.scaler_skips,
+            measure_cost=args.measure_cost,
         )
 
     # -- the children -------------------------------------------------------------------------------------------

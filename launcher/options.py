@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from torch.distributed.run import get_args_parser
 
 from ..core.errors import UsageError
+from ..core.settings import Watched
 from .plan import is_number
 
 
@@ -48,6 +49,39 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _number(least: float, most: float, what: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = least - 1
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"expected {what} from {least:g} to {most:g}, found {text!r}")
+        return number
+
+    return parse
+
+
+def _watched(text: str) -> tuple[str, ...]:
+    parts = tuple(part.strip() for part in text.split(","))
+    if not set(parts) <= set(get_args(Watched)):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(get_args(Watched))}, found {text!r}")
+    return parts
+
+
+def _module_pattern(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"expected a module's name or a pattern such as 'encoder.*', found {text!r}")
+    return text
+
+
+def _row_pattern(text: str) -> str:
+    module, colon, role = text.partition(":")
+    if not module.strip() or (colon and not role.strip()):
+        raise argparse.ArgumentTypeError(f"expected MODULE or MODULE:ROLE, such as 'mask.*:output', found {text!r}")
+    return text
+
+
 def _port(text: str) -> int:
     if not is_number(text) or not 0 < int(text) < 65536:
         raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, found {text!r}")
@@ -77,6 +111,77 @@ def get_parser() -> argparse.ArgumentParser:
         choices=["abort", "continue"],
         default="abort",
         help="when a rank finds inf or nan: end the job (the default), or record it and train on",
+    )
+    group.add_argument(
+        "--watch",
+        type=_watched,
+        default=get_args(Watched),
+        metavar="WHAT,WHAT",
+        help="what to look at: forward (inputs and outputs), grads, weights (all three)",
+    )
+    group.add_argument(
+        "--modules",
+        action="append",
+        type=_module_pattern,
+        default=[],
+        metavar="PATTERN",
+        help="give frames only to modules whose name matches, such as 'encoder.*'; may be given several times",
+    )
+    group.add_argument(
+        "--every",
+        type=_at_least(1, "a number of batches"),
+        default=1,
+        metavar="N",
+        help="look at one batch of N (1); of the others only at what the model returns",
+    )
+    group.add_argument(
+        "--sync",
+        action="store_true",
+        help="look, and raise, in the failing module itself: the traceback shows the line; waits for the device",
+    )
+    group.add_argument(
+        "--guard-optimizer",
+        "--guard_optimizer",
+        action="store_true",
+        help="look at the gradients before each optimizer step and let no non-finite one in; waits for the device",
+    )
+    group.add_argument(
+        "--ignore",
+        action="append",
+        type=_row_pattern,
+        default=[],
+        metavar="PATTERN",
+        help="no alarm for modules whose name matches, or 'MODULE:ROLE' for one row; counted in the report",
+    )
+    group.add_argument(
+        "--near-overflow",
+        "--near_overflow",
+        type=_number(0, 64, "powers of two"),
+        default=1.0,
+        metavar="POWERS",
+        help="warn of an output within so many powers of two of its dtype's largest number (1; 0: never)",
+    )
+    group.add_argument(
+        "--underflow-share",
+        "--underflow_share",
+        type=_number(0, 1, "a share"),
+        default=0.1,
+        metavar="SHARE",
+        help="warn of a tensor of low precision with so large a share of subnormal numbers (0.1; 1: never)",
+    )
+    group.add_argument(
+        "--scaler-skips",
+        "--scaler_skips",
+        type=_at_least(1, "a number of steps"),
+        default=12,
+        metavar="N",
+        help="after so many steps in a row that a GradScaler skipped, inf in gradients is an overflow (12)",
+    )
+    group.add_argument(
+        "--measure-cost",
+        "--measure_cost",
+        action="store_true",
+        help="leave out every second batch and report what watching the others costs",
     )
     group.add_argument(
         "--max-frames",

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.messages import AgentBody, Definitions, EventMessage, PageMessage, RankState, Want
-from ..core.recorder.layout import Field, file_name
-from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.records import Anomaly, Definition, RootDef, Where, WorkerEvent, WorkerExit, split_label
+from ..core.recorder.layout import FRAME, VALUE, Field, file_name
+from ..core.recorder.reader import HeldPage, NotReady, RecorderReader
+from ..core.records import Anomaly, Definition, Where, WorkerEvent, WorkerExit, split_label
+from ..core.values import PENDING
 
 PAGE_WAIT_S = 5.0
 """How long an unfinished page may still grow before it is sent as it is."""
+PAGE_SENDS = 5
+"""How often a page may be sent while its rank runs: it is complete when the next batch begins, and in a pipeline its
+backward comes after that. At the end it is sent once more if it has grown."""
+LAST_PAGES = 8
+"""Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
+
+
+@dataclass
+class _Wanted:
+    """A batch that somebody asked for."""
+
+    deadline: float
+    met: bool = False
+    """Whether a page of it has been seen."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What of a page has been sent."""
+
+    times: int
+    extent: tuple[int, int, bool]
+    """Frames and values since its beginning, and whether it was complete."""
+    pending: int
+    """Values that had not come back from their device."""
 
 
 class RankWatch:
@@ -24,10 +51,11 @@ class RankWatch:
         self.ended = False
         self._path = folder / file_name(rank, attempt)
         self._reader: RecorderReader | None = None
-        self._wanted: dict[tuple[str, int, int], float] = {}
-        """(root class, ordinal, batch) -> deadline"""
-        self._traced = list(traced)
-        self._sent: set[tuple[int, bool, int]] = set()
+        self._wanted: dict[tuple[str, int, int], _Wanted] = {}
+        """by root class, ordinal, batch"""
+        self._traced = frozenset(traced)
+        self._sent: dict[int, _Copy] = {}
+        """by number of the page, as long as the ring holds something of it"""
 
     def poll(self, now: float) -> list[AgentBody]:
         """What this rank has recorded since the last call."""
@@ -46,19 +74,17 @@ class RankWatch:
     def want(self, want: Want, now: float) -> None:
         """The collector asks for a batch."""
         if want.attempt == self.attempt:
-            self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), now + PAGE_WAIT_S)
+            self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _Wanted(now + PAGE_WAIT_S))
 
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
-        """The process has ended: read the rest, and send its last page and where it was."""
+        """The process has ended: read the rest, and send its last pages and where it was."""
         messages = self.poll(now)
         self.ended = True
         reader = self._reader
         if reader is None:
             return [*messages, EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))]
         messages += self._due_pages(reader, now)
-        last = reader.last_page()
-        if last is not None:
-            messages += self._page(last)
+        messages += self._last_pages(reader)
         state = reader.state()
         root = reader.roots.get(reader[Field.ROOT])
         where = Where(
@@ -94,36 +120,70 @@ class RankWatch:
 
     def _react(self, event: WorkerEvent, now: float) -> None:
         if isinstance(event, Anomaly):
-            self._wanted.setdefault((*split_label(event.where.root), event.where.batch), now + PAGE_WAIT_S)
+            self._wanted.setdefault((*split_label(event.where.root), event.where.batch), _Wanted(now + PAGE_WAIT_S))
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
-        messages: list[AgentBody] = []
-        if self._traced:
-            messages += self._traced_pages(reader)
-        for (cls, ordinal, batch), deadline in list(self._wanted.items()):
-            page = reader.find_page(cls, ordinal, batch)
-            if page is not None and (page.complete or self.ended or now >= deadline):
-                messages += self._page(page)
-                del self._wanted[cls, ordinal, batch]
-            elif page is None and (self.ended or now >= deadline):
-                del self._wanted[cls, ordinal, batch]
-        return messages
-
-    def _traced_pages(self, reader: RecorderReader) -> list[AgentBody]:
-        messages: list[AgentBody] = []
-        roots: list[RootDef] = list(reader.roots.values())
-        for batch in list(self._traced):
-            pages = [reader.find_page(root.cls, root.ordinal, batch) for root in roots]
-            for page in pages:
-                if page is not None and page.complete:
-                    messages += self._page(page)
-        return messages
-
-    def _page(self, page: PageMessage) -> list[AgentBody]:
-        """A page is sent once; once more if it has grown since."""
-        size = sum(len(segment.frames) for segment in page.segments)
-        key = (page.number, page.complete, size)
-        if key in self._sent:
+        if not self._wanted and (self.ended or not self._traced):
             return []
-        self._sent.add(key)
+        messages: list[AgentBody] = []
+        held = reader.held()
+        seen: set[tuple[str, int, int]] = set()
+        for page in held:
+            root = reader.roots.get(page.root)
+            key = (root.cls, root.ordinal, page.batch) if root is not None else ("", -1, page.batch)
+            wanted = self._wanted.get(key)
+            if wanted is not None:
+                wanted.met = True
+                seen.add(key)
+            if wanted is not None or page.batch in self._traced:
+                messages += self._page(reader, page, overdue=wanted is not None and now >= wanted.deadline)
+        for key, wanted in list(self._wanted.items()):
+            if self.ended or (key not in seen and (wanted.met or now >= wanted.deadline)):
+                del self._wanted[key]  # it will not change, or was overwritten, or never came
+        numbers = {page.number for page in held}
+        self._sent = {number: copy for number, copy in self._sent.items() if number in numbers}
+        return messages
+
+    def _last_pages(self, reader: RecorderReader) -> list[AgentBody]:
+        """The page that was written last, and those that more was expected in."""
+        held = reader.held()
+        numbers = {page.number for page in held if page.batch in self._traced}
+        numbers.update([page.number for page in held if not page.complete][-LAST_PAGES:])
+        numbers.add(reader[Field.PAGE])
+        return [
+            message for page in held if page.number in numbers for message in self._page(reader, page, overdue=True)
+        ]
+
+    def _page(self, reader: RecorderReader, held: HeldPage, *, overdue: bool) -> list[AgentBody]:
+        """The page if it is time to send it: when it is complete, or overdue; again when it is complete and has grown.
+
+        What has been sent and has not changed is never sent again.
+        """
+        sent = self._sent.get(held.number)
+        if sent is not None and not sent.pending and sent.extent == (held.frames, held.values, held.complete):
+            return []
+        if not self.ended:
+            if sent is not None and sent.times >= PAGE_SENDS:
+                return []
+            if not held.complete and (sent is not None or not overdue):
+                return []
+        page = reader.page(held.number)
+        if page is None:
+            return []
+        extent, pending = _extent(page), _pending(page)
+        if sent is not None and (extent, pending) == (sent.extent, sent.pending):
+            return []
+        if pending and not self.ended and (sent is not None or not overdue):
+            return []
+        self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
+
+
+def _extent(page: PageMessage) -> tuple[int, int, bool]:
+    last = page.segments[-1]
+    frames = last.frame_base + len(last.frames) // FRAME.size
+    return frames, last.value_base + len(last.values) // VALUE.size, page.complete
+
+
+def _pending(page: PageMessage) -> int:
+    return sum(memoryview(segment.values).cast("q")[2::3].tolist().count(PENDING) for segment in page.segments)

@@ -21,7 +21,7 @@ from .identity import Identity
 from .imports import after_import
 from .preflight import run_preflight
 from .script import Target, run
-from .session import Session
+from .session import Session, make_current
 
 _TRACEBACK_CHARACTERS = 16000
 _PEER_FAILURES = (
@@ -72,7 +72,9 @@ def _open_session(settings: WorkerSettings) -> Session | None:
     except OSError as error:
         print(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}", file=sys.stderr)
         return None
-    return Session(settings, recorder, identity.rank)
+    session = Session(settings, recorder, identity.rank)
+    make_current(session)
+    return session
 
 
 def _preflight(session: Session) -> None:

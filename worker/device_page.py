@@ -1,61 +1,161 @@
 """Numbers of CUDA tensors: computed on the device, kept there, and copied into the recorder without waiting.
 
-For each tensor three numbers (min, max, abs min) go into a row of a device buffer. When a segment of the page is full
-or the page ends, the rows are packed into the recorder's own form on the device, and one asynchronous copy per run of
-rows brings them into the mapped file, which is registered with the driver: they arrive with no help from Python, even
-while the rank is blocked in a collective. What has arrived is looked at by `arrived()`, which never waits.
+Each tensor is read into a row on its device (device_rows.py), on the stream that is current when its hook runs. When a
+segment of the recorder is full, or its page is left for another, the rows are packed into the recorder's own form, and
+one asynchronous copy per run of rows brings them into the mapped file, which is registered with the driver: they arrive
+with no help from Python, even while the rank is blocked in a collective. `arrived()` and `noticed()` look at what has
+come, and never wait.
 
-Nothing here synchronizes with the device. The kernels run on the stream that made the tensor.
+Every stream has rows of its own (a lane), and packs and copies them itself: no stream of the user's ever waits for
+another because of us, except where a weight's row is used again on another stream than it was measured on.
+
+To be called by one thread at a time, as the recorder is.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from ..core.recorder import layout
+from ..core.recorder.layout import Field
 from ..core.recorder.writer import RecorderWriter
-from ..core.values import PENDING, Encoding, NonFinite
-from .measure import to_plain
+from ..core.values import COUNTED, INF_BITS, PENDING, SHARE
+from .device_rows import Reader, Source, TorchReader, TritonReader, fresh_rows, source_of
+from .unseen import unseen
 
-_META = int(Encoding.FLOAT64) << 8
+_INFINITE = {int(encoding): bits for encoding, bits in INF_BITS.items()}
+_CAPACITY = layout.VALUES_PER_SEGMENT
 
 
 class Unregistered(Exception):
     """The driver does not take the recorder's memory: copies into it would block."""
 
 
-@dataclass
-class _Copy:
-    """One segment's rows on their way."""
+class DeviceRow:
+    """The numbers of a tensor that was measured before, wherever they are by now: see `DevicePages.again`."""
 
-    page: int
-    event: torch.cuda.Event | None
-    rows: list[torch.Tensor]
-    ends_page: bool
+    __slots__ = ("_lane", "_packed", "_position", "numbers")
+
+    def __init__(self, lane: _Lane, position: int) -> None:
+        self._lane = lane
+        self._position = position
+        self._packed: torch.Tensor | None = None
+        self.numbers: tuple[int, int, int] | None = None
+        """low, high, meta, once they have been seen to arrive."""
+
+    @property
+    def is_packed(self) -> bool:
+        """The segment in which it was measured has ended."""
+        return self._packed is not None
+
+    def on_device(self) -> torch.Tensor:
+        """The row, packed or not."""
+        return self._lane.rows[self._position] if self._packed is None else self._packed[self._position]
+
+    def packed_into(self, packed: torch.Tensor) -> None:
+        """The lane's rows are about to be used for other tensors."""
+        self._packed = packed
+
+    def arrive(self, numbers: tuple[int, int, int]) -> None:
+        """The host knows them: nothing on the device is needed any more."""
+        self.numbers = numbers
+        self._packed = None
+
+    @property
+    def lane(self) -> _Lane:
+        """Where it was measured."""
+        return self._lane
+
+    @property
+    def position(self) -> int:
+        """Its position in the segment in which it was measured."""
+        return self._position
+
+
+class _Copy:
+    """Rows of one segment on their way."""
+
+    __slots__ = ("event", "page", "remembered", "runs", "values_at")
+
+    def __init__(self, page: int, values_at: int, remembered: list[DeviceRow]) -> None:
+        self.page = page
+        self.values_at = values_at
+        self.remembered = remembered
+        self.runs: list[torch.Tensor] = []
+        self.event: torch.cuda.Event | None = None
+
+
+class _Lane:
+    """One stream's rows of the segment that is being written, and its copies."""
+
+    __slots__ = ("device", "flying", "positions", "remembered", "rows", "stream")
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.rows = fresh_rows(_CAPACITY, device)
+        self.positions: list[int] = []
+        self.remembered: list[DeviceRow] = []
+        self.flying: deque[_Copy] = deque()
 
 
 class DevicePages:
-    """The device side of one recorder. `device` may be the CPU, for tests: then copies have arrived at once."""
+    """The device side of one recorder. `device` may be the CPU, for tests: then copies have arrived at once.
 
-    def __init__(self, recorder: RecorderWriter, device: torch.device) -> None:
+    `near_bits`: encoding -> sign-cleared bits from which on a value is near overflow. `underflow_share`: the share of
+    subnormal elements from which on a tensor is in underflow. Pages with such rows are told by `noticed()`.
+    """
+
+    def __init__(
+        self,
+        recorder: RecorderWriter,
+        device: torch.device,
+        *,
+        reader: Reader | None = None,
+        near_bits: dict[int, int] | None = None,
+        underflow_share: float | None = None,
+    ) -> None:
         self.device = device
+        self.near_bits = near_bits or {}
+        self.underflow_share = underflow_share
+        self.note = ""
+        """Why the tensors are read by torch's operations and not by the kernel; empty if they are not."""
         self._recorder = recorder
-        self._numbers = torch.zeros(layout.VALUES_PER_SEGMENT, 3, dtype=torch.float64, device=device)
-        self._positions: list[int] = []
-        self._streams: list[torch.cuda.Stream] = []
-        self._flying: deque[_Copy] = deque()
-        self._bad_pages: set[int] = set()
+        self._fields = recorder.fields
         self._memory = recorder.memory
+        self._reader = reader or self._best_reader()
+        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+            self._file = torch.frombuffer(self._memory, dtype=torch.int64)
+        self._lanes: dict[tuple[int, int], _Lane] = {}
+        self._last: tuple[_Lane, int] | None = None
+        self._unsent: tuple[int, int] | None = None
+        """A segment that ended while the user's graph was captured: (offset of its values, page)."""
+        self._in_flight: Counter[int] = Counter()
+        """Offset of a segment's values -> copies into it that have not been seen to arrive."""
+        self._bad: set[int] = set()
+        self._noticed: set[int] = set()
         self._registered: Any = None
         if device.type == "cuda":
             self._register()
         recorder.on_segment_end = self._segment_ended
+
+    def _best_reader(self) -> Reader:
+        if self.device.type != "cuda":
+            return TorchReader()
+        try:
+            reader = TritonReader()
+            if not reader.interpreted:
+                return reader
+            self.note = "Triton runs in its interpreter"
+        except Exception as error:  # whatever a Triton that does not fit may raise
+            self.note = f"{type(error).__name__}: {error}"
+        return TorchReader()
 
     def _register(self) -> None:
         anchor = ctypes.c_char.from_buffer(self._memory)
@@ -64,102 +164,288 @@ class DevicePages:
             raise Unregistered(f"cudaHostRegister returned {int(result)}")
         self._registered = anchor  # keeps the mapping where it is
 
+    def close(self) -> None:
+        """Let go of the recorder's memory, so that it can be unmapped. Waits for the copies that are on their way."""
+        self._recorder.on_segment_end = None
+        for lane in self._lanes.values():
+            if lane.stream is not None:
+                lane.stream.synchronize()
+        self._lanes.clear()
+        self._in_flight.clear()
+        self._last = self._unsent = None
+        self._file = torch.empty(0, dtype=torch.int64, device="cpu")
+        anchor, self._registered = self._registered, None
+        if anchor is not None:
+            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(anchor))  # type: ignore[no-untyped-call]  # likewise
+
     # -- one tensor ---------------------------------------------------------------------------------------------
 
-    def measure(self, tensor: torch.Tensor) -> int | None:
-        """Queue the reductions of a tensor; returns its value's index in the page, None if it cannot be measured."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None  # it would become a part of the user's graph
-        plain = to_plain(tensor)
-        if plain is None or plain.numel() == 0:
+    def measure(self, tensor: torch.Tensor, count: bool = False) -> int | None:
+        """Queue the reading of a tensor; returns its value's index in the page, None if it cannot be measured.
+
+        With gradients off. `count` asks for the shares of zeros and subnormals, where the dtype is of low precision.
+        """
+        if tensor.device.type != self.device.type or self._capturing():
+            return None  # while a graph is captured, it would become a part of it
+        try:
+            source = source_of(tensor)
+        except Exception:  # a tensor class that nobody has met
             return None
-        if plain.dtype is torch.bool:
-            plain = plain.view(torch.uint8)
-        low, high = torch.aminmax(plain)
-        if plain.dtype.is_floating_point:
-            least = torch.linalg.vector_norm(plain, -math.inf)
-        else:
-            least = plain.abs().amin() if plain.dtype.is_signed else low
-        return self._put(torch.stack((low, high, least)))
-
-    def last(self) -> torch.Tensor:
-        """A copy of the last row, (3,) float64 on the device, for `again`."""
-        return self._numbers[self._recorder.value_position].clone()
-
-    def again(self, row: torch.Tensor) -> int:
-        """Put a row that was measured for an earlier page into this one."""
-        return self._put(row)
-
-    def _put(self, row: torch.Tensor) -> int:
-        index = self._recorder.value(0, 0, PENDING)
-        position = self._recorder.value_position
-        self._numbers[position].copy_(row)
-        self._positions.append(position)
-        if self.device.type == "cuda":
-            stream = torch.cuda.current_stream(self.device)
-            if stream not in self._streams:
-                self._streams.append(stream)
+        if source is None:
+            return None
+        lane = self._lane(source.tensor.device)
+        index = self._put(lane)
+        self._read(source, lane, count)
         return index
+
+    def last(self) -> DeviceRow:
+        """What was measured last, for `again`."""
+        assert self._last is not None
+        lane, position = self._last
+        row = DeviceRow(lane, position)
+        lane.remembered.append(row)
+        return row
+
+    def again(self, row: DeviceRow) -> int | None:
+        """Put the numbers of a row into this page, too. None, as in `measure`, while a graph is captured."""
+        if row.numbers is not None:
+            low, high, meta = row.numbers
+            index = self._recorder.value(low, high, meta)
+            page = self._recorder.page
+            assert page is not None
+            self._look_at_one(page.number, low, high, meta)
+            return index
+        if self._capturing():
+            return None
+        lane = self._lane(row.lane.device)
+        index = self._put(lane)
+        source = row.on_device()
+        here, there = lane.stream, row.lane.stream
+        if here is None or there is None or lane is row.lane:
+            lane.rows[lane.positions[-1], : source.numel()].copy_(source)
+            return index
+        here.wait_stream(there)  # the host does not wait
+        source.record_stream(here)
+        lane.rows[lane.positions[-1], : source.numel()].copy_(source, non_blocking=True)
+        if not row.is_packed:
+            there.wait_stream(here)  # or it would make the row new before it was read
+        return index
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _lane(self, device: torch.device) -> _Lane:
+        key = self._stream_key(device)
+        lane = self._lanes.get(key)
+        if lane is None:
+            with torch.inference_mode(False):
+                lane = self._lanes[key] = _Lane(device)
+        return lane
+
+    def _stream_key(self, device: torch.device) -> tuple[int, int]:
+        """Device and current stream, as numbers."""
+        return (device.index, torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else (0, 0)
+
+    def _put(self, lane: _Lane) -> int:
+        """Take the next value of the page for a row of this lane."""
+        if self._unsent is not None:
+            unseen(self._send, *self._unsent)
+        index = self._recorder.value(0, 0, PENDING)  # may end the segment before
+        position = self._recorder.value_position
+        lane.positions.append(position)
+        self._last = (lane, position)
+        return index
+
+    def _read(self, source: Source, lane: _Lane, count: bool) -> None:
+        position = lane.positions[-1]
+        with self._on_device_of(lane):
+            try:
+                self._reader.read(source, lane.rows, position, count)
+            except Exception as error:
+                lane.positions.pop()  # nothing is there: the value stays pending
+                self._fall_back(error)
+                self._reader.read(source, lane.rows, position, count)
+                lane.positions.append(position)
+
+    def _fall_back(self, error: Exception) -> None:
+        """No compiler, no place for Triton's cache, a device that it does not know: torch can do it, too."""
+        if isinstance(self._reader, TorchReader):
+            raise error
+        self._reader = TorchReader()
+        self.note = f"{type(error).__name__}: {error}"
+
+    @staticmethod
+    def _on_device_of(lane: _Lane) -> Any:
+        if lane.stream is None or torch.cuda.current_device() == lane.device.index:
+            return nullcontext()
+        return torch.cuda.device(lane.device)
+
+    @staticmethod
+    def _on_stream_of(lane: _Lane) -> Any:
+        return nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream)
 
     # -- one segment --------------------------------------------------------------------------------------------
 
-    def _segment_ended(self, values_at: int, page: int, ends_page: bool) -> None:
-        positions, self._positions = self._positions, []
-        streams, self._streams = self._streams, []
-        grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            rows: list[torch.Tensor] = []
-            event: torch.cuda.Event | None = None
-            if positions:
-                if self.device.type == "cuda":
-                    here = torch.cuda.current_stream(self.device)
-                    for stream in streams:
-                        if stream != here:
-                            here.wait_stream(stream)  # orders the streams; the host does not wait
-                packed = self._pack(positions[-1] + 1)
-                for first, end in runs(positions):
-                    row = torch.frombuffer(
-                        self._memory, dtype=torch.int64, offset=values_at + first * 24, count=(end - first) * 3
-                    ).view(-1, 3)
-                    row.copy_(packed[first:end], non_blocking=True)
-                    rows.append(row)
-                if self.device.type == "cuda":
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
-                    event.record(torch.cuda.current_stream(self.device))
-            self._flying.append(_Copy(page, event, rows, ends_page))
-        finally:
-            torch._C._set_grad_enabled(grad)
+    def _segment_ended(self, values_at: int, page: int) -> None:
+        if any(lane.positions for lane in self._lanes.values()):
+            if self._capturing():
+                # Nothing may be launched now. Nothing is measured either, so these rows can wait where they are.
+                if self._unsent is None:
+                    self._unsent = (values_at, page)
+                    self._in_flight[values_at] += 1
+            else:
+                unseen(self._send, *(self._unsent or (values_at, page)))
+        self._step_over()
 
-    def _pack(self, count: int) -> torch.Tensor:
-        """(count, 3) int64: low bits, high bits, meta, as core.values has them, all as float64."""
-        low, high, least = self._numbers[:count].unbind(1)
-        largest = torch.maximum(low.abs(), high.abs())
-        flags = torch.isnan(largest) * int(NonFinite.NAN)
-        flags = flags + (high == math.inf) * int(NonFinite.POSINF) + (low == -math.inf) * int(NonFinite.NEGINF)
-        return torch.stack((least.abs().view(torch.int64), largest.abs().view(torch.int64), flags + _META), 1)
+    def _send(self, values_at: int, page: int) -> None:
+        """Start the copies of all rows that are there, into the segment whose values begin at `values_at`."""
+        if self._unsent is not None:
+            self._unsent = None
+            self._landed_in(values_at)
+        # A copy cannot be called back, so a segment is not used again before its copy has arrived; but half of them
+        # always can be. The host is never so far ahead of a device that is alive.
+        half = self._fields[Field.SEGMENTS] // 2
+        if len(self._in_flight) >= half:
+            self._collect()
+        lost = len(self._in_flight) >= half
+        for key, lane in list(self._lanes.items()):
+            if not lane.positions:
+                continue
+            positions, lane.positions = lane.positions, []
+            copy = _Copy(page, values_at, lane.remembered)
+            lane.remembered = []
+            with self._on_stream_of(lane):
+                try:
+                    packed = self._pack(lane, positions[-1] + 1)
+                except Exception:
+                    del self._lanes[key]  # its rows have not been made as new, and must not be read into
+                    raise
+                for row in copy.remembered:
+                    row.packed_into(packed)
+                if lost:
+                    self._fields[Field.ROWS_LOST] += len(positions)
+                    continue
+                for first, end in runs(positions):
+                    target = self._values(values_at, first, end)
+                    target.copy_(packed[first:end], non_blocking=True)
+                    copy.runs.append(target)
+                if lane.stream is not None:
+                    copy.event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
+                    copy.event.record(lane.stream)
+            lane.flying.append(copy)
+            self._in_flight[values_at] += 1
+
+    def _values(self, values_at: int, first: int, end: int) -> torch.Tensor:
+        """Values of a segment in the file, as (n, 3)."""
+        return self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
+
+    def _pack(self, lane: _Lane, count: int) -> torch.Tensor:
+        try:
+            return self._reader.pack(lane.rows, count)
+        except Exception as error:
+            self._fall_back(error)
+            return self._reader.pack(lane.rows, count)
+
+    def _step_over(self) -> None:
+        """Have the recorder leave out the segments that copies are still on their way to."""
+        if not self._in_flight:
+            return
+        number = self._fields[Field.SEGMENTS]
+        first = layout.HEADER_BYTES + self._fields[Field.LOG_BYTES] + layout.VALUES_AT
+        for step in range(number):
+            values_at = first + (self._recorder._segment + 1) % number * layout.SEGMENT_BYTES
+            if step == 0 and values_at in self._in_flight:
+                unseen(self._collect)
+            if values_at not in self._in_flight:
+                break
+            self._recorder._segment += 1
 
     # -- what has come back -------------------------------------------------------------------------------------
 
     def arrived(self) -> list[int]:
-        """Pages that have arrived whole since the last call and hold a non-finite value. Never waits."""
-        found: list[int] = []
-        while self._flying:
-            copy = self._flying[0]
-            if copy.event is not None and not copy.event.query():  # type: ignore[no-untyped-call]  # likewise
-                break
-            self._flying.popleft()
-            if any(bool((row[:, 2] & 0xFF).any()) for row in copy.rows):
-                self._bad_pages.add(copy.page)
-            if copy.ends_page and copy.page in self._bad_pages:
-                self._bad_pages.discard(copy.page)
-                found.append(copy.page)
+        """Pages in which, since the last call, something has arrived that is non-finite. Never waits.
+
+        The earliest page first; one that has more on its way may come again.
+        """
+        unseen(self._collect)
+        found = sorted(self._bad)
+        self._bad.clear()
         return found
+
+    def noticed(self) -> list[int]:
+        """Pages in which, since the last call, something has arrived that is near overflow or in underflow."""
+        unseen(self._collect)
+        found = sorted(self._noticed)
+        self._noticed.clear()
+        return found
+
+    def _collect(self) -> None:
+        if self._capturing():
+            return  # asking for an event would end the user's capture
+        landed: list[_Copy] = []
+        for lane in self._lanes.values():
+            while lane.flying:
+                copy = lane.flying[0]
+                if copy.event is not None and not copy.event.query():  # type: ignore[no-untyped-call]  # likewise
+                    break
+                lane.flying.popleft()
+                self._landed_in(copy.values_at)
+                landed.append(copy)
+        if landed:
+            self._look_at(landed)
+            for copy in landed:
+                for row in copy.remembered:
+                    at = copy.values_at + row.position * layout.VALUE.size
+                    row.arrive(layout.VALUE.unpack_from(self._memory, at))
+
+    def _landed_in(self, values_at: int) -> None:
+        self._in_flight[values_at] -= 1
+        if self._in_flight[values_at] <= 0:
+            del self._in_flight[values_at]
+
+    def _look_at(self, copies: list[_Copy]) -> None:
+        """One look at all of them, and a second one at each only where there is something to be seen."""
+        rows = torch.cat([run for copy in copies for run in copy.runs])
+        high, meta = rows[:, 1], rows[:, 2]
+        bad = bool((meta & 0xFF).any())
+        notable = self._is_notable(high, meta)
+        if len(copies) > 1 and (bad or notable):
+            for copy in copies:
+                self._look_at([copy])
+        elif bad or notable:
+            self._bad |= {copies[0].page} if bad else set()
+            self._noticed |= {copies[0].page} if notable else set()
+
+    def _is_notable(self, high: torch.Tensor, meta: torch.Tensor) -> bool:
+        """Whether one of the rows is near overflow or in underflow."""
+        if self.near_bits:
+            encoding = meta >> 8 & 0xFF
+            for one, near in self.near_bits.items():
+                largest = _INFINITE[one] - 1  # what masks are filled with
+                if bool(((encoding == one) & (high >= near) & (high < largest)).any()):
+                    return True
+        if self.underflow_share is not None:
+            # Above the share there are only the bit that says that it was counted, and nothing
+            least = math.ceil(self.underflow_share * SHARE) << 32 | COUNTED
+            return bool(((meta & (SHARE << 32 | COUNTED)) >= least).any())
+        return False
+
+    def _look_at_one(self, page: int, low: int, high: int, meta: int) -> None:
+        """As `_look_at`, of numbers that the host knows already."""
+        if meta & 0xFF:
+            self._bad.add(page)
+        encoding = meta >> 8 & 0xFF
+        near = self.near_bits.get(encoding)
+        if near is not None and near <= high < _INFINITE[encoding] - 1:
+            self._noticed.add(page)
+        share = self.underflow_share
+        if share is not None and meta & COUNTED and (meta >> 32 & SHARE) >= share * SHARE:
+            self._noticed.add(page)
 
     @property
     def flying(self) -> int:
         """Copies that have not been seen to arrive."""
-        return len(self._flying)
+        return sum(len(lane.flying) for lane in self._lanes.values())
 
 
 def runs(positions: list[int]) -> list[tuple[int, int]]:

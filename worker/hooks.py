@@ -1,4 +1,4 @@
-"""Global forward hooks: a frame for every module call of an unmodified script.
+"""Global hooks: a frame for every module call of an unmodified script, and what its backward and its optimizer do.
 
 The numbers of CPU tensors are read as the hooks run; those of CUDA tensors stay on the device until the page is copied
 (device_page.py). Nothing here raises into the training except the abort that the user asked for.
@@ -10,37 +10,38 @@ import inspect
 import os
 import sys
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.alarm import alarms, anomaly_of_page
-from ..core.errors import OverflowDetected
-from ..core.exits import ExitCode
-from ..core.frames import Phase, RowKind
-from ..core.pages import Names, decode_page
+from ..core.alarm import alarms
+from ..core.frames import Mark, Phase
 from ..core.recorder.layout import NOTHING, Field, RankPhase
-from ..core.recorder.reader import RecorderReader
-from ..core.recorder.writer import RecorderWriter, RowTuple
-from ..core.records import Anomaly, Fault, ShapeDef, SlotDef, Where
+from ..core.recorder.writer import OpenPage, RecorderWriter, RowTuple
+from ..core.records import Fault, Where
 from ..core.settings import WorkerSettings
-from ..core.values import DTYPE_NAMES, NonFinite, name_of
-from .collectives import sequence_number
-from .device_page import DevicePages
+from .arrivals import Arrivals
+from .collectives import issued
+from .compiled import Regions, traced_after, traced_before
+from .cost import CostMeter
+from .gradients import Gradients
 from .leaves import leaves_of
-from .measure import CODES, Numbers, measure
+from .policy import Policy, Sighting
+from .progress import Progress
+from .regions import RegionPages
 from .roots import ModuleInfo, Roots
+from .rows import Row, Rows
+from .scaler import Scalers
+from .selection import Selection
+from .steps import Steps
+from .unseen import unseen
 
 _MAX_FAULTS = 20
-_MAX_ANOMALIES = 64
 
 
 HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
@@ -50,42 +51,46 @@ _CALL = torch.nn.Module._call_impl.__code__
 """The code of every module call: how a frame or a traceback is seen to belong to one."""
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Counts the changes in place; -1 for an inference tensor, which does not count them."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
 class Hooks:
     """The hooks of one rank. `attach()` puts them in, `detach()` takes every one of them out again."""
 
-    def __init__(self, recorder: RecorderWriter, settings: WorkerSettings, rank: int) -> None:
+    def __init__(
+        self, recorder: RecorderWriter, settings: WorkerSettings, rank: int, only: torch.nn.Module | None = None
+    ) -> None:
         self._recorder = recorder
         self._fields = recorder.fields
         self._settings = settings
-        self._rank = rank
+        self._only = frozenset(map(id, only.modules())) if only is not None else None
+        """Ids of the modules that may be roots; None: all."""
         self._handles: list[Any] = []
-        self._roots = Roots(recorder)
         self._stack: list[ModuleInfo] = []
         self._thread = 0
         self._outer_exception: BaseException | None = None
-        self._step = 0
-        self._batch = -1
-        self._page = -1
-        self._opens_batch = False
+        self._idle_root: Any = None
+        """The root of a batch that is left out, while it runs."""
+        self._phase = Phase.FORWARD
         self._first_root: int | None = None
-        self._seen: dict[int, tuple[Callable[[], Any], int, RowTuple, int]] = {}
-        """id of a tensor -> (weak reference, version, its row without the slot, flags), within one page."""
-        self._weights: dict[int, tuple[Callable[[], Any], int, int, Numbers | torch.Tensor]] = {}
-        """id of a parameter -> (weak reference, version, step, numbers, or the row on the device that holds them)."""
-        self._shapes: dict[tuple[int, ...], int] = {}
-        self._slots = 0
-        self._anomaly: Anomaly | None = None
-        self._late: Anomaly | None = None
-        """An anomaly of an earlier batch, whose numbers have only now come back from the device."""
-        self.device_pages: DevicePages | None = None
-        self._device_failed = False
-        self._anomalies = 0
         self._faults = 0
+        self._forward = "forward" in settings.watch
+        self._grads = "grads" in settings.watch
+        self._weights = "weights" in settings.watch
+        selection = Selection(settings.modules, settings.ignore)
+        self.progress = Progress(recorder, settings, rank)
+        self._roots = Roots(recorder, selection)
+        self.rows = Rows(recorder, selection, self._fault)
+        self.policy = Policy(self.progress, self.rows)
+        self._arrivals = Arrivals(self.progress, self.rows, self.policy)
+        self._gradients = Gradients(self.progress, self.rows, self.policy, self._fault)
+        self._steps = Steps(self.progress, self.rows, self._roots, self.policy, self._gradients, self._fault)
+        self._scalers = Scalers(self.progress, self.policy, self._gradients, self._steps, self._fault)
+        self._regions = Regions(self._resolve, self._may_open_region, self._grads)
+        self._region_pages = RegionPages(
+            self._regions, self.progress, self._roots, self.rows, self.policy, self._gradients
+        )
+        self._cost = CostMeter() if settings.measure_cost else None
+        if self._grads:
+            self._gradients.before_parameter = self._region_pages.take_gradients
+            self._roots.on_parameter = self._gradients.watch_parameter
 
     # -- in and out ---------------------------------------------------------------------------------------------
 
@@ -94,8 +99,13 @@ class Hooks:
         self._handles = [
             torch_module.register_module_forward_pre_hook(self._before),
             self._register_after(),
-            torch_optimizer.register_optimizer_step_post_hook(self._stepped),
+            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizer.register_optimizer_step_post_hook(self._steps.after),
         ]
+        if self._grads:
+            self._scalers.attach()
+        if self._forward:
+            self._regions.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         os.register_at_fork(after_in_child=self._forget)
 
@@ -111,6 +121,9 @@ class Hooks:
             # torch (2.13 still) forgets this one of its three tables
             getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         self._handles = []
+        self._gradients.detach()
+        self._scalers.detach()
+        self._regions.detach()
 
     def _forget(self) -> None:
         """In a forked child (a DataLoader worker): the recorder belongs to the parent."""
@@ -120,17 +133,7 @@ class Hooks:
 
     def where(self) -> Where:
         """The place in the run, for an event."""
-        root = self._stack[0].root.label if self._stack else ""
-        return Where(
-            rank=self._rank,
-            attempt=self._settings.attempt,
-            step=self._step,
-            batch=self._batch,
-            root=root,
-            page=self._page,
-            seq=sequence_number(),
-            time_ns=time.time_ns(),
-        )
+        return self.progress.where(root=self._stack[0].root.label if self._stack else None)
 
     def raised_in(self, error: BaseException) -> str | None:
         """The innermost module that `error` came through, or None if it came from outside of all modules."""
@@ -142,23 +145,52 @@ class Hooks:
             trace = trace.tb_next
         return self._roots.name_of(module) if module is not None else None
 
+    def settle(self) -> bool:
+        """The script is over: look at what has come in since. True when nothing more is on its way."""
+        self._region_pages.take()
+        self._recorder.pause_page()
+        if self._cost is not None:
+            cost = self._cost.result(self.progress.where())
+            if cost is not None:
+                self._recorder.append(cost)
+                self._cost = None
+        return self._arrivals.look()
+
     # -- the hooks ----------------------------------------------------------------------------------------------
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
+                traced_before(module)
+            return
+        if self._idle_root is not None and self._stays_idle(module):
+            return
+        if torch._C._get_tracing_state() is not None:
             return
         try:
             self._enter(module)
         except Exception as error:
             self._fault("forward pre-hook", error)
-        if self._late is not None:
-            self._raise_late()
+        if self.policy.pending and len(self._stack) == 1:
+            self.policy.raise_pending()
 
     def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return
         # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
+                if len(rest) == 2:
+                    traced_after(module, args, rest[0], rest[1])
+                else:
+                    traced_after(module, args, {}, rest[0])
+            return
+        if self._idle_root is not None:
+            if self._idle_root() is module:
+                self._leave_idle(module, args, *rest)
+            return
+        if not self._stack or torch._C._get_tracing_state() is not None:
+            return
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+        finished = False
         try:
             finished = self._leave(module, args, kwargs, output)
         except Exception as error:
@@ -166,25 +198,86 @@ class Hooks:
             return
         if finished:
             self._batch_ended()
-        if self._late is not None:
-            self._raise_late()
+        if self._settings.sync and self.policy.pending and output is not None:
+            self.policy.raise_pending()
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._step += 1
-        self._fields[Field.STEP] = self._step
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        try:
+            self._region_pages.take()
+            self._arrivals.look()
+        except Exception as error:
+            self._fault("before the optimizer step", error)
+        self._steps.before(optimizer, args, kwargs)
+
+    # -- batches that are left out ------------------------------------------------------------------------------
+
+    def _stays_idle(self, module: torch.nn.Module) -> bool:
+        """Inside of a root that is left out. An interrupt may have torn that root away without its hook."""
+        root = self._idle_root()
+        if root is not None and root is not module:
+            return True
+        self._idle_root = None
+        return False
+
+    def _leave_idle(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        """Of a batch that is left out only what the model returns is looked at."""
+        self._idle_root = None
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+        if output is None or self._cost is not None or (self._only is not None and id(module) not in self._only):
+            return
+        try:
+            unseen(self._look_at_idle, module, args, kwargs, output)
+        except Exception as error:
+            self._fault("forward hook", error)
+        self.policy.raise_pending()
+
+    def _look_at_idle(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        info, _ = self._roots.enter(module)
+        found: list[tuple[str, Any]] = []
+        leaves_of(output, "output", found)
+        page = None
+        for role, leaf in found:
+            if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+                continue
+            if page is None:
+                page = self.progress.begin_page(info.root, True)
+                self.rows.begin_page(page.batch)
+            row = self.rows.leaf(info, role, leaf)
+            if alarms(row.flags, mark=row.packed[5], is_output=True, has_weights=False, input_flags=0):
+                frame = self._recorder.frame(info.id, NOTHING, 0, Phase.FORWARD, issued(), (row.packed,))
+                cause = f"not looked into: --every {self._settings.every}"
+                self.policy.alarm(Sighting(page, info.root.label, info, frame, Phase.FORWARD, role, row), cause)
+                break
+
+    def _is_left_out(self, batch: int) -> bool:
+        if batch in self._settings.trace_batches:
+            return False
+        if self._cost is not None:
+            return batch % 2 == 1
+        return batch % self._settings.every != 0
+
+    # -- a module is entered ------------------------------------------------------------------------------------
 
     def _enter(self, module: torch.nn.Module) -> None:
         stack = self._stack
-        if stack and (stack[0].ref() is module or not stack[0].root.knows(module)) and not self._still_running():
-            stack.clear()  # an interrupt tore the last forward away without its hooks
+        if stack:
+            root = stack[0].root
+            if (stack[0].ref() is module or not root.knows(module)) and not self._still_running():
+                stack.clear()  # an interrupt tore the last forward away without its hooks
         if stack:
             if threading.get_ident() != self._thread:
                 return  # a second thread inside one forward: its calls cannot be put in order with ours
             info = self._roots.child(module, stack[0].root, stack[-1])
         else:
-            info, self._opens_batch = self._roots.enter(module)
-            self._open_page(info)
-        info.entered = self._recorder.frames
+            opened = self._enter_root(module)
+            if opened is None:
+                return
+            info = opened
+        info.seq = issued()
+        page = self._recorder.page
+        info.entered = page.frames if page is not None else 0
         stack.append(info)
         self._fields[Field.MODULE] = info.id
 
@@ -198,26 +291,54 @@ class Hooks:
             frame = frame.f_back
         return False
 
-    def _open_page(self, info: ModuleInfo) -> None:
+    def _enter_root(self, module: torch.nn.Module) -> ModuleInfo | None:
+        """A module is called while no other one runs. None if this batch is left out."""
+        progress = self.progress
+        if self._only is not None and id(module) not in self._only:
+            self._idle_root = weakref.ref(module)
+            return None
+        info, opens_batch = self._roots.enter(module)
         root = info.root
-        if self._opens_batch:
-            root.batches += 1
-        self._batch = max(0, root.batches - 1)
-        if self._first_root is None:
-            self._first_root = root.id
+        recomputes = not opens_batch and root.page is not None and torch._C._current_graph_task_id() != -1
+        if recomputes:
+            assert root.page is not None
+            if progress.idle:
+                self._idle_root = weakref.ref(module)
+                return None
+            progress.resume(root.page)
+            self.rows.begin_page(root.page.batch)
+            self._phase = Phase.RECOMPUTE
+        else:
+            self._region_pages.take()
+            self._arrivals.look()
+            self._gradients.batch_begins()
+            if self._first_root is None:
+                self._first_root = root.id
+            if opens_batch:
+                root.batches += 1
+                if self._cost is not None and root.id == self._first_root:
+                    self._cost.batch_begins(self._is_left_out(root.batches - 1))
+            progress.idle = self._is_left_out(max(0, root.batches - 1))
+            if progress.idle:
+                self._idle_root = weakref.ref(module)
+                if opens_batch:
+                    self._fields[Field.BATCHES_IDLE] += 1
+                    self._fields[Field.BATCH] = root.batches - 1
+                return None
+            page = progress.begin_page(root, opens_batch)
+            self.rows.begin_page(page.batch)
+            self._phase = Phase.FORWARD
         self._thread = threading.get_ident()
-        self.look_at_arrived()
         self._outer_exception = sys.exc_info()[1]
-        self._seen.clear()
-        self._anomaly = None
-        self._page = self._recorder.begin_page(root.id, self._batch, self._step)
-        self._fields[Field.SEQ] = sequence_number()
-        self._fields[Field.PHASE] = RankPhase.FORWARD
+        progress.enter(RankPhase.FORWARD)
+        return info
+
+    # -- a module returns ---------------------------------------------------------------------------------------
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
         """Record the frame; True when it was the root's."""
         stack = self._stack
-        if not stack or threading.get_ident() != self._thread:
+        if threading.get_ident() != self._thread:
             return False
         while stack[-1].ref() is not module:
             if not any(info.ref() is module for info in stack):
@@ -227,79 +348,125 @@ class Hooks:
         error = sys.exc_info()[1] if output is None else None
         raised = error is not None and error is not self._outer_exception
         try:
-            # A wrapper has no frame of its own, unless nothing in it could be seen: what torch.compile has compiled
-            if not info.is_wrapper or info.entered == self._recorder.frames:
-                self._record(info, module, args, kwargs, output, raised)
+            if info.is_wrapper:
+                self._leave_wrapper(info, module, args, kwargs, output, raised)
+            elif info.watched:
+                unseen(self._take_frame, info, module, args, kwargs, output, raised)
         finally:
             stack.pop()
-            if not stack:
-                self._recorder.end_page()
         fields = self._fields
         if stack:
             fields[Field.MODULE] = stack[-1].id
             return False
-        self.look_at_arrived()
-        fields[Field.MODULE] = -1
-        fields[Field.PHASE] = RankPhase.SCRIPT
-        fields[Field.SEQ] = sequence_number()
-        if raised:
+        self._region_pages.take()
+        self._recorder.pause_page()
+        self._arrivals.look()
+        self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
+        fields[Field.SEQ] = issued()
+        if raised or self._phase is Phase.RECOMPUTE:
             return False
         self._last_root = info.root
         return True
 
-    def _record(
+    def _leave_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
-        """Take the frame, seen by no mode that the script has set (a tracer, a counter of operations, a device)."""
-        with torch._C.DisableTorchFunction():
-            if torch._C._len_torch_dispatch_stack():
-                with _disable_current_modes():
-                    self._take_frame(info, module, args, kwargs, output, raised)
-            else:
-                self._take_frame(info, module, args, kwargs, output, raised)
+        """A wrapper has no frame of its own, unless nothing in it could be seen."""
+        self._region_pages.take()
+        page = self._recorder.page
+        if page is not None and info.entered == page.frames and info.watched:
+            unseen(self._take_frame, info, module, args, kwargs, output, raised)
 
     def _take_frame(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
+        page = self._recorder.page
+        if page is None:
+            return
         rows: list[RowTuple] = []
-        alarm: tuple[str, int, RowTuple] | None = None
+        alarm: tuple[str, Row] | None = None
+        hidden: list[tuple[str, Row]] = []
         flags_of_weights = flags_of_inputs = 0
         weighted = False
-        grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    row, flags = self._weight_row(info, name, parameter)
-                    rows.append(row)
-                    weighted = True
-                    if flags:
-                        flags_of_weights |= flags
-                        alarm = alarm or (name, flags, row)
+        measure_row = self.rows.leaf
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if self._grads and parameter.requires_grad:
+                self._gradients.watch_parameter(parameter, info, name)
+            if not self._weights:
+                continue
+            row = self.rows.weight(info, name, parameter, self.progress.step)
+            rows.append(row.packed)
+            weighted = True
+            if row.flags:
+                flags_of_weights |= row.flags
+                if row.packed[5] & Mark.IGNORED:
+                    hidden.append((name, row))
+                else:
+                    alarm = alarm or (name, row)
+        if self._forward:
+            handed: dict[int, int] = {}
+            """id of a tensor among the inputs -> its flags"""
             for role, leaf in self._inputs(args, kwargs):
-                row, flags = self._leaf_row(info, role, leaf)
-                rows.append(row)
-                if flags:
-                    flags_of_inputs |= flags
-                    if alarms(flags, is_output=False, has_weights=weighted, input_flags=flags_of_inputs):
-                        alarm = alarm or (role, flags, row)
+                row = measure_row(info, role, leaf)
+                rows.append(row.packed)
+                if row.flags:
+                    flags_of_inputs |= row.flags
+                    handed[id(leaf)] = row.flags
             if not raised:
                 found: list[tuple[str, Any]] = []
                 leaves_of(output, "output", found)
                 for role, leaf in found:
-                    row, flags = self._leaf_row(info, role, leaf)
-                    rows.append(row)
-                    if alarms(flags, is_output=True, has_weights=weighted, input_flags=flags_of_inputs):
-                        alarm = alarm or (role, flags, row)
-        finally:
-            torch._C._set_grad_enabled(grad)
+                    row = measure_row(info, role, leaf, Mark.PASSED_THROUGH if id(leaf) in handed else 0)
+                    rows.append(row.packed)
+                    if row.fresh:
+                        self._returned(info, role, leaf, row, page)
+                    if row.flags and alarm is None:
+                        mark = row.packed[5]
+                        if mark & Mark.IGNORED:
+                            hidden.append((role, row))
+                        elif alarms(
+                            row.flags, mark=mark, is_output=True, has_weights=weighted, input_flags=flags_of_inputs
+                        ):
+                            alarm = (role, row)
         parent = self._parent()
-        seq = sequence_number()
+        seq = issued()
+        collectives = max(0, seq - info.seq) if info.seq >= 0 else 0
         index = self._recorder.frame(
-            info.id, parent.id if parent else NOTHING, len(self._stack) - 1, Phase.FORWARD, seq, rows
+            info.id,
+            parent.id if parent else NOTHING,
+            len(self._stack) - 1,
+            self._phase,
+            seq,
+            rows,
+            collectives,
         )
-        if alarm is not None and self._anomaly is None:
-            self._alarm(info, index, seq, alarm, not flags_of_inputs, not flags_of_weights)
+        if alarm is None and not hidden:
+            return
+        label = info.root.label
+        for role, row in hidden:
+            self.policy.hidden(Sighting(page, label, info, index, self._phase, role, row))
+        if alarm is not None:
+            self.policy.alarm(
+                Sighting(
+                    page,
+                    label,
+                    info,
+                    index,
+                    self._phase,
+                    *alarm,
+                    inputs_finite=not flags_of_inputs,
+                    weights_finite=not flags_of_weights,
+                    collectives=collectives,
+                )
+            )
+
+    def _returned(self, info: ModuleInfo, role: str, leaf: torch.Tensor, row: Row, page: OpenPage) -> None:
+        """A tensor that no call before this one has returned: look at its gradient, and at how large it is."""
+        if self._grads and leaf.requires_grad:
+            self._gradients.watch_output(info, role, leaf, page)
+        self.policy.notice(page, info.root.label, info, self._phase, role, row)
 
     def _parent(self) -> ModuleInfo | None:
         """The module whose code made this call: the nearest one on the stack that is not a wrapper."""
@@ -316,183 +483,61 @@ class Hooks:
             leaves_of(kwargs, "kwargs", found)
         return found
 
-    # -- rows ---------------------------------------------------------------------------------------------------
+    # -- compiled regions ---------------------------------------------------------------------------------------
 
-    def _slot(self, info: ModuleInfo, role: str) -> int:
-        slot = info.slots.get(role)
-        if slot is None:
-            slot = info.slots[role] = self._slots
-            self._slots += 1
-            self._recorder.append(SlotDef(slot, info.id, role), name=True)
-        return slot
+    def _may_open_region(self) -> bool:
+        """A graph is looked into when no module outside of it is running, wrappers left out."""
+        return all(info.is_wrapper for info in self._stack) and self._idle_root is None
 
-    def _shape(self, tensor: torch.Tensor) -> int:
-        try:
-            dims = tuple(tensor.shape)
-        except RuntimeError:  # a nested tensor has no shape of its own
-            return NOTHING
-        shape = self._shapes.get(dims)
-        if shape is None:
-            shape = self._shapes[dims] = len(self._shapes)
-            self._recorder.append(ShapeDef(shape, tuple(int(dim) for dim in dims)), name=True)
-        return shape
-
-    def _leaf_row(self, info: ModuleInfo, role: str, leaf: Any) -> tuple[RowTuple, int]:
-        slot = self._slot(info, role)
-        if not isinstance(leaf, torch.Tensor):
-            kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
-            return (slot, NOTHING, NOTHING, 0, int(kind)), 0
-        version = version_of(leaf)
-        known = self._seen.get(id(leaf))
-        if known is not None and known[0]() is leaf and known[1] == version and version >= 0:
-            return (slot, *known[2][1:]), known[3]
-        row, flags = self._row(slot, leaf)
-        self._seen[id(leaf)] = (weakref.ref(leaf), version, row, flags)
-        return row, flags
-
-    def _weight_row(self, info: ModuleInfo, name: str, parameter: torch.Tensor) -> tuple[RowTuple, int]:
-        """Weights are read once per optimizer step; every page holds their numbers all the same."""
-        slot = self._slot(info, name)
-        seen = self._seen.get(id(parameter))
-        version = version_of(parameter)
-        if seen is not None and seen[0]() is parameter and seen[1] == version:
-            return (slot, *seen[2][1:]), seen[3]
-        known = self._weights.get(id(parameter))
-        if known is not None and known[0]() is parameter and known[1] == version and known[2] == self._step:
-            row, flags = self._row(slot, parameter, known[3])
-        else:
-            numbers: Numbers | torch.Tensor | None
-            if self._on_device(parameter):
-                row, flags = self._row(slot, parameter)
-                numbers = self.device_pages.last() if self.device_pages and row[1] != NOTHING else None
-            else:
-                numbers = measure(parameter)
-                row, flags = self._row(slot, parameter, numbers)
-            if numbers is not None:
-                self._weights[id(parameter)] = (weakref.ref(parameter), version, self._step, numbers)
-        self._seen[id(parameter)] = (weakref.ref(parameter), version, row, flags)
-        return row, flags
-
-    @staticmethod
-    def _on_device(tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "cpu"
-
-    def _row(
-        self, slot: int, tensor: torch.Tensor, numbers: Numbers | torch.Tensor | None = None
-    ) -> tuple[RowTuple, int]:
-        """A row and what is non-finite in it; of a tensor on a device that is known only later, and 0 here."""
-        value, flags = NOTHING, 0
-        if isinstance(numbers, torch.Tensor):
-            assert self.device_pages is not None
-            value, kind = self.device_pages.again(numbers), RowKind.MEASURED
-        elif numbers is None and self._on_device(tensor):
-            index = self._device_value(tensor)
-            value = NOTHING if index is None else index
-            kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
-        else:
-            numbers = numbers if numbers is not None else measure(tensor)
-            kind = RowKind(numbers.kind)
-            if kind is RowKind.MEASURED:
-                value = self._recorder.value(numbers.low, numbers.high, numbers.meta)
-                flags = numbers.meta & 0xFF
-        return (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind)), flags
-
-    def _device_value(self, tensor: torch.Tensor) -> int | None:
-        if self.device_pages is None:
-            if tensor.device.type != "cuda" or self._device_failed:
-                return None
-            try:
-                self.device_pages = DevicePages(self._recorder, tensor.device)
-            except Exception as error:
-                self._device_failed = True
-                self._fault("device page", error)
-                return None
-        return self.device_pages.measure(tensor) if tensor.device == self.device_pages.device else None
+    def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
+        """The info of a module that is being traced."""
+        if self._stack:
+            return self._roots.child(module, self._stack[0].root, self._stack[-1])
+        if region is not None:
+            return self._roots.child(module, region.root.root, region.stack[-1] if region.stack else region.root)
+        return self._roots.enter(module)[0]
 
     # -- what to do about it ------------------------------------------------------------------------------------
 
-    def _alarm(
-        self,
-        info: ModuleInfo,
-        frame: int,
-        seq: int,
-        alarm: tuple[str, int, RowTuple],
-        inputs_finite: bool,
-        weights_finite: bool,
-    ) -> None:
-        role, flags, row = alarm
-        shape = next((list(dims) for dims, number in self._shapes.items() if number == row[2]), None)
-        where = self.where()
-        self._anomaly = Anomaly(
-            where=where,
-            frame=frame,
-            module=info.name,
-            cls=info.cls,
-            phase="forward",
-            role=role,
-            value=name_of(NonFinite(flags)),
-            dtype=DTYPE_NAMES[row[3]],
-            shape=shape,
-            inputs_finite=inputs_finite,
-            weights_finite=weights_finite,
-            aborts=self._settings.on_overflow == "abort",
-        )
-        self._record_anomaly(self._anomaly)
-
-    def _record_anomaly(self, anomaly: Anomaly) -> None:
-        self._anomalies += 1
-        if self._anomalies <= _MAX_ANOMALIES:
-            self._recorder.append(anomaly)
-        else:  # training on with nan in every batch: the first ones are what the question is about
-            self._fields[Field.RECORDS_LOST] += 1
-
-    def look_at_arrived(self) -> None:
-        """Check the pages whose numbers have come back from the device. Does not wait for the others."""
-        if self.device_pages is None:
-            return
-        for number in self.device_pages.arrived():
-            anomaly = self._anomaly_of(number)
-            if anomaly is not None:
-                self._record_anomaly(anomaly)
-                self._late = self._late or anomaly
-
-    def _anomaly_of(self, page_number: int) -> Anomaly | None:
-        """Read our own recorder, as the node agent does: this happens once or twice in the life of a run."""
-        reader = RecorderReader(self._recorder.path)
+    def look_at(self, tensor: Any, name: str) -> None:
+        """Record a tensor that the script asks about (`gpuwatch.detect_overflow`). Raises what the user asked for."""
         try:
-            names = Names()
-            names.add(reader.new_entries()[0])
-            message = reader.page(page_number)
-        finally:
-            reader.close()
-        if message is None:
-            return None
-        page = decode_page(message, names)
-        return anomaly_of_page(page, aborts=self._settings.on_overflow == "abort")
+            unseen(self._look_at, tensor, name)
+        except Exception as error:
+            self._fault("detect_overflow", error)
+        self.policy.raise_pending()
 
-    def _raise_late(self) -> None:
-        late, self._late = self._late, None
-        if late is not None and late.aborts:
-            self._abort(late)
-
-    def _abort(self, anomaly: Anomaly) -> None:
-        self._fields[Field.ABORT] = ExitCode.OVERFLOW
-        module = f"`{anomaly.module}` ({anomaly.cls})" if anomaly.module else f"`{anomaly.cls}`"
-        raise OverflowDetected(
-            f"gpuwatch: rank {self._rank}: {anomaly.value} in {anomaly.role} of {module}, "
-            f"{anomaly.phase} of batch {anomaly.where.batch}; the combined report follows when all ranks have "
-            "ended. To go on training after an overflow: --on-overflow continue"
-        )
+    def _look_at(self, tensor: Any, name: str) -> None:
+        info = self._roots.place(name, self._stack[0].root if self._stack else None)
+        inside = bool(self._stack)
+        if not inside:
+            info.root.batches += 1
+            self.rows.begin_page(self.progress.begin_page(info.root, True).batch)
+        page = self._recorder.page
+        if page is None:
+            return
+        row = self.rows.leaf(info, "output", tensor)
+        depth = len(self._stack)
+        parent = self._stack[-1].id if inside else NOTHING
+        frame = self._recorder.frame(info.id, parent, depth, Phase.FORWARD, issued(), (row.packed,))
+        if row.flags:
+            sighting = Sighting(page, info.root.label, info, frame, Phase.FORWARD, "output", row)
+            if row.packed[5] & Mark.IGNORED:
+                self.policy.hidden(sighting)
+            else:
+                self.policy.alarm(sighting)
+        if not inside:
+            self._recorder.pause_page()
 
     def _batch_ended(self) -> None:
         """The root's forward has returned. Raises what the user asked for, and nothing else."""
-        anomaly = self._anomaly
-        if anomaly is not None and anomaly.aborts:
-            self._abort(anomaly)
+        if self.policy.pending:
+            self.policy.raise_pending()
         last = self._settings.abort_after_batch
-        if last is not None and self._last_root.id == self._first_root and self._batch >= last:
+        if last is not None and self._last_root.id == self._first_root and self.progress.batch >= last:
             print(
-                f"gpuwatch: rank {self._rank}: ending after batch {self._batch}: --abort-after-batch", file=sys.stderr
+                f"gpuwatch: rank {self.progress.rank}: ending after batch {self.progress.batch}: --abort-after-batch",
+                file=sys.stderr,
             )
             raise SystemExit(0)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.frames import RowKind
-from ..core.values import DTYPE_CODES, INF_BITS, SIGN_MASK, Encoding, NonFinite
+from ..core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, Encoding, NonFinite
 
 CHUNK = 1 << 18
 """Elements that are looked at in one go: the scratch stays in the cache and no temporary is as large as the tensor."""
@@ -48,12 +48,32 @@ CODES: dict[torch.dtype, int] = {
 }
 """dtype -> its index in core.values.DTYPE_NAMES."""
 
+LOW_PRECISION = {
+    dtype
+    for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+"""Where small numbers vanish: their zeros and subnormals are worth counting."""
+
 _EMPTY = Numbers(0, 0, 0, RowKind.EMPTY)
 NOT_MEASURABLE = Numbers(0, 0, 0, RowKind.NOT_MEASURABLE)
 
 
-def measure(tensor: torch.Tensor) -> Numbers:
-    """Numbers of a tensor in host memory, of any dtype, layout and class. Never raises: see `RowKind`."""
+def measure(tensor: torch.Tensor, count: bool = False) -> Numbers:
+    """Numbers of a tensor in host memory, of any dtype, layout and class. Never raises: see `RowKind`.
+
+    `count` asks for the shares of zeros and of subnormals, where the dtype is of low precision.
+    """
+    numbers = _measure_any(tensor)
+    if count and tensor.dtype in LOW_PRECISION and numbers.kind == RowKind.MEASURED:
+        try:
+            return numbers._replace(meta=numbers.meta | _shares(tensor))
+        except Exception:  # the numbers are there all the same
+            pass
+    return numbers
+
+
+def _measure_any(tensor: torch.Tensor) -> Numbers:
     try:
         return _measure(tensor)
     except Exception:  # a nested tensor, a negated view: what looks plain from outside is not always
@@ -115,6 +135,32 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         by_stride = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
         tensor = tensor.permute(by_stride)
     return tensor.reshape(-1)
+
+
+def _shares(tensor: torch.Tensor) -> int:
+    """The part of `meta` that says which share of the elements is zero, and which is subnormal.
+
+    A float8 tensor is widened for this, as for everything else; its own smallest normal number is what counts.
+    """
+    smallest = torch.finfo(tensor.dtype).smallest_normal
+    plain = to_plain(tensor)
+    if plain is None:
+        return 0
+    total = plain.numel()
+    if plain.dtype is tensor.dtype:
+        kind = FLOATS[plain.dtype]
+        bits = plain.view(kind.bits).bitwise_and(kind.mask)
+        small = int((bits < MIN_NORMAL_BITS[Encoding(kind.encoding)]).sum().item())
+    else:
+        small = int((plain.abs() < smallest).sum().item())
+    zeros = total - int(torch.count_nonzero(plain).item())
+    return share_bits(zeros, small - zeros, total)
+
+
+def share_bits(zeros: int, subnormals: int, total: int) -> int:
+    """Counts as `meta` holds them: what is there at all is never rounded down to nothing."""
+    shares = [max(min(n, 1), round(n / total * SHARE)) for n in (zeros, subnormals)]
+    return COUNTED | shares[0] << 16 | shares[1] << 32
 
 
 def _second_look(tensor: torch.Tensor) -> int:

@@ -34,6 +34,14 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def class_of(module: nn.Module) -> str:
+    """The class that the user wrote. `fully_shard` makes a class `FSDPBlock` out of `Block`."""
+    cls = type(unwrap(module))
+    if cls.__name__.startswith("FSDP") and cls.__mro__[1].__name__ == "FSDPModule" and len(cls.__bases__) > 1:
+        cls = cls.__bases__[1]
+    return cls.__name__
+
+
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of every module under `root` once, under its first name; wrappers get the name of what they wrap.
 

@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..core.recorder.writer import RecorderWriter
+from ..core.recorder.writer import OpenPage, RecorderWriter
 from ..core.records import ModuleDef, RootDef
-from .names import unwrap, walk, wrapped_child
+from .names import class_of, walk, wrapped_child
+from .selection import Selection
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+
+def _nothing() -> None:
+    return None
 
 
 class ModuleInfo:
     """What the hooks need to know of a module, without keeping it alive."""
 
-    __slots__ = ("cls", "entered", "id", "is_wrapper", "name", "ref", "root", "slots")
+    __slots__ = ("cls", "entered", "id", "is_wrapper", "name", "ref", "root", "seq", "slots", "watched")
 
-    def __init__(self, module: nn.Module, number: int, root: RootInfo, name: str) -> None:
-        self.ref = weakref.ref(module)
+    def __init__(self, module: nn.Module | None, number: int, root: RootInfo, name: str) -> None:
+        """`module` is None for a place that is none: one that `detect_overflow` was called with."""
+        self.ref: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else _nothing
         self.id = number
         self.root = root
         self.name = name
-        self.cls = type(unwrap(module)).__name__
+        self.cls = class_of(module) if module is not None else "detect_overflow"
         self.entered = 0
         """A wrapper's: frames in the page when it was last entered."""
-        self.is_wrapper = wrapped_child(module) is not None
+        self.is_wrapper = module is not None and wrapped_child(module) is not None
+        self.seq = -1
+        """Collectives that had been issued when it was last entered."""
         self.slots: dict[str, int] = {}
+        self.watched = True
+        """Whether it gets frames (`--modules`)."""
 
 
 class RootInfo:
     """A root module: its batches are counted by themselves."""
 
-    __slots__ = ("batches", "cls", "definitions", "id", "label", "modules", "ordinal")
+    __slots__ = ("batches", "cls", "definitions", "id", "label", "modules", "ordinal", "page")
 
     def __init__(self, number: int, cls: str, ordinal: int) -> None:
         self.id = number
@@ -44,6 +56,8 @@ class RootInfo:
         self.definitions: dict[tuple[str, str], ModuleInfo] = {}
         """(name, class) -> the first module of that name: one that is made anew in every step shares its number."""
         self.batches = 0
+        self.page: OpenPage | None = None
+        """The page of its last batch."""
 
     def knows(self, module: nn.Module) -> bool:
         """Whether the module is a part of this root, as far as is known."""
@@ -54,13 +68,18 @@ class RootInfo:
 class Roots:
     """All roots of a rank, in the order of their first call."""
 
-    def __init__(self, recorder: RecorderWriter) -> None:
+    def __init__(self, recorder: RecorderWriter, selection: Selection) -> None:
         self._recorder = recorder
-        self._roots: list[tuple[weakref.ref[nn.Module], RootInfo]] = []
-        self._root_by_id: dict[int, tuple[weakref.ref[nn.Module], RootInfo]] = {}
+        self._selection = selection
+        self._roots: list[tuple[Callable[[], nn.Module | None], RootInfo]] = []
+        self._root_by_id: dict[int, tuple[Callable[[], nn.Module | None], RootInfo]] = {}
         self._owner: dict[int, ModuleInfo] = {}
         """id of a module -> its info under the first root that was known to hold it."""
         self._modules = 0
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
+        """id of a parameter -> the first module that was seen to hold it, and its name there."""
+        self.on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None = None
+        """Called once for every parameter of every module that becomes known."""
 
     def enter(self, module: nn.Module) -> tuple[ModuleInfo, bool]:
         """The info of a module entered while no other is running, and whether this begins a batch of its own.
@@ -99,6 +118,52 @@ class Roots:
                 return info.name or info.cls
         return None
 
+    def place(self, name: str, root: RootInfo | None) -> ModuleInfo:
+        """A place that the script has named itself, in the root that runs or in one of its own."""
+        if root is None:
+            root = next((info for _, info in self._roots if info.cls == "detect_overflow"), None)
+        if root is None:
+            root = RootInfo(len(self._roots), "detect_overflow", 0)
+            self._roots.append((_nothing, root))
+            self._recorder.append(RootDef(root.id, root.cls, 0), name=True)
+        info = root.definitions.get((name, "detect_overflow"))
+        if info is None:
+            info = ModuleInfo(None, self._modules, root, name)
+            self._modules += 1
+            root.definitions[name, info.cls] = info
+            self._recorder.append(ModuleDef(info.id, root.id, name, info.cls), name=True)
+        return info
+
+    def label(self, root_id: int) -> str:
+        """The label of a root by its number."""
+        return self._roots[root_id][1].label if 0 <= root_id < len(self._roots) else ""
+
+    def owner_of(self, parameter: torch.Tensor) -> tuple[ModuleInfo, str] | None:
+        """The module that holds a parameter, and the parameter's name there; None for one that nobody has seen."""
+        known = self._parameters.get(id(parameter))
+        return known[1:] if known is not None and known[0]() is parameter else None
+
+    def own(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
+        """Remember whose parameter this is."""
+        known = self._parameters.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            self._parameters[id(parameter)] = (weakref.ref(parameter), info, name)
+            if self.on_parameter is not None:
+                self.on_parameter(parameter, info, name)
+
+    def find_parameters(self) -> None:
+        """Look again at the modules of all roots: parameters may have been put in since."""
+        for _, root in self._roots:
+            for info in list(root.modules.values()):
+                module = info.ref()
+                if module is not None:
+                    self._own_all(module, info)
+
+    def _own_all(self, module: nn.Module, info: ModuleInfo) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                self.own(parameter, info, name)
+
     def _find(self, root: RootInfo) -> nn.Module | None:
         for ref, candidate in self._roots:
             if candidate is root:
@@ -110,7 +175,7 @@ class Roots:
         return info if info is not None and info.ref() is module else self._intern(module, root, "")
 
     def _new_root(self, module: nn.Module) -> RootInfo:
-        cls = type(unwrap(module)).__name__
+        cls = class_of(module)
         for position, (ref, gone) in enumerate(self._roots):
             if gone.cls == cls and ref() is None:  # a loss that is made anew in every step is one root
                 self._roots[position] = self._root_by_id[id(module)] = (weakref.ref(module), gone)
@@ -131,9 +196,11 @@ class Roots:
                 self._intern(part, root, name)
 
     def _intern(self, module: nn.Module, root: RootInfo, name: str) -> ModuleInfo:
-        first = root.definitions.get((name, type(unwrap(module)).__name__))
+        first = root.definitions.get((name, class_of(module)))
         info = ModuleInfo(module, first.id if first is not None else self._modules, root, name)
+        info.watched = self._selection.watches(name)
         root.modules[id(module)] = info
+        self._own_all(module, info)
         owner = self._owner.get(id(module))
         if owner is None or owner.ref() is not module:
             self._owner[id(module)] = info

@@ -10,13 +10,27 @@ from ..core.recorder.layout import Field, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, Where
 from ..core.settings import WorkerSettings
-from .collectives import sequence_number
+from .collectives import clock, issued
 
 if TYPE_CHECKING:
     from .hooks import Hooks
 
 
 _SETTLE_S = 2.0
+
+_current: Session | None = None
+"""The session of this process, if it is a watched rank."""
+
+
+def make_current(session: Session) -> None:
+    """From now on `session` is the one of this process."""
+    global _current
+    _current = session
+
+
+def current_hooks() -> Hooks | None:
+    """The hooks of the run that watches this process; None where there is none, as in a process it has forked."""
+    return _current.hooks if _current is not None and _current.is_ours else None
 
 
 class Session:
@@ -43,19 +57,17 @@ class Session:
         """The place in the run, for an event."""
         if self.hooks is not None:
             return self.hooks.where()
-        return Where(rank=self.rank, attempt=self.settings.attempt, seq=sequence_number(), time_ns=time.time_ns())
+        return Where(rank=self.rank, attempt=self.settings.attempt, seq=issued(), time_ns=time.time_ns(), clock=clock())
 
     def settle(self) -> None:
         """The script is over: give the last numbers a moment to come back from the device. Never raises."""
         hooks = self.hooks
-        if hooks is None or hooks.device_pages is None:
+        if hooks is None:
             return
         deadline = time.monotonic() + _SETTLE_S
         try:
-            hooks.look_at_arrived()
-            while hooks.device_pages.flying and time.monotonic() < deadline:
+            while not hooks.settle() and time.monotonic() < deadline:
                 time.sleep(0.005)
-                hooks.look_at_arrived()
         except Exception as error:
             self.recorder.append(Fault(self.where(), "settle", f"{type(error).__name__}: {error}"))
 

@@ -27,9 +27,9 @@ ROWS_PER_SEGMENT = 384
 VALUES_PER_SEGMENT = 240
 
 FRAME = struct.Struct("<IIhBBqIII")
-"""module, parent module, depth, phase, (free), seq, first row in the segment, rows, index in the page"""
+"""module, parent module, depth, phase, collectives during the call, seq, first row in the segment, rows, index"""
 ROW = struct.Struct("<IIIBBH")
-"""slot, value index in the page, shape, dtype code, kind, (free)"""
+"""slot, value index in the page, shape, dtype code, kind, mark"""
 VALUE = struct.Struct("<qqq")
 """low, high, meta: see core/values.py"""
 ENTRY = struct.Struct("<II")
@@ -73,6 +73,10 @@ class Field(IntEnum):
     FRAMES_LOST = 27
     ROWS_LOST = 28
     ABORT = 29
+    IGNORED = 30
+    SCALER_SKIPS = 31
+    WARNED = 32
+    BATCHES_IDLE = 33
 
 
 class SegmentField(IntEnum):
@@ -111,6 +115,8 @@ class RankPhase(IntEnum):
     FINISHED = 4
     RAISED = 5
     UNWATCHED = 6
+    BACKWARD = 7
+    OPTIMIZER = 8
 
 
 def file_bytes(log_bytes: int = LOG_BYTES, segments: int = SEGMENTS) -> int:

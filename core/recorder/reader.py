@@ -6,6 +6,7 @@ import mmap
 import time
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +20,17 @@ _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
 
 class NotReady(Exception):
     """The file is not (yet) a recorder of this version."""
+
+
+class HeldPage(NamedTuple):
+    """A page that the ring holds at least the end of. `frames` and `values` count from its beginning."""
+
+    number: int
+    root: int
+    batch: int
+    complete: bool
+    frames: int
+    values: int
 
 
 class RecorderReader:
@@ -114,6 +126,10 @@ class RecorderReader:
             frames_lost=fields[Field.FRAMES_LOST],
             rows_lost=fields[Field.ROWS_LOST],
             records_lost=fields[Field.RECORDS_LOST] + self.damaged,
+            ignored=fields[Field.IGNORED],
+            scaler_skips=fields[Field.SCALER_SKIPS],
+            warned=fields[Field.WARNED],
+            batches_idle=fields[Field.BATCHES_IDLE],
             age_s=max(0.0, (time.monotonic_ns() - fields[Field.MOVED_NS]) / 1e9),
         )
 
@@ -124,15 +140,26 @@ class RecorderReader:
         number = self._fields[Field.PAGE]
         return self.page(number) if number >= 0 else None
 
-    def find_page(self, root_cls: str, root_ordinal: int, batch: int) -> PageMessage | None:
-        """The page of one batch of one root, if something of it is still in the ring."""
-        for root in self.roots.values():
-            if (root.cls, root.ordinal) == (root_cls, root_ordinal):
-                for segment in range(self._segments):
-                    head = self._head(segment)
-                    if head[SegmentField.ROOT] == root.id and head[SegmentField.BATCH] == batch and self._used(head):
-                        return self.page(head[SegmentField.PAGE])
-        return None
+    def held(self) -> list[HeldPage]:
+        """What the ring holds something of, in the order in which the pages were begun. Copies no table."""
+        last: dict[int, list[int]] = {}
+        for position in range(self._segments):
+            head = self._head(position)
+            if self._used(head) and self._head(position)[SegmentField.GENERATION] == head[SegmentField.GENERATION]:
+                known = last.get(head[SegmentField.PAGE])
+                if known is None or known[SegmentField.INDEX] < head[SegmentField.INDEX]:
+                    last[head[SegmentField.PAGE]] = head
+        return [
+            HeldPage(
+                number=number,
+                root=head[SegmentField.ROOT],
+                batch=head[SegmentField.BATCH],
+                complete=head[SegmentField.CLOSED] == Closed.PAGE_END,
+                frames=head[SegmentField.FRAME_BASE] + head[SegmentField.FRAMES],
+                values=head[SegmentField.VALUE_BASE] + head[SegmentField.VALUES],
+            )
+            for number, head in sorted(last.items())
+        ]
 
     def page(self, number: int) -> PageMessage | None:
         """What the ring still holds of page `number`; None if nothing."""

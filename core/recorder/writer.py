@@ -18,8 +18,26 @@ from .layout import Closed, Field, RankPhase, SegmentField
 _EVENT_RESERVE = 256 << 10
 """Bytes of the log that names may not take, so that an event always finds room."""
 
-RowTuple = tuple[int, int, int, int, int]
-"""slot, value, shape, dtype code, kind"""
+RowTuple = tuple[int, int, int, int, int, int]
+"""slot, value, shape, dtype code, kind, mark"""
+
+
+class OpenPage:
+    """The rows of one batch so far. Whoever holds it may write on in it: the backward comes after other pages."""
+
+    __slots__ = ("batch", "ended", "frames", "number", "root", "segment", "segments", "step", "values")
+
+    def __init__(self, number: int, root: int, batch: int, step: int) -> None:
+        self.number = number
+        self.root = root
+        self.batch = batch
+        self.step = step
+        self.frames = 0
+        self.values = 0
+        self.segments = 0
+        self.segment = -1
+        """Its last segment, counted from the beginning of the run."""
+        self.ended = False
 
 
 class RecorderWriter:
@@ -61,11 +79,11 @@ class RecorderWriter:
         self._segments_at = self._log_at + log_bytes
         self._segments = segments
         self._segment = -1
-        self._pages = -1
-        self._frames = 0
-        self._page_open = False
-        self.on_segment_end: Callable[[int, int, bool], None] | None = None
-        """Called with (offset of its values in the file, page, whether the page ends) when a segment is done."""
+        self._pages = 0
+        self.page: OpenPage | None = None
+        """The page that is being written."""
+        self.on_segment_end: Callable[[int, int], None] | None = None
+        """Called with (offset of its values in the file, number of the page) when a segment is done."""
 
         fields = self.fields
         for field, value in (
@@ -94,11 +112,6 @@ class RecorderWriter:
     def memory(self) -> mmap.mmap:
         """The mapped file."""
         return self._map
-
-    @property
-    def frames(self) -> int:
-        """Frames in the page so far."""
-        return self._frames
 
     @property
     def value_position(self) -> int:
@@ -137,51 +150,76 @@ class RecorderWriter:
 
     # -- pages --------------------------------------------------------------------------------------------------
 
-    def begin_page(self, root: int, batch: int, step: int) -> int:
-        """Start a page; returns its number, counted from 0 over all roots of this rank."""
-        if self._page_open:
-            self.end_page()
+    def begin_page(self, root: int, batch: int, step: int) -> OpenPage:
+        """Start a page. Pages are counted from 0 over all roots of this rank."""
+        self.pause_page()
+        page = OpenPage(self._pages, root, batch, step)
         self._pages += 1
-        self._frames = 0
-        self._values = 0
-        self._index = -1
-        self._head = (root, batch, step)
-        self._page_open = True
-        self._next_segment()
-        fields = self.fields
-        fields[Field.STEP] = step
-        fields[Field.BATCH] = batch
-        fields[Field.ROOT] = root
-        fields[Field.PAGE] = self._pages
-        fields[Field.MOVED_NS] = time.monotonic_ns()
-        return self._pages
+        self.page = page
+        self._next_segment(page)
+        self._say_where(page)
+        return page
+
+    def pause_page(self) -> None:
+        """Another page comes in between, or nothing for a while: what was written so far may be copied and read."""
+        page = self.page
+        if page is not None:
+            self.page = None
+            self._seg[SegmentField.CLOSED] = Closed.PAGE_END if page.ended else Closed.CONTINUED
+            self._segment_done(page)
+            self.fields[Field.MOVED_NS] = time.monotonic_ns()
+
+    def resume_page(self, page: OpenPage) -> None:
+        """Write on in a page, in a segment of its own."""
+        if self.page is page:
+            return
+        self.pause_page()
+        self.page = page
+        self._next_segment(page)
+        self._say_where(page)
+
+    def end_page(self, page: OpenPage) -> None:
+        """The batch has ended: nothing more is expected in its page."""
+        page.ended = True
+        if self.page is page:
+            self.pause_page()
+        elif self._segment - page.segment < self._segments:  # else it has been overwritten
+            at = self._segments_at + (page.segment % self._segments) * layout.SEGMENT_BYTES
+            with self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q") as head:
+                head[SegmentField.CLOSED] = Closed.PAGE_END
 
     def value(self, low: int, high: int, meta: int) -> int:
         """Store the numbers of one tensor; returns its index in the page."""
+        page = self.page
+        assert page is not None
         if self._values_used == layout.VALUES_PER_SEGMENT:
-            self._continue_segment()
+            self._continue_segment(page)
         layout.VALUE.pack_into(self._bytes, self._values_at + self._values_used * 24, low, high, meta)
         self._values_used += 1
         self._seg[SegmentField.VALUES] = self._values_used
-        index = self._values
-        self._values += 1
+        index = page.values
+        page.values = index + 1
         return index
 
-    def frame(self, module: int, parent: int, depth: int, phase: int, seq: int, rows: Sequence[RowTuple]) -> int:
+    def frame(
+        self, module: int, parent: int, depth: int, phase: int, seq: int, rows: Sequence[RowTuple], collectives: int = 0
+    ) -> int:
         """Store a finished module call; returns its index in the page. Rows beyond a segment's table are counted."""
+        page = self.page
+        assert page is not None
         count = len(rows)
         if count > layout.ROWS_PER_SEGMENT:
             self.fields[Field.ROWS_LOST] += count - layout.ROWS_PER_SEGMENT
             count = layout.ROWS_PER_SEGMENT
             rows = rows[:count]
         if self._frames_used == layout.FRAMES_PER_SEGMENT or self._rows_used + count > layout.ROWS_PER_SEGMENT:
-            self._continue_segment()
+            self._continue_segment(page)
         at = self._rows_at + self._rows_used * 16
         pack_row, data = layout.ROW.pack_into, self._bytes
-        for slot, value, shape, dtype, kind in rows:
-            pack_row(data, at, slot, value, shape, dtype, kind, 0)
+        for row in rows:
+            pack_row(data, at, *row)
             at += 16
-        index = self._frames
+        index = page.frames
         layout.FRAME.pack_into(
             data,
             self._frames_at + self._frames_used * 32,
@@ -189,7 +227,7 @@ class RecorderWriter:
             parent,
             min(depth, 32767),
             phase,
-            0,
+            min(collectives, 255),
             seq,
             self._rows_used,
             count,
@@ -197,48 +235,47 @@ class RecorderWriter:
         )
         self._rows_used += count
         self._frames_used += 1
-        self._frames += 1
+        page.frames = index + 1
         seg = self._seg
         seg[SegmentField.ROWS] = self._rows_used
         seg[SegmentField.FRAMES] = self._frames_used
         return index
 
-    def end_page(self) -> None:
-        """The batch has ended."""
-        if self._page_open:
-            self._seg[SegmentField.CLOSED] = Closed.PAGE_END
-            self._page_open = False
-            self._segment_done(True)
-            self.fields[Field.MOVED_NS] = time.monotonic_ns()
+    def _say_where(self, page: OpenPage) -> None:
+        fields = self.fields
+        fields[Field.BATCH] = page.batch
+        fields[Field.ROOT] = page.root
+        fields[Field.PAGE] = page.number
+        fields[Field.MOVED_NS] = time.monotonic_ns()
 
-    def _continue_segment(self) -> None:
+    def _continue_segment(self, page: OpenPage) -> None:
         self._seg[SegmentField.CLOSED] = Closed.CONTINUED
-        self._segment_done(False)
-        self._next_segment()
+        self._segment_done(page)
+        self._next_segment(page)
 
-    def _segment_done(self, ends_page: bool) -> None:
+    def _segment_done(self, page: OpenPage) -> None:
         if self.on_segment_end is not None:
-            self.on_segment_end(self._values_at, self._pages, ends_page)
+            self.on_segment_end(self._values_at, page.number)
 
-    def _next_segment(self) -> None:
+    def _next_segment(self, page: OpenPage) -> None:
         self._segment += 1
-        self._index += 1
         at = self._segments_at + (self._segment % self._segments) * layout.SEGMENT_BYTES
         seg = self._seg = self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q")
         generation = seg[SegmentField.GENERATION]
         seg[SegmentField.GENERATION] = generation + 1
-        root, batch, step = self._head
-        seg[SegmentField.PAGE] = self._pages
-        seg[SegmentField.ROOT] = root
-        seg[SegmentField.BATCH] = batch
-        seg[SegmentField.STEP] = step
-        seg[SegmentField.INDEX] = self._index
+        seg[SegmentField.PAGE] = page.number
+        seg[SegmentField.ROOT] = page.root
+        seg[SegmentField.BATCH] = page.batch
+        seg[SegmentField.STEP] = page.step
+        seg[SegmentField.INDEX] = page.segments
         seg[SegmentField.FRAMES] = seg[SegmentField.ROWS] = seg[SegmentField.VALUES] = 0
-        seg[SegmentField.FRAME_BASE] = self._frames
-        seg[SegmentField.VALUE_BASE] = self._values
+        seg[SegmentField.FRAME_BASE] = page.frames
+        seg[SegmentField.VALUE_BASE] = page.values
         seg[SegmentField.CLOSED] = Closed.OPEN
         seg[SegmentField.STARTED_NS] = time.time_ns()
         seg[SegmentField.GENERATION] = generation + 2
+        page.segment = self._segment
+        page.segments += 1
         self._frames_at = at + layout.FRAMES_AT
         self._rows_at = at + layout.ROWS_AT
         self._values_at = at + layout.VALUES_AT

@@ -86,6 +86,15 @@ def test_rows_are_told_apart_by_their_role():
     assert [r.role for r in frame().outputs] == ["output"]
 
 
+def test_gradients_and_states_are_rows_of_their_own():
+    rows = [row("weight"), row("grad weight"), row("grad output[0]"), row("state exp_avg weight"), row("output")]
+    shown = Frame(0, 4, "fc", "Linear", "backward", rows)
+    assert [r.role for r in shown.weights] == ["weight"]
+    assert [r.role for r in shown.gradients] == ["grad weight", "grad output[0]"]
+    assert [r.role for r in shown.outputs] == ["output"]
+    assert shown.inputs == []
+
+
 def test_only_neginf_is_what_a_mask_holds():
     assert row(flags=NonFinite.NEGINF).only_neginf
     assert not row(flags=NonFinite.NEGINF | NonFinite.NAN).only_neginf

@@ -10,7 +10,17 @@ from gpuwatch.core.messages import AgentMessage, Beat, Bye, Definitions, EventMe
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-HERE = records.Where(rank=3, attempt=1, step=7, batch=9, root="Net#2", page=11, seq=42, time_ns=1_700_000_000_000)
+HERE = records.Where(
+    rank=3,
+    attempt=1,
+    step=7,
+    batch=9,
+    root="Net#2",
+    page=11,
+    seq=42,
+    time_ns=1_700_000_000_000,
+    clock={"0": 41, "dp né": 1 << 40},
+)
 ENTRIES = [
     records.RootDef(0, "Net", 1),
     records.ModuleDef(1, 0, "layer.0", "Linear"),
@@ -18,7 +28,13 @@ ENTRIES = [
     records.ShapeDef(3, (2, 0, 5)),
 ]
 EVENTS = [
-    records.Anomaly(HERE, 4, "layer.0", "Linear", "forward", "output", "+inf", "float16", [2, 3], True, False, True),
+    records.Anomaly(
+        HERE, 4, "layer.0", "Linear", "forward", "output", "+inf", "float16", [2, 3], True, False, True, "why", 3
+    ),
+    records.Warned(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
+    records.ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
+    records.Ignored(HERE, "mask.*:output", "mask.0", "output", "-inf"),
+    records.Cost(HERE, 1_000_000, 1_020_000, 50, 49),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),
     records.PreflightStage(HERE, "all_reduce", True, 0.25, "ring"),
@@ -35,7 +51,7 @@ BODIES = [
     *map(EventMessage, EVENTS),
     Definitions(3, 1, list(ENTRIES)),
     messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.Segment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
-    Beat([messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5)], {3: 2}),
+    Beat([messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5, 4, 5, 6, 7)], {3: 2}),
     Bye("failed", 15),
 ]
 ANSWERS = [

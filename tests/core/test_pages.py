@@ -3,12 +3,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from gpuwatch.core.frames import RowKind
+from gpuwatch.core.frames import Mark, Phase, RowKind
 from gpuwatch.core.messages import PageMessage, Segment
 from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.records import ModuleDef, RootDef, ShapeDef, SlotDef
-from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
+from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, Encoding, NonFinite
 
 F32 = Encoding.FLOAT32 << 8
 ONE, TWO, INF = 0x3F800000, 0x40000000, 0x7F800000
@@ -30,12 +30,12 @@ def names(entries=DEFINITIONS) -> Names:
     return found
 
 
-def segment(frames, values=(), index=0, frame_base=0, value_base=0) -> Segment:
+def segment(frames, values=(), index=0, frame_base=0, value_base=0, phase=0, collectives=0) -> Segment:
     rows = [row for frame in frames for row in frame[-1]]
     counts = [len(frame[-1]) for frame in frames]
     firsts = [0, *itertools.accumulate(counts)]
     packed = [
-        layout.FRAME.pack(module, parent, depth, 0, 0, 7, firsts[n], counts[n], frame_base + n)
+        layout.FRAME.pack(module, parent, depth, phase, collectives, 7, firsts[n], counts[n], frame_base + n)
         for n, (module, parent, depth, _) in enumerate(frames)
     ]
     return Segment(
@@ -43,7 +43,7 @@ def segment(frames, values=(), index=0, frame_base=0, value_base=0) -> Segment:
         frame_base,
         value_base,
         b"".join(packed),
-        b"".join(layout.ROW.pack(*row, 0) for row in rows),
+        b"".join(layout.ROW.pack(*row, *([0] if len(row) == 5 else [])) for row in rows),
         b"".join(layout.VALUE.pack(*value) for value in values),
     )
 
@@ -142,3 +142,57 @@ def test_a_dtype_of_a_later_version_is_unknown():
 def test_definitions_may_come_in_any_order_and_twice():
     message = page(segment([LINEAR], VALUES))
     assert decode_page(message, names([*reversed(DEFINITIONS), *DEFINITIONS])) == decode_page(message, names())
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_every_phase_has_its_name(phase):
+    decoded = decode_page(page(segment([LINEAR], VALUES, phase=int(phase), collectives=9)), names())
+    assert (decoded.frames[0].phase, decoded.frames[0].collectives) == (phase.name.lower(), 9)
+
+
+@pytest.mark.parametrize("mark", [Mark.NONE, Mark.IGNORED | Mark.SCALED, Mark.PASSED_THROUGH, 0x8000])
+def test_a_rows_mark_is_kept_even_one_of_a_later_version(mark):
+    frame = (1, 0, 1, [(0, 0, 0, DTYPE_CODES["float32"], 0, int(mark))])
+    assert decode_page(page(segment([frame], VALUES)), names()).frames[0].rows[0].mark == mark
+
+
+def test_shares_and_headroom_are_there_where_they_can_be():
+    counted = Encoding.FLOAT16 << 8 | SHARE << 16 | (SHARE // 5) << 32 | COUNTED
+    values = [(0, 0x7800, counted), (ONE, TWO, F32)]  # 0x7800 is 32768
+    table = [(0, 0, 0, DTYPE_CODES["float16"], 0), (1, 1, 0, DTYPE_CODES["float32"], 0), (1, 9, 0, 1, 0)]
+    half, single, lost = decode_page(page(segment([(1, 0, 1, table)], values)), names()).frames[0].rows
+    assert (half.abs_max, half.zeros, half.subnormals) == (32768, 1, 0.2)
+    assert half.headroom == pytest.approx(0.9993, abs=1e-4)
+    assert (single.zeros, single.subnormals, single.headroom) == (None, None, pytest.approx(127, abs=1e-6))
+    assert (lost.kind, lost.zeros, lost.subnormals, lost.headroom) == ("lost", None, None, None)
+
+
+def test_a_non_finite_value_has_no_headroom():
+    output = decode_page(page(segment([LINEAR], VALUES)), names()).frames[0].rows[1]
+    assert (output.abs_max, output.headroom) == (float("inf"), None)
+
+
+def test_a_value_that_is_on_its_way_is_pending_and_has_no_number():
+    row = decode_page(page(segment([LINEAR], [(0, 0, PENDING), VALUES[1]])), names()).frames[0].rows[0]
+    assert (row.kind, row.abs_max, row.flags, row.zeros, row.headroom) == ("pending", None, 0, None, None)
+    assert row.value == 0, "it is the same tensor all the same"
+
+
+def test_a_page_that_was_written_in_turns_has_its_frames_in_order():
+    """Forward in one segment, backward in two later ones."""
+    decoded = decode_page(
+        page(
+            segment([LINEAR] * 2, VALUES),
+            segment([LINEAR], index=1, frame_base=2, value_base=2, phase=int(Phase.BACKWARD)),
+            segment([LINEAR], index=2, frame_base=3, value_base=2, phase=int(Phase.OPTIMIZER)),
+        ),
+        names(),
+    )
+    assert [(frame.index, frame.phase) for frame in decoded.frames] == [
+        (0, "forward"),
+        (1, "forward"),
+        (2, "backward"),
+        (3, "optimizer"),
+    ]
+    assert all(frame.rows[0].abs_max == 2 for frame in decoded.frames)
+    assert decoded.lost_frames == 0

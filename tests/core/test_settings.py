@@ -17,6 +17,16 @@ ALL_CHANGED = WorkerSettings(
     preflight="off",
     preflight_timeout_s=1.5,
     on_preflight_failure="continue",
+    watch=("weights",),
+    modules=["encoder.*", "head [é]"],
+    every=100,
+    sync=True,
+    guard_optimizer=True,
+    ignore=["mask.*:output[0]"],
+    near_overflow=2.5,
+    underflow_share=0.25,
+    scaler_skips=3,
+    measure_cost=True,
 )
 
 

@@ -1,21 +1,29 @@
 from __future__ import annotations
 
+import doctest
 import math
 import struct
 
 import numpy as np
 import pytest
 import torch
+from gpuwatch.core import values
 from gpuwatch.core.values import (
+    COUNTED,
     DTYPE_CODES,
+    DTYPE_MAX,
     DTYPE_NAMES,
     INF_BITS,
+    MIN_NORMAL_BITS,
+    PENDING,
+    SHARE,
     SIGN_MASK,
     Encoding,
     NonFinite,
     Value,
     decode,
     flags_from_bits,
+    headroom,
     name_of,
 )
 from hypothesis import given
@@ -130,3 +138,104 @@ def test_the_table_of_dtypes_is_append_only():
     assert DTYPE_NAMES[:8] == ("unknown", "float32", "float16", "bfloat16", "float64", "int64", "int32", "int16")
     assert DTYPE_CODES["float8_e4m3fn"] == 14
     assert DTYPE_CODES["qint32"] == 24
+
+
+# -- shares -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    flags=st.integers(0, 15),
+    encoding=st.sampled_from(Encoding),
+    zeros=st.integers(0, SHARE),
+    subnormals=st.integers(0, SHARE),
+)
+def test_flags_encoding_and_shares_do_not_touch_each_other(flags, encoding, zeros, subnormals):
+    meta = flags | encoding << 8 | zeros << 16 | subnormals << 32 | COUNTED
+    assert 0 <= meta < 1 << 63, "it is stored as a signed integer of 8 bytes"
+    value = Value(1, 2, struct.unpack("<q", struct.pack("<q", meta))[0])
+    assert (value.flags, value.encoding) == (flags, encoding)
+    assert (value.zeros, value.subnormals) == (zeros / SHARE, subnormals / SHARE)
+    assert (value.abs_min, value.abs_max) == (decode(1, encoding), decode(2, encoding))
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_a_share_comes_back_as_near_as_16_bits_can_hold_it(zeros, subnormals):
+    value = Value(0, 0, round(zeros * SHARE) << 16 | round(subnormals * SHARE) << 32 | COUNTED)
+    assert value.zeros == pytest.approx(zeros, abs=0.5 / SHARE + 1e-12)
+    assert value.subnormals == pytest.approx(subnormals, abs=0.5 / SHARE + 1e-12)
+
+
+def test_none_and_all_are_exact():
+    value = Value(0, 0, SHARE << 16 | COUNTED)
+    assert (value.zeros, value.subnormals) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("meta", [PENDING, Encoding.FLOAT16 << 8, Encoding.FLOAT16 << 8 | 0xFFFF << 16])
+def test_where_nobody_counted_there_are_no_shares(meta):
+    assert (Value(0, 0, meta).zeros, Value(0, 0, meta).subnormals) == (None, None)
+
+
+# -- headroom and underflow ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DTYPE_MAX)
+def test_the_largest_number_of_a_dtype_is_torchs(name):
+    assert torch.finfo(getattr(torch, name)).max == DTYPE_MAX[name]
+
+
+def test_every_dtype_with_an_exponent_and_a_sign_has_a_largest_number():
+    """float8_e8m0fnu is a scale, and holds no value that could overflow."""
+    floats = {
+        name
+        for name in DTYPE_NAMES
+        if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+        and (dtype.is_floating_point or dtype.is_complex)
+    }
+    assert floats - {"float8_e8m0fnu"} == set(DTYPE_MAX)
+
+
+DTYPES = {
+    Encoding.FLOAT64: torch.float64,
+    Encoding.FLOAT32: torch.float32,
+    Encoding.FLOAT16: torch.float16,
+    Encoding.BFLOAT16: torch.bfloat16,
+}
+
+
+@pytest.mark.parametrize("encoding", FLOATS)
+def test_the_smallest_number_of_full_precision_is_torchs(encoding):
+    assert decode(MIN_NORMAL_BITS[encoding], encoding) == torch.finfo(DTYPES[encoding]).smallest_normal
+    assert decode(MIN_NORMAL_BITS[encoding] - 1, encoding) < torch.finfo(DTYPES[encoding]).smallest_normal
+
+
+def test_every_encoding_of_floats_has_its_borders():
+    floats = set(Encoding) - {Encoding.INTEGER}
+    assert set(MIN_NORMAL_BITS) == set(INF_BITS) == set(SIGN_MASK) == set(DTYPES) == floats
+
+
+@pytest.mark.parametrize("name", DTYPE_MAX)
+def test_the_largest_number_has_no_headroom_and_its_half_one_power_of_two(name):
+    assert headroom(DTYPE_MAX[name], name) == 0
+    assert headroom(DTYPE_MAX[name] / 2, name) == pytest.approx(1, abs=1e-12)
+    assert headroom(DTYPE_MAX[name] / 1024, name) == pytest.approx(10, abs=1e-12)
+
+
+@given(st.floats(min_value=5e-324, max_value=DTYPE_MAX["float64"]))
+def test_headroom_is_a_number_for_every_finite_value_above_zero(value):
+    assert 0 <= headroom(value, "float64") < 2100
+
+
+@pytest.mark.parametrize("value", [None, 0.0, math.inf, math.nan])
+def test_what_is_no_finite_number_above_zero_has_no_headroom(value):
+    assert headroom(value, "float16") is None
+
+
+@pytest.mark.parametrize("name", ["int64", "bool", "unknown", "qint8", "float4 of a later version"])
+def test_a_dtype_that_cannot_overflow_to_inf_has_no_headroom(name):
+    assert headroom(1.0, name) is None
+
+
+def test_the_examples_in_the_docstrings_hold():
+    found = doctest.testmod(values)
+    assert found.attempted > 0
+    assert found.failed == 0

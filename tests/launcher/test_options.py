@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import msgspec
 import pytest
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.exits import ExitCode
+from gpuwatch.core.keys import derive_keys
+from gpuwatch.core.settings import VARIABLE, WorkerSettings
+from gpuwatch.launcher.launch import _Launch
 from gpuwatch.launcher.options import get_parser
+from gpuwatch.launcher.plan import make_plan
 from torch.distributed.run import get_args_parser
 
 
@@ -13,6 +19,15 @@ from torch.distributed.run import get_args_parser
 def no_torchrun_variables(monkeypatch):
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
+
+
+def worker_settings(line: list[str]) -> WorkerSettings:
+    """What a launch with these arguments tells its workers."""
+    args = get_parser().parse_args(line)
+    plan = make_plan(args, lambda host: True)
+    launch = _Launch(args, plan, derive_keys("secret", plan.job), 1, ["gpuwatch", "launch", *line])
+    launch._scratch = Path("/dev/shm/scratch")
+    return launch._worker_settings()
 
 
 def strings(parser) -> set[str]:
@@ -43,6 +58,96 @@ def test_defaults():
     assert (args.on_overflow, args.max_frames, args.trace_batches, args.abort_after_batch) == ("abort", 21, [], None)
     assert (args.preflight, args.preflight_timeout, args.on_preflight_failure) == ("quick", 120.0, "stop")
     assert (args.runs_dir, args.collector, args.collector_port, args.secret_file) == ("gpuwatch-runs", None, None, None)
+
+
+def test_what_to_watch_is_all_by_default():
+    args = get_parser().parse_args(["train.py"])
+    assert args.watch == ("forward", "grads", "weights")
+    assert (args.modules, args.every, args.ignore) == ([], 1, [])
+    assert (args.sync, args.guard_optimizer, args.measure_cost) == (False, False, False)
+    assert (args.near_overflow, args.underflow_share, args.scaler_skips) == (1.0, 0.1, 12)
+
+
+def test_the_defaults_are_those_of_the_worker():
+    """One that is started by something else than a launch behaves the same."""
+    assert worker_settings(["train.py"]) == WorkerSettings("/dev/shm/scratch")
+
+
+EVERYTHING = (
+    "--on-overflow continue --max-frames 5 --trace-batches 0,3 --abort-after-batch 9 --preflight off "
+    "--preflight-timeout 7 --on-preflight-failure continue --watch weights,grads --modules encoder.* --modules head "
+    "--every 100 --sync {guard} --ignore mask.*:output[0] --ignore *.dropout {near} 2.5 {share} 0.25 {skips} 3 {cost}"
+)
+DASHED = ("--guard-optimizer", "--near-overflow", "--underflow-share", "--scaler-skips", "--measure-cost")
+
+
+@pytest.mark.parametrize("form", ["dashed", "underscored"])
+def test_every_option_for_the_worker_reaches_it(form, monkeypatch):
+    names = [name if form == "dashed" else f"--{name[2:].replace('-', '_')}" for name in DASHED]
+    line = EVERYTHING.format(**dict(zip(("guard", "near", "share", "skips", "cost"), names, strict=True)))
+    settings = worker_settings([*line.split(), "train.py"])
+    monkeypatch.setenv(VARIABLE, settings.to_json())
+    assert WorkerSettings.from_environment() == settings
+    assert settings == WorkerSettings(
+        recorder_dir="/dev/shm/scratch",
+        on_overflow="continue",
+        max_frames=5,
+        trace_batches=[0, 3],
+        abort_after_batch=9,
+        preflight="off",
+        preflight_timeout_s=7.0,
+        on_preflight_failure="continue",
+        watch=("weights", "grads"),
+        modules=["encoder.*", "head"],
+        every=100,
+        sync=True,
+        guard_optimizer=True,
+        ignore=["mask.*:output[0]", "*.dropout"],
+        near_overflow=2.5,
+        underflow_share=0.25,
+        scaler_skips=3,
+        measure_cost=True,
+    )
+    default = msgspec.structs.asdict(WorkerSettings("/x"))
+    unset = {name for name, value in msgspec.structs.asdict(settings).items() if value == default[name]}
+    assert unset == {"round", "attempt"}, "these two the agreement of the nodes sets, all others an option"
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("--watch forward", "watch", ("forward",)),
+        ("--watch=grads,forward,weights", "watch", ("grads", "forward", "weights")),
+        ("--every 1", "every", 1),
+        ("--every 1000000", "every", 1_000_000),
+        ("--near-overflow 0", "near_overflow", 0.0),
+        ("--near-overflow 64", "near_overflow", 64.0),
+        ("--underflow-share 1", "underflow_share", 1.0),
+        ("--underflow-share 1e-3", "underflow_share", 0.001),
+        ("--scaler-skips 1", "scaler_skips", 1),
+        ("--ignore a:b:c", "ignore", ["a:b:c"]),
+    ],
+)
+def test_values_at_the_edge_are_good(line, name, value):
+    assert getattr(get_parser().parse_args([*line.split(), "train.py"]), name) == value
+
+
+def test_spaces_after_the_commas_of_what_to_watch_do_no_harm():
+    assert get_parser().parse_args(["--watch", "forward, grads", "train.py"]).watch == ("forward", "grads")
+
+
+def test_a_pattern_is_kept_as_it_was_typed():
+    """What a shell did not expand is not changed on the way either."""
+    line = ["--modules", "layer[0-3].* x'\"", "--modules=*", "--ignore", "*.mask:kwargs.attn_mask", "train.py"]
+    args = get_parser().parse_args(line)
+    assert (args.modules, args.ignore) == (["layer[0-3].* x'\"", "*"], ["*.mask:kwargs.attn_mask"])
+    assert get_parser().parse_args(["train.py"]).modules == [], "one parse leaves nothing behind for the next"
+
+
+def test_torchruns_own_module_option_is_not_shadowed():
+    args = get_parser().parse_args(["--module", "package.train", "--modules", "x"])
+    assert (args.module, args.training_script, args.modules) == (True, "package.train", [])
+    assert args.training_script_args == ["--modules", "x"]
 
 
 def test_good_values_are_read():
@@ -84,6 +189,32 @@ def test_what_follows_the_script_is_the_scripts():
         ("--collector", "tcp://host"),
         ("--collector", "tcp://host:0"),
         ("--collector", "tcp://host:²"),
+        ("--watch", "gradients"),
+        ("--watch", "forward,"),
+        ("--watch", ""),
+        ("--watch", "forward;grads"),
+        ("--watch", "Forward"),
+        ("--modules", ""),
+        ("--modules", " "),
+        ("--every", "0"),
+        ("--every", "-3"),
+        ("--every", "1.5"),
+        ("--every", "²"),
+        ("--every", ""),
+        ("--ignore", ""),
+        ("--ignore", ":output"),
+        ("--ignore", "fc:"),
+        ("--near-overflow", "-1"),
+        ("--near-overflow", "65"),
+        ("--near-overflow", "nan"),
+        ("--near-overflow", "inf"),
+        ("--near-overflow", "two"),
+        ("--underflow-share", "-0.1"),
+        ("--underflow-share", "1.01"),
+        ("--underflow-share", "10%"),
+        ("--underflow-share", "nan"),
+        ("--scaler-skips", "0"),
+        ("--scaler-skips", "many"),
         ("--collector-port", "0"),
         ("--collector-port", "65536"),
         ("--collector-port", "http"),
@@ -101,6 +232,33 @@ def test_a_bad_value_is_one_sentence_that_names_the_option_and_what_was_found(op
     assert caught.value.exit_code == ExitCode.USAGE
 
 
+@pytest.mark.parametrize("option", ["--sync", "--guard-optimizer", "--measure_cost"])
+def test_a_switch_takes_no_value(option):
+    with pytest.raises(UsageError) as caught:
+        get_parser().parse_args([f"{option}=yes", "train.py"])
+    assert option in str(caught.value)
+    assert "'yes'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--watch", "all", "expected some of forward,grads,weights"),
+        ("--every", "0", "expected a number of batches of 1 or more"),
+        ("--near-overflow", "70", "expected powers of two from 0 to 64"),
+        ("--underflow-share", "2", "expected a share from 0 to 1"),
+        ("--scaler-skips", "0", "expected a number of steps of 1 or more"),
+        ("--modules", "", "expected a module's name or a pattern such as 'encoder.*'"),
+        ("--ignore", "fc:", "expected MODULE or MODULE:ROLE"),
+    ],
+)
+def test_the_sentence_says_what_was_expected(option, value, expected):
+    with pytest.raises(UsageError) as caught:
+        get_parser().parse_args([f"{option}={value}", "train.py"])
+    assert expected in str(caught.value)
+    assert f"found {value!r}" in str(caught.value)
+
+
 def test_an_unknown_option_and_a_missing_script_are_usage_errors():
     for line in (["--no-such-option", "train.py"], []):
         with pytest.raises(UsageError, match="gpuwatch launch --help"):
@@ -114,3 +272,4 @@ def test_help_shows_both(capsys):
     shown = capsys.readouterr().out
     assert "--rdzv-endpoint" in shown
     assert "--on-overflow" in shown
+    assert "--guard-optimizer" in shown

@@ -16,7 +16,7 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Anomaly, Fault
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker import hooks as hooks_module
+from gpuwatch.worker import rows as rows_module
 from gpuwatch.worker.hooks import Hooks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -86,8 +86,10 @@ def watch(tmp_path):
 def measured(monkeypatch) -> list:
     """Every tensor that is looked at, kept alive so that none is taken for another."""
     seen = []
-    real = hooks_module.measure
-    monkeypatch.setattr(hooks_module, "measure", lambda tensor: (seen.append(tensor), real(tensor))[1])
+    real = rows_module.measure
+    monkeypatch.setattr(
+        rows_module, "measure", lambda tensor, count=False: (seen.append(tensor), real(tensor, count))[1]
+    )
     return seen
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import Field, RankPhase
-from gpuwatch.core.recorder.reader import NotReady, RecorderReader
+from gpuwatch.core.recorder.reader import HeldPage, NotReady, RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Fault, ModuleDef, RootDef, ScriptError, ScriptExit, ShapeDef, SlotDef, Where
 from hypothesis import given, settings
@@ -48,8 +48,10 @@ def tables(page):
         for offset, numbers in enumerate(layout.VALUE.iter_unpack(segment.values)):
             values[segment.value_base + offset] = numbers
         rows = list(layout.ROW.iter_unpack(segment.rows))
-        for module, parent, depth, phase, _, seq, first, count, index in layout.FRAME.iter_unpack(segment.frames):
-            frames.append((index, module, parent, depth, phase, seq, [row[:5] for row in rows[first : first + count]]))
+        for module, parent, depth, phase, collectives, seq, first, count, index in layout.FRAME.iter_unpack(
+            segment.frames
+        ):
+            frames.append((index, module, parent, depth, phase, seq, rows[first : first + count], collectives))
     return frames, values
 
 
@@ -61,14 +63,16 @@ ROW = st.tuples(
     st.integers(0, 2**32 - 1),
     st.integers(0, 255),
     st.integers(0, 5),
+    st.integers(0, 65535),
 )
 FRAME = st.tuples(
     st.integers(0, 2**32 - 1),
     st.integers(0, 2**32 - 1),
     st.integers(0, 32767),
-    st.integers(0, 5),
+    st.integers(0, 6),
     st.integers(-1, 2**62),
     st.lists(ROW, max_size=6),
+    st.integers(0, 255),
 )
 VALUE = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
 
@@ -78,15 +82,16 @@ VALUE = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 3)
 def test_a_page_is_read_as_it_was_written(folder, calls):
     frames, values = [], {}
     with open_pair(folder, segments=8) as (writer, reader):
-        number = writer.begin_page(root=4, batch=9, step=7)
+        open_page = writer.begin_page(root=4, batch=9, step=7)
         for call in calls:
             if len(call) == 3:
                 values[writer.value(*call)] = call
             else:
                 frames.append((writer.frame(*call), *call))
-        writer.end_page()
-        page = reader.page(number)
-    assert (page.rank, page.attempt, page.number, page.root, page.batch, page.step) == (3, 2, number, 4, 9, 7)
+        writer.end_page(open_page)
+        page = reader.page(open_page.number)
+    assert (page.rank, page.attempt, page.number, page.root, page.batch, page.step) == (3, 2, 0, 4, 9, 7)
+    assert (open_page.frames, open_page.values) == (len(frames), len(values))
     assert page.complete
     assert tables(page) == (frames, values)
 
@@ -95,45 +100,58 @@ def test_a_page_is_read_as_it_was_written(folder, calls):
 @settings(max_examples=25)
 def test_a_page_that_is_bigger_than_a_segment_keeps_every_frame(folder, frames, rows, values):
     with open_pair(folder, segments=128) as (writer, reader):
-        number = writer.begin_page(0, 0, 0)
+        page = writer.begin_page(0, 0, 0)
         written = []
         for module in range(frames):
             indexes = [writer.value(module, value, 0) for value in range(values)]
-            table = [(slot, indexes[-1] if indexes else layout.NOTHING, 0, 1, 0) for slot in range(rows)]
+            table = [(slot, indexes[-1] if indexes else layout.NOTHING, 0, 1, 0, 0) for slot in range(rows)]
             written.append((writer.frame(module, layout.NOTHING, 0, 0, -1, table), module, table))
-        writer.end_page()
-        got, numbers = tables(reader.page(number))
-    assert [(index, module, table) for index, module, *_, table in got] == written
+        writer.end_page(page)
+        got, numbers = tables(reader.page(page.number))
+    assert [(index, module, table) for index, module, *_, table, _ in got] == written
     assert len(numbers) == frames * values
-    for index, module, *_, table in got:
+    for index, module, *_, table, _ in got:
         assert all(numbers[row[1]][0] == module for row in table if values), index
 
 
 def test_a_page_that_is_open_is_read_as_far_as_it_got(folder):
     with open_pair(folder, segments=4) as (writer, reader):
-        writer.begin_page(0, 5, 0)
+        open_page = writer.begin_page(0, 5, 0)
         assert tables(reader.last_page()) == ([], {})
-        writer.frame(1, layout.NOTHING, 0, 0, 3, [(0, writer.value(1, 2, 3), 0, 1, 0)])
+        writer.frame(1, layout.NOTHING, 0, 0, 3, [(0, writer.value(1, 2, 3), 0, 1, 0, 2)], 7)
         page = reader.last_page()
         assert not page.complete
-        assert tables(page) == ([(0, 1, layout.NOTHING, 0, 0, 3, [(0, 0, 0, 1, 0)])], {0: (1, 2, 3)})
-        writer.end_page()
+        assert tables(page) == ([(0, 1, layout.NOTHING, 0, 0, 3, [(0, 0, 0, 1, 0, 2)], 7)], {0: (1, 2, 3)})
+        writer.end_page(open_page)
         assert reader.last_page().complete
 
 
-def test_a_new_page_ends_the_one_that_was_open(folder):
+def test_a_new_page_comes_in_between_and_does_not_end_the_one_before(folder):
+    """A loss module is called while the batch of the model is not over: its backward is still to come."""
     with open_pair(folder, segments=4) as (writer, reader):
         first = writer.begin_page(0, 0, 0)
-        second = writer.begin_page(0, 1, 0)
-        assert (reader.page(first).complete, reader.page(second).complete) == (True, False)
+        second = writer.begin_page(1, 0, 0)
+        assert (reader.page(first.number).complete, reader.page(second.number).complete) == (False, False)
+        writer.end_page(first)
+        assert (reader.page(first.number).complete, reader.page(second.number).complete) == (True, False)
+        assert writer.page is second
+
+
+def test_more_collectives_than_a_byte_holds_are_the_most_it_holds(folder):
+    with open_pair(folder, segments=1) as (writer, reader):
+        writer.begin_page(0, 0, 0)
+        for collectives in (0, 255, 256, 70_000):
+            writer.frame(0, layout.NOTHING, 0, 0, 0, [], collectives)
+        frames, _ = tables(reader.last_page())
+        assert [frame[-1] for frame in frames] == [0, 255, 255, 255]
 
 
 def test_rows_that_no_segment_can_hold_are_counted(folder):
     with open_pair(folder, segments=4) as (writer, reader):
         writer.begin_page(0, 0, 0)
-        writer.frame(1, layout.NOTHING, 0, 0, 0, [(slot, 0, 0, 0, 0) for slot in range(layout.ROWS_PER_SEGMENT + 7)])
+        writer.frame(1, layout.NOTHING, 0, 0, 0, [(slot, 0, 0, 0, 0, 0) for slot in range(layout.ROWS_PER_SEGMENT + 7)])
         (frame,), _ = tables(reader.last_page())
-        assert len(frame[-1]) == layout.ROWS_PER_SEGMENT
+        assert len(frame[-2]) == layout.ROWS_PER_SEGMENT
         assert reader.state().rows_lost == 7
 
 
@@ -143,39 +161,292 @@ def test_rows_that_no_segment_can_hold_are_counted(folder):
 def test_the_ring_keeps_the_newest_pages(folder):
     with open_pair(folder, segments=3) as (writer, reader):
         for batch in range(10):
-            writer.begin_page(0, batch, batch)
+            page = writer.begin_page(0, batch, batch)
             writer.frame(batch, layout.NOTHING, 0, 0, 0, [])
-            writer.end_page()
+            writer.end_page(page)
         assert [reader.page(number) is not None for number in range(10)] == [False] * 7 + [True] * 3
         assert tables(reader.last_page())[0][0][1] == 9
 
 
 def test_of_a_page_bigger_than_the_ring_the_end_is_left_with_its_true_indexes(folder):
     with open_pair(folder, segments=2) as (writer, reader):
-        writer.begin_page(0, 0, 0)
+        page = writer.begin_page(0, 0, 0)
         total = 4 * layout.FRAMES_PER_SEGMENT
         for module in range(total):
-            writer.frame(module, layout.NOTHING, 0, 0, 0, [(0, writer.value(module, 0, 0), 0, 0, 0)])
-        writer.end_page()
+            writer.frame(module, layout.NOTHING, 0, 0, 0, [(0, writer.value(module, 0, 0), 0, 0, 0, 0)])
+        writer.end_page(page)
         frames, values = tables(reader.last_page())
     assert [frame[0] for frame in frames] == list(range(frames[0][0], total))
     assert frames[0][0] > 0
-    assert all(values[row[1]][0] == module for _, module, *_, (row,) in frames if row[1] in values)
+    assert all(values[row[1]][0] == module for _, module, *_, (row,), _ in frames if row[1] in values)
 
 
-def test_a_page_is_found_by_its_root_and_batch(folder):
-    with open_pair(folder, segments=8) as (writer, reader):
-        for root, cls, ordinal in ((0, "Net", 0), (1, "Net", 1)):
-            writer.append(RootDef(root, cls, ordinal))
-        reader.new_entries()
-        numbers = {}
+def test_what_the_ring_holds_is_listed_without_its_tables(folder):
+    with open_pair(folder, segments=3) as (writer, reader):
+        assert reader.held() == []
         for batch in range(3):
             for root in range(2):
-                numbers[root, batch] = writer.begin_page(root, batch, 0)
-        assert reader.find_page("Net", 1, 2).number == numbers[1, 2]
-        assert reader.find_page("Net", 0, 1).number == numbers[0, 1]
-        assert reader.find_page("Net", 0, 9) is None
-        assert reader.find_page("Other", 0, 0) is None
+                page = writer.begin_page(root, batch, 0)
+                writer.value(1, 2, 3)
+                writer.frame(0, layout.NOTHING, 0, 0, 0, [])
+                writer.frame(0, layout.NOTHING, 0, 0, 0, [])
+            writer.end_page(page)
+        assert reader.held() == [
+            HeldPage(number=3, root=1, batch=1, complete=True, frames=2, values=1),
+            HeldPage(number=4, root=0, batch=2, complete=False, frames=2, values=1),
+            HeldPage(number=5, root=1, batch=2, complete=True, frames=2, values=1),
+        ]
+        writer.resume_page(page)
+        writer.value(1, 2, 3)
+        assert reader.held() == [
+            HeldPage(number=4, root=0, batch=2, complete=False, frames=2, values=1),
+            HeldPage(number=5, root=1, batch=2, complete=False, frames=2, values=2),
+        ]
+
+
+# -- pages that are written on in ---------------------------------------------------------------------------------
+
+
+def call(writer: RecorderWriter, name: int, phase: int = 0) -> None:
+    """A frame with one row; all its numbers are `name`."""
+    writer.frame(name, layout.NOTHING, 0, phase, name, [(name, writer.value(name, name, name), name, 1, 0, 0)])
+
+
+def names_in(page) -> list[int]:
+    """The names of a page's calls, each of which must be whole."""
+    frames, values = tables(page)
+    for _, name, _, _, _, seq, (row,), _ in frames:
+        assert seq == row[0] == row[2] == name
+        assert values[row[1]] == (name, name, name)
+    assert [frame[0] for frame in frames] == list(range(frames[0][0], frames[0][0] + len(frames))) if frames else True
+    return [frame[1] for frame in frames]
+
+
+def test_a_forward_a_loss_and_the_backward_are_two_pages_each_in_its_order(folder):
+    with open_pair(folder, segments=8) as (writer, reader):
+        model = writer.begin_page(root=0, batch=5, step=4)
+        call(writer, 10)
+        call(writer, 11)
+        loss = writer.begin_page(root=1, batch=5, step=4)
+        call(writer, 20)
+        assert reader.last_page().number == loss.number
+        writer.resume_page(model)
+        assert writer.page is model
+        call(writer, 12, phase=1)
+        assert (reader.last_page().number, reader.state().batch, reader[Field.ROOT]) == (model.number, 5, 0)
+        writer.resume_page(loss)
+        call(writer, 21, phase=1)
+        writer.resume_page(model)
+        call(writer, 13, phase=1)
+
+        page = reader.page(model.number)
+        assert names_in(page) == [10, 11, 12, 13]
+        assert [segment.index for segment in page.segments] == [0, 1, 2]
+        assert [(segment.frame_base, segment.value_base) for segment in page.segments] == [(0, 0), (2, 2), (3, 3)]
+        assert (page.root, page.batch, page.step, page.complete) == (0, 5, 4, False)
+        page = reader.page(loss.number)
+        assert names_in(page) == [20, 21]
+        assert (page.root, page.complete) == (1, False)
+
+
+def test_resuming_the_page_that_is_being_written_makes_no_new_segment(folder):
+    with open_pair(folder, segments=8) as (writer, reader):
+        page = writer.begin_page(0, 0, 0)
+        call(writer, 1)
+        writer.resume_page(page)
+        call(writer, 2)
+        assert len(reader.page(page.number).segments) == page.segments == 1
+
+
+def test_a_page_that_was_paused_goes_on_after_nothing_came_in_between(folder):
+    with open_pair(folder, segments=8) as (writer, reader):
+        page = writer.begin_page(0, 0, 0)
+        call(writer, 1)
+        writer.pause_page()
+        assert writer.page is None
+        writer.pause_page()
+        writer.resume_page(page)
+        call(writer, 2)
+        assert names_in(reader.page(page.number)) == [1, 2]
+        assert page.segments == 2
+
+
+def test_a_page_that_is_ended_while_another_is_written_is_complete(folder):
+    with open_pair(folder, segments=8) as (writer, reader):
+        first = writer.begin_page(0, 0, 0)
+        call(writer, 1)
+        writer.begin_page(1, 0, 0)
+        call(writer, 2)
+        writer.end_page(first)
+        call(writer, 3)
+        assert reader.page(first.number).complete
+        assert names_in(reader.page(first.number)) == [1]
+        assert names_in(reader.last_page()) == [2, 3]
+
+
+@pytest.mark.parametrize("how", ["paused", "another begins", "another goes on", "ended again"])
+def test_a_page_that_was_ended_and_goes_on_is_complete_once_it_rests(folder, how):
+    """In a pipeline the backward of a batch comes after the forward of the next."""
+    with open_pair(folder, segments=8) as (writer, reader):
+        first = writer.begin_page(0, 0, 0)
+        call(writer, 1)
+        writer.end_page(first)
+        second = writer.begin_page(0, 1, 0)
+        assert reader.page(first.number).complete
+        writer.resume_page(first)
+        call(writer, 2)
+        assert not reader.page(first.number).complete
+        if how == "paused":
+            writer.pause_page()
+        elif how == "another begins":
+            writer.begin_page(0, 2, 0)
+        elif how == "another goes on":
+            writer.resume_page(second)
+        else:
+            writer.end_page(first)
+        assert reader.page(first.number).complete
+        assert names_in(reader.page(first.number)) == [1, 2]
+        assert not reader.page(second.number).complete
+
+
+def test_ending_a_page_that_the_ring_has_overwritten_touches_nothing(folder):
+    with open_pair(folder, segments=2) as (writer, reader):
+        gone = writer.begin_page(0, 0, 0)
+        call(writer, 1)
+        for batch in (1, 2):
+            writer.begin_page(0, batch, 0)
+            call(writer, 10 + batch)
+        assert reader.page(gone.number) is None
+        before = bytes(writer.memory)
+        writer.end_page(gone)
+        assert bytes(writer.memory) == before
+        assert gone.ended
+
+
+def test_a_page_is_still_ended_in_the_last_place_that_the_ring_leaves_it(folder):
+    with open_pair(folder, segments=2) as (writer, reader):
+        first = writer.begin_page(0, 0, 0)
+        writer.begin_page(0, 1, 0)
+        writer.end_page(first)
+        assert reader.page(first.number).complete
+
+
+def test_each_segment_tells_where_its_values_are_and_whose(folder):
+    with open_pair(folder, segments=8) as (writer, _):
+        told = []
+
+        def done(values_at: int, number: int) -> None:
+            count = writer.value_position + 1
+            told.append(
+                (number, [low for low, _, _ in layout.VALUE.iter_unpack(writer.memory[values_at:][: count * 24])])
+            )
+
+        writer.on_segment_end = done
+        first = writer.begin_page(0, 0, 0)
+        call(writer, 1)
+        second = writer.begin_page(1, 0, 0)
+        call(writer, 2)
+        writer.end_page(first)  # it rests already: its segment has been told
+        writer.resume_page(first)
+        call(writer, 3)
+        writer.end_page(first)
+        writer.resume_page(second)
+        for name in range(layout.FRAMES_PER_SEGMENT + 1):
+            call(writer, name)
+        writer.pause_page()
+    many = list(range(layout.FRAMES_PER_SEGMENT + 1))  # a value comes before the frame that finds no room
+    assert told == [(0, [1]), (1, [2]), (0, [3]), (1, many), (1, [])]
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("begin"), st.integers(0, 2)),
+    st.tuples(st.just("resume"), st.integers(0, 9)),
+    st.tuples(st.just("end"), st.integers(0, 9)),
+    st.tuples(st.just("pause"), st.just(0)),
+    st.tuples(st.just("values"), st.integers(1, 300)),
+    st.tuples(st.just("frames"), st.integers(1, 140)),
+    st.tuples(st.just("rows"), st.integers(0, 400)),
+)
+
+
+class Diary:
+    """Does what it is told with a writer, and remembers which segment of the run each thing went to."""
+
+    def __init__(self, writer: RecorderWriter, reader: RecorderReader) -> None:
+        self.writer, self.reader = writer, reader
+        self.pages, self.frames, self.values, self.owners = [], [], [], []
+        self.count = 0
+
+    def do(self, verb: str, number: int) -> None:
+        writer = self.writer
+        if verb == "begin":
+            self.pages.append(writer.begin_page(root=number, batch=len(self.pages), step=len(self.pages) // 2))
+            self.frames.append([])
+            self.values.append([])
+        elif verb == "pause":
+            writer.pause_page()
+        elif verb in ("resume", "end") and self.pages:
+            page = self.pages[-1 - number % len(self.pages)]
+            (writer.resume_page if verb == "resume" else writer.end_page)(page)
+        elif writer.page is not None:
+            for _ in range(number if verb != "rows" else 1):
+                self._write(verb, number)
+        self._note_owner()
+
+    def _write(self, verb: str, number: int) -> None:
+        page, self.count = self.writer.page, self.count + 1
+        name = self.count
+        if verb == "values":
+            index = self.writer.value(name, page.number, name)
+            self._note_owner()
+            self.values[page.number].append((len(self.owners) - 1, index, (name, page.number, name)))
+            return
+        kept = [(name, page.number, slot, 1, 0, 0) for slot in range(number if verb == "rows" else 1)]
+        index = self.writer.frame(name, page.number, 0, 1, name, kept, 3)
+        self._note_owner()
+        kept = kept[: layout.ROWS_PER_SEGMENT]
+        self.frames[page.number].append((len(self.owners) - 1, (index, name, page.number, 0, 1, name, kept, 3)))
+
+    def _note_owner(self) -> None:
+        """At most one segment is taken at a time, by the page that is being written."""
+        while len(self.owners) <= self.reader[Field.SEGMENT]:
+            self.owners.append(self.writer.page.number)
+
+    def expected(self, page, segments: int):
+        """Whether the page is complete, the indexes of its segments, its frames and its values."""
+        oldest = max(0, len(self.owners) - segments)
+        mine = [number for number, owner in enumerate(self.owners) if owner == page.number]
+        return (
+            page.ended and self.writer.page is not page,
+            [index for index, number in enumerate(mine) if number >= oldest],
+            [frame for number, frame in self.frames[page.number] if number >= oldest],
+            {index: value for number, index, value in self.values[page.number] if number >= oldest},
+        )
+
+
+@given(operations=st.lists(OPERATIONS, max_size=40), segments=st.integers(1, 6))
+@settings(max_examples=150, deadline=None)
+def test_whatever_is_written_each_page_is_the_newest_that_the_ring_has_room_for(folder, operations, segments):
+    """Any order of beginning, going on, resting and ending: never a mix, never a gap, never more lost than must be."""
+    with open_pair(folder, segments=segments) as (writer, reader):
+        diary = Diary(writer, reader)
+        for verb, number in operations:
+            diary.do(verb, number)
+        held = {page.number: page for page in reader.held()}
+        for page in diary.pages:
+            complete, indexes, frames, values = diary.expected(page, segments)
+            message = reader.page(page.number)
+            assert (message is not None) == (page.number in held) == bool(indexes)
+            if message is None:
+                continue
+            assert (message.root, message.batch, message.step) == (page.root, page.batch, page.step)
+            assert (message.number, message.complete) == (page.number, complete)
+            assert [segment.index for segment in message.segments] == indexes
+            assert tables(message) == (frames, values)
+            assert (page.frames, page.values) == (len(diary.frames[page.number]), len(diary.values[page.number]))
+            assert [index for index, *_ in frames] == list(range(page.frames - len(frames), page.frames))
+            assert list(values) == list(range(page.values - len(values), page.values))
+            assert held[page.number] == HeldPage(page.number, page.root, page.batch, complete, page.frames, page.values)
 
 
 # -- the log ------------------------------------------------------------------------------------------------------
@@ -288,6 +559,7 @@ def test_the_header_says_who_writes(folder):
         writer.fields[Field.MODULE] = 7
         writer.fields[Field.PHASE] = RankPhase.FORWARD
         writer.fields[Field.SEQ] = 41
+        writer.fields[Field.STEP] = 6
         writer.begin_page(0, 12, 6)
         state = reader.state()
         assert (state.phase, state.step, state.batch, state.seq) == ("forward", 6, 12, 41)
@@ -358,7 +630,7 @@ writer = RecorderWriter(Path(sys.argv[1]), rank=5, local_rank=0, world_size=8, a
 writer.append(ModuleDef(0, 0, "fc", "Linear"))
 writer.begin_page(0, 8, 4)
 for index in range(300):
-    writer.frame(0, 0xFFFFFFFF, 0, 0, 17, [(0, writer.value(index, index + 1, 0x200), 0, 1, 0)])
+    writer.frame(0, 0xFFFFFFFF, 0, 0, 17, [(0, writer.value(index, index + 1, 0x200), 0, 1, 0, 0)])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -373,7 +645,7 @@ def test_the_rows_of_a_process_that_was_killed_are_all_there(tmp_path):
         page = reader.last_page()
         frames, values = tables(page)
         assert (page.batch, page.step, page.complete) == (8, 4, False)
-        assert [values[row[1]] for *_, (row,) in frames] == [(index, index + 1, 0x200) for index in range(300)]
+        assert [values[row[1]] for *_, (row,), _ in frames] == [(index, index + 1, 0x200) for index in range(300)]
     finally:
         reader.close()
 
@@ -388,10 +660,10 @@ def test_reading_while_another_process_writes_never_shows_a_torn_row(tmp_path):
         "print('ready', flush=True)\n"
         "n = 0\n"
         "for page in range(2500):\n"
-        "    w.begin_page(0, page, 0)\n"
+        "    p = w.begin_page(0, page, 0)\n"
         "    for _ in range(40):\n"
-        "        w.frame(n, 0, 0, 0, n, [(n, w.value(n, n, n), n, 1, 0)]); n += 1\n"
-        "    w.end_page()\n"
+        "        w.frame(n, 0, 0, 0, n, [(n, w.value(n, n, n), n, 1, 0, 0)]); n += 1\n"
+        "    w.end_page(p)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
     try:
@@ -403,7 +675,7 @@ def test_reading_while_another_process_writes_never_shows_a_torn_row(tmp_path):
             if page is None:
                 continue
             frames, values = tables(page)
-            for _, module, *_, seq, (row,) in frames:
+            for _, module, *_, seq, (row,), _ in frames:
                 assert module == seq == row[0]
                 assert values.get(row[1], (module,) * 3) == (module,) * 3
                 seen += 1
@@ -413,3 +685,55 @@ def test_reading_while_another_process_writes_never_shows_a_torn_row(tmp_path):
         process.wait(20)
     assert process.returncode == 0
     assert seen > 0
+
+
+def test_reading_while_another_process_goes_back_and_forth_between_pages_never_mixes_them(tmp_path):
+    """Every frame, row and value says which page it is of and the how-manieth in it; the ring wraps all the time."""
+    path = tmp_path / "x.recorder"
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from gpuwatch.core.recorder.writer import RecorderWriter\n"
+        "w = RecorderWriter(Path(sys.argv[1]), rank=0, local_rank=0, world_size=1, attempt=0, segments=6)\n"
+        "print('ready', flush=True)\n"
+        "def write(p, count):\n"
+        "    w.resume_page(p)\n"
+        "    for _ in range(count):\n"
+        "        n, i = p.number, p.frames\n"
+        "        w.frame(n, 0, 0, 0, i, [(n, w.value(n, i, 0), i, 1, 0, 0)])\n"
+        "last = None\n"
+        "for batch in range(1500):\n"
+        "    model, loss = w.begin_page(0, batch, 0), w.begin_page(1, batch, 0)\n"
+        "    for page, count in ((model, 30), (loss, 2), (last or model, 9), (loss, 1), (model, 30)):\n"
+        "        write(page, count)\n"
+        "    w.end_page(loss)\n"
+        "    w.end_page(model)\n"
+        "    last = model\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        reader = RecorderReader(path)
+        seen = several = 0
+        while process.poll() is None:
+            for held in reader.held():
+                assert (held.root, held.batch) == (held.number % 2, held.number // 2)
+                page = reader.page(held.number)
+                if page is None:
+                    continue
+                assert (page.root, page.batch) == (held.root, held.batch)
+                frames, values = tables(page)
+                indexes = [index for index, *_ in frames]
+                assert indexes == sorted(set(indexes))
+                for index, number, *_, seq, (row,), _ in frames:
+                    assert (number, seq, row[0], row[2]) == (page.number, index, page.number, index)
+                    assert row[1] == index
+                    assert values.get(index, (page.number, index, 0)) == (page.number, index, 0)
+                seen += len(frames)
+                several += len(page.segments) > 1
+        reader.close()
+    finally:
+        process.stdout.close()
+        process.wait(20)
+    assert process.returncode == 0
+    assert seen > 0
+    assert several > 0

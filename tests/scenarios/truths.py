@@ -1,0 +1,447 @@
+"""The scenarios: which script with which fault, and the truth about it.
+
+A truth is what follows from the script, and not what some version of gpuwatch said. `run.py --plain` checks the
+scripts against it without gpuwatch. What a truth leaves out is not compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ANY = "any"
+"""In `between`: whatever stands there."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A script with its arguments, the options of launch, and what must come out."""
+
+    name: str
+    script: str
+    verdict: dict[str, Any]
+    """Fields of report.json's verdict. A set as value: one of these."""
+    args: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    nproc: int = 2
+    weaker: tuple[dict[str, Any], ...] = ()
+    """Verdicts that say less and nothing wrong: they count as `unknown`."""
+    together: dict[int, str] = field(default_factory=dict)
+    """Rank -> module: all the origins that nothing orders, in the verdict and its `concurrent`."""
+    evidence: str = ""
+    """Regular expressions: for the verdict's evidence, its statement, and what the script's ranks print."""
+    statement: str = ""
+    stdout: str = ""
+    stdout_without: str = ""
+    warnings: tuple[tuple[int, str, str, str], ...] = ()
+    """(rank, kind, module, role) of warnings that the report must have."""
+    counts: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Rank -> what the report counts for it, such as {"scaler_skips": 4}; -1: at least one."""
+    witness: str | None = None
+    """What scripts/witness.py says of the fault, where that does not follow from the verdict; "": nothing at all."""
+    preflight: bool = False
+
+    @property
+    def code(self) -> int:
+        """The exit code of launch."""
+        return 0 if self.verdict["kind"] == "clean" else 4
+
+    @property
+    def said_by_witness(self) -> str | None:
+        """The line that the witness must print; "" for none at all, None where it has nothing to say of the case."""
+        verdict = self.verdict
+        if self.witness is not None or verdict["kind"] == "clean":
+            return self.witness or ""
+        if verdict.get("rank") is None or verdict["phase"] not in ("forward", "backward", "weight"):
+            return None
+        phase = verdict["phase"]
+        if phase == "backward" and verdict.get("role") in ("grad weight", "grad bias"):
+            phase = "gradient"
+        return f"rank={verdict['rank']} phase={phase} module={verdict['module']} class={verdict['class']}"
+
+
+CLEAN = {"kind": "clean"}
+
+
+def _found(phase: str, rank: int | None, module: str, cls: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "overflow", "phase": phase, "rank": rank, "module": module, "class": cls, "between": None, **more}
+
+
+def _forward(rank: int, module: str, cls: str = "Linear", **more: Any) -> dict[str, Any]:
+    return _found("forward", rank, module, cls, **{"role": "output", "value": "+inf", **more})
+
+
+def _backward(rank: int, module: str, cls: str, **more: Any) -> dict[str, Any]:
+    return _found("backward", rank, module, cls, **{"role": "grad input[0]", "value": "nan", **more})
+
+
+LEAF = _forward(1, "body.up", dtype="float32", batch=2, certainty="established")
+ZERO_LENGTH = _backward(1, "length", "Length", dtype="float32", batch=2)
+
+FORWARD = [
+    Scenario("leaf", "forward_leaf.py", LEAF),
+    Scenario(
+        "leaf, trained on",
+        "forward_leaf.py",
+        LEAF,
+        options=("--on-overflow", "continue"),
+        stdout="rank 0 trained to the end",
+    ),
+    Scenario(
+        "leaf, one of four ranks",
+        "forward_leaf.py",
+        {**LEAF, "rank": 2, "batch": 1},
+        args=("--rank", "2", "--batch", "1"),
+        nproc=4,
+    ),
+    Scenario("leaf, --sync", "forward_leaf.py", LEAF, options=("--sync",)),
+    Scenario("leaf, --modules", "forward_leaf.py", LEAF, options=("--modules", "body.*")),
+    Scenario(
+        "leaf, --every 5, a watched batch",
+        "forward_leaf.py",
+        {**LEAF, "batch": 5},
+        args=("--batch", "5", "--batches", "7"),
+        options=("--every", "5"),
+    ),
+    Scenario(
+        "leaf, --every 5, an idle batch",
+        "forward_leaf.py",
+        {"kind": "overflow", "phase": "forward", "rank": 1, "module": "", "class": "Net", "batch": 7},
+        args=("--batch", "7", "--batches", "9"),
+        options=("--every", "5"),
+        witness="rank=1 phase=forward module=body.up class=Linear batch=7",
+    ),
+    Scenario(
+        "residual add",
+        "residual_add.py",
+        _forward(1, "blocks.1", "Block", dtype="float16", batch=2, between=("blocks.1.fc2", None)),
+    ),
+    Scenario(
+        "between two children",
+        "between_children.py",
+        {
+            "kind": "overflow",
+            "phase": "forward",
+            "rank": 0,
+            "module": "block",
+            "class": "Block",
+            "between": ("block.enter", "block.leave"),
+            "value": "+inf",
+            "batch": 1,
+        },
+    ),
+    Scenario("keywords and dicts", "kwargs_dict.py", _forward(0, "scores", "Scores", role="output.logits[0]", batch=1)),
+    Scenario("shared module", "shared_module.py", _forward(0, "grow", batch=1)),
+    Scenario("LSTM", "recurrent.py", _forward(1, "lstm", "LSTM", role="output[0]", value="nan", batch=2)),
+    Scenario("module added late", "late_module.py", _forward(1, "adapters.late", batch=4)),
+    Scenario(
+        "two models and optimizers", "gan.py", _forward(0, "features.0", root="Discriminator", batch=7), witness=None
+    ),
+    Scenario("exception caught in a forward", "caught_exception.py", CLEAN, stdout="rank 1 left out 1"),
+    Scenario(
+        "overflow after a caught exception",
+        "caught_exception.py",
+        _forward(1, "body.up", batch=4),
+        args=("--fault", "later"),
+    ),
+    Scenario("evaluation between training", "evaluation.py", CLEAN),
+    Scenario("overflow in evaluation", "evaluation.py", _forward(1, "body.up", batch=7), args=("--fault", "eval")),
+    Scenario(
+        "two ranks in one batch",
+        "two_ranks.py",
+        {
+            "kind": "overflow",
+            "phase": "forward",
+            "role": "output",
+            "value": "+inf",
+            "batch": 2,
+            "certainty": "supported",
+        },
+        together={0: "body.up", 1: "head"},
+        witness="rank=0 phase=forward module=body.up class=Linear batch=2",
+    ),
+    Scenario("autocast in float16", "autocast.py", _forward(1, "body.up", dtype="float16", batch=2)),
+    Scenario("autocast in bfloat16", "autocast.py", CLEAN, args=("--dtype", "bfloat16"), preflight=True),
+]
+
+INPUTS_AND_WEIGHTS = [
+    Scenario(
+        "bad batch",
+        "bad_batch.py",
+        _found("input", 1, "", "Net", role="input[0]", value="nan", batch=3),
+    ),
+    Scenario(
+        "weight bad at the start, on one rank",
+        "weights_at_start.py",
+        _found("weight", 1, "head", "Linear", role="weight", value="nan", batch=0),
+    ),
+    Scenario(
+        "weight bad at the start, on all ranks",
+        "weights_at_start.py",
+        _found("weight", None, "head", "Linear", role="weight", value="nan", batch=0, certainty="unknown"),
+        args=("--where", "all"),
+    ),
+    Scenario(
+        "bit flip to inf",
+        "bit_flip.py",
+        _found("weight", 1, "encoder.gain", "Linear", role="weight", value="+inf", batch=3),
+    ),
+    Scenario(
+        "bit flip to a huge number",
+        "bit_flip.py",
+        _forward(1, "encoder.gain", batch=3),
+        args=("--becomes", "huge"),
+        evidence="(?i)weight.*(differ|other ranks|replica)|(differ|other ranks|replica).*weight",
+    ),
+]
+
+BACKWARD = [
+    Scenario("activation's gradient", "zero_length.py", ZERO_LENGTH),
+    Scenario(
+        "activation's gradient, --sync",
+        "zero_length.py",
+        ZERO_LENGTH,
+        options=("--sync",),
+        stdout="rank 1 batch 1: backward done",
+        stdout_without="rank 1 batch 2: backward done",
+    ),
+    Scenario(
+        "activation's gradient, --guard-optimizer",
+        "zero_length.py",
+        ZERO_LENGTH,
+        options=("--guard-optimizer",),
+        stdout="rank 1 batch 1: weights finite",
+        stdout_without="weights bad",
+    ),
+    Scenario(
+        "activation's gradient, nobody looked",
+        "zero_length.py",
+        {"kind": "overflow", "rank": None, "certainty": "unknown", "module": "embed", "phase": "weight", "batch": 3},
+        options=("--watch", "forward,weights"),
+    ),
+    Scenario(
+        "activation's gradient in float16",
+        "gradient_scale.py",
+        _backward(0, "scale", "GradientScale", value="+inf", dtype="float16", batch=2),
+    ),
+    Scenario(
+        "weight's gradient in float16",
+        "outer_product.py",
+        _backward(1, "fc", "Linear", role="grad weight", value="+inf", dtype="float16", batch=2),
+    ),
+    Scenario(
+        "the script's own loss",
+        "loss_at_zero.py",
+        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "class": "Net", "value": "+inf", "batch": 2},
+        witness="rank=1 phase=gradient module=head class=Linear batch=2",
+    ),
+    Scenario(
+        "between two children, backward",
+        "where_trap.py",
+        {
+            "kind": "overflow",
+            "phase": "backward",
+            "rank": 0,
+            "module": "block",
+            "class": "Block",
+            "between": (ANY, "block.enter"),
+            "value": "nan",
+            "batch": 1,
+        },
+    ),
+    Scenario(
+        "sum of two consumers' gradients",
+        "fan_out.py",
+        {
+            "kind": "overflow",
+            "phase": "backward",
+            "rank": 1,
+            "module": "block",
+            "class": "Block",
+            "between": (ANY, "block.enter"),
+            "value": "+inf",
+            "batch": 2,
+        },
+        witness="rank=1 phase=gradient module=block.enter class=Linear batch=2",
+    ),
+    Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
+    Scenario(
+        "sum of accumulated gradients",
+        "accumulation_sum.py",
+        _backward(1, "fc", "Linear", role="grad weight", value="+inf", batch=5),
+        witness="rank=1 phase=weight module=fc class=Linear batch=6",
+    ),
+    *(
+        Scenario(
+            f"checkpointing, {'reentrant' if reentrant else 'not reentrant'}, {fault}",
+            "checkpointing.py",
+            _forward(1, "blocks.0.enter", batch=2)
+            if fault == "forward"
+            else _backward(1, "blocks.1.root", "Root", value="+inf", batch=2),
+            args=("--fault", fault, "--reentrant", str(reentrant)),
+        )
+        for reentrant in (0, 1)
+        for fault in ("forward", "backward")
+    ),
+]
+
+STEP = [
+    Scenario(
+        "optimizer step",
+        "step_overflow.py",
+        _found("optimizer", 1, "head", "Linear", role="weight", value="-inf", batch=2),
+    ),
+    Scenario(
+        "optimizer step, on all ranks",
+        "step_overflow.py",
+        {"kind": "overflow", "phase": "optimizer", "role": "weight", "value": "-inf", "batch": 2},
+        args=("--where", "all"),
+        together={0: "head", 1: "head"},
+        weaker=({"kind": "overflow", "rank": None, "module": "head", "phase": "optimizer"},),
+    ),
+    Scenario(
+        "Adam without eps",
+        "adam_no_eps.py",
+        _found("optimizer", 1, "gate", "Linear", role="weight", value="nan", batch=0),
+        evidence="exp_avg",
+    ),
+    Scenario(
+        "the script's own clipping",
+        "own_clipping.py",
+        _found("optimizer", 1, "fc", "Linear", role="grad weight", batch=2),
+    ),
+    Scenario(
+        "all-reduce in float16",
+        "half_all_reduce.py",
+        _found("collective", None, "fc", "Linear", role="grad weight", value="+inf", dtype="float16", batch=2),
+    ),
+    Scenario(
+        "DDP's all-reduce in float16",
+        "half_comm_hook.py",
+        _found("collective", None, "fc", "Linear", role="grad weight", value="+inf", batch=2),
+    ),
+]
+
+PARALLEL = [
+    Scenario("FSDP2, forward", "fsdp.py", _forward(1, "blocks.0.up", batch=2)),
+    Scenario(
+        "FSDP2, backward",
+        "fsdp.py",
+        _backward(1, "blocks.1.root", "Root", value="+inf", batch=2),
+        args=("--fault", "backward"),
+    ),
+    Scenario(
+        "FSDP2, backward, across a wrapped block's border",
+        "fsdp.py",
+        _backward(1, "blocks.1.root", "Root", value="+inf", batch=2),
+        args=("--fault", "boundary"),
+        weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "between": (ANY, ANY), "batch": 2},),
+    ),
+    Scenario(
+        "tensor parallel, column shard",
+        "tensor_parallel.py",
+        _forward(1, "mlp.up", batch=2),
+        args=("--fault", "up"),
+    ),
+    Scenario(
+        "tensor parallel, a shard's weight",
+        "tensor_parallel.py",
+        _found("weight", 1, "mlp.down", "Linear", role="weight", value="nan", batch=2),
+        args=("--fault", "weight"),
+    ),
+    Scenario(
+        "tensor parallel, row shard before its all-reduce",
+        "tensor_parallel.py",
+        _forward(1, "mlp.down", batch=2),
+        args=("--fault", "partial"),
+        weaker=({"kind": "overflow", "rank": None, "module": "mlp.down", "certainty": "unknown"},),
+    ),
+    Scenario("pipeline, forward", "pipeline.py", _forward(0, "up", root="First", batch=5)),
+    Scenario(
+        "pipeline, backward",
+        "pipeline.py",
+        _backward(1, "length", "Length", root="Second", batch=4),
+        args=("--fault", "backward"),
+        witness="rank=1 phase=backward module=length class=Length batch=5",  # it counts the forwards begun by then
+    ),
+    Scenario(
+        "pipeline, torch's own try on empty memory",
+        "pipeline.py",
+        CLEAN,
+        args=("--fault", "none"),
+        witness="rank=1 phase=backward module=length class=Length batch=0",
+    ),
+    Scenario("torch.compile, forward", "compiled.py", _forward(1, "body.up", batch=3)),
+    Scenario(
+        "torch.compile, backward",
+        "compiled.py",
+        _backward(1, "length", "Length", batch=3),
+        args=("--fault", "backward"),
+        weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "between": (ANY, ANY), "batch": 3},),
+    ),
+]
+
+EXPECTED = [
+    Scenario("masks of -inf", "attention.py", CLEAN),
+    Scenario(
+        "mask handed in with a closed row",
+        "attention.py",
+        _found("input", 1, "", "Net", role="kwargs.mask", value="-inf", batch=2),
+        args=(
+            "--fault",
+            "given",
+        ),
+        statement="`attend`",
+    ),
+    Scenario(
+        "mask made inside with a closed row",
+        "attention.py",
+        _forward(1, "padding", "Padding", value="-inf", batch=2),
+        args=("--fault", "made"),
+        statement="`attend`",
+        witness="rank=1 phase=backward module=attend class=Attend batch=2",
+    ),
+    Scenario(
+        "GradScaler finds its scale",
+        "scaler.py",
+        CLEAN,
+        stdout="rank 1 skipped 4",
+        counts={0: {"scaler_skips": 4}, 1: {"scaler_skips": 4}},
+        witness="rank=0 phase=gradient module=upper class=Linear batch=0",
+    ),
+    Scenario(
+        "GradScaler's scale collapses",
+        "scaler.py",
+        {
+            "kind": "overflow",
+            "phase": "backward",
+            "rank": 1,
+            "module": "scale",
+            "class": "GradientScale",
+            "role": "grad input[0]",
+            "value": "+inf",
+        },
+        args=("--fault", "always"),
+        options=("--scaler-skips", "5"),
+    ),
+    Scenario("uninitialised buffers", "uninitialised.py", CLEAN),
+    Scenario("nan inside one module", "nan_inside.py", CLEAN),
+    Scenario(
+        "--ignore",
+        "ignored.py",
+        CLEAN,
+        options=("--ignore", "probe*"),
+        counts={0: {"ignored": 0}, 1: {"ignored": -1}},
+        witness="rank=1 phase=forward module=probe class=Probe batch=0",
+    ),
+    Scenario("tensors of every kind", "exotic.py", CLEAN),
+    Scenario(
+        "underflow",
+        "underflow.py",
+        CLEAN,
+        warnings=((0, "underflow", "head", "grad weight"), (1, "underflow", "head", "grad weight")),
+    ),
+    Scenario("near overflow", "near_overflow.py", CLEAN, warnings=((1, "near overflow", "up", "output"),)),
+]
+
+SCENARIOS = [*FORWARD, *INPUTS_AND_WEIGHTS, *BACKWARD, *STEP, *PARALLEL, *EXPECTED]

@@ -1,0 +1,64 @@
+"""What `import gpuwatch` offers, and what it must not cost."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import gpuwatch
+import pytest
+
+CALLS = ["DebugUnderflowOverflow", "detect_overflow"]
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_there_and_torch_comes_with_it_and_not_before(name):
+    assert (
+        python(
+            "import sys, gpuwatch\n"
+            f"named = '{name}' in dir(gpuwatch) and '{name}' in gpuwatch.__all__\n"
+            "before = 'torch' in sys.modules\n"
+            f"from gpuwatch import {name}\n"
+            f"print(named, before, {name}.__name__, gpuwatch.{name} is {name}, 'torch' in sys.modules)"
+        )
+        == f"True False {name} True True"
+    )
+
+
+def test_what_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'gpuwatch' has no attribute 'wach'"):
+        gpuwatch.wach  # noqa: B018  # for what it raises
+    assert not hasattr(gpuwatch, "__wrapped__")
+
+
+def test_all_is_what_dir_shows():
+    shown = {
+        name
+        for name in dir(gpuwatch)
+        if not name.startswith("_") and name != "annotations" and not isinstance(vars(gpuwatch).get(name), ModuleType)
+    }
+    assert sorted(shown) == gpuwatch.__all__
+
+
+def test_type_checkers_see_every_lazy_name_where_it_comes_from():
+    (block,) = [
+        node
+        for node in ast.parse(Path(gpuwatch.__file__).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING"
+    ]
+    imports = {
+        alias.name: "." * node.level + (node.module or "")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imports == gpuwatch._HOME

@@ -1,0 +1,126 @@
+"""`detect_overflow` beside transformers' own function, and in a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gpuwatch import detect_overflow
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker import session as session_module
+from gpuwatch.worker.session import Session, current_hooks, make_current
+from transformers import debug_utils
+
+NAN, INF = math.nan, math.inf
+
+
+def says(capsys, function, tensor) -> tuple[bool, str]:
+    capsys.readouterr()
+    found = function(tensor, "after layer_norm")
+    return found, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("values", [[1.0], [], [NAN, 1.0], [INF], [-INF, 2.0], [INF, NAN], [-INF, NAN, INF]], ids=str)
+def test_the_lines_are_those_of_transformers(capsys, dtype, values):
+    tensor = torch.tensor(values, dtype=dtype, requires_grad=True)
+    assert says(capsys, detect_overflow, tensor) == says(capsys, debug_utils.detect_overflow, tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1, -5]),
+        torch.tensor([True]),
+        torch.tensor(complex(1, NAN)),
+        torch.tensor([complex(INF, 1), complex(1, NAN)]),
+        torch.tensor([NAN, 1.0]).to_sparse(),
+        torch.tensor([INF, 1.0]).to(torch.float8_e5m2),
+        torch.nested.nested_tensor([torch.ones(2), torch.tensor([INF])], layout=torch.jagged),
+    ],
+    ids=["int64", "bool", "complex nan", "complex both", "sparse", "float8_e5m2", "jagged"],
+)
+def test_of_other_dtypes_and_layouts_too(capsys, tensor):
+    assert says(capsys, detect_overflow, tensor) == says(capsys, debug_utils.detect_overflow, tensor)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.tensor([NAN, 1.0]).to(torch.float8_e4m3fn), (True, "after layer_norm has nans\n")),
+        (torch.ones(2, device="meta"), (False, "")),
+    ],
+    ids=["float8_e4m3fn", "meta"],
+)
+def test_where_transformers_function_raises(capsys, tensor, expected):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        debug_utils.detect_overflow(tensor, "after layer_norm")
+    assert says(capsys, detect_overflow, tensor) == expected
+
+
+def test_what_is_no_tensor_is_refused_in_a_sentence():
+    with pytest.raises(TypeError, match="expected a tensor, found list"):
+        detect_overflow([1.0], "here")
+
+
+def test_it_works_in_compiled_code(capsys):
+    @torch.compile(backend="eager")
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        y = x / 0
+        detect_overflow(y, "after the division")
+        return y / 2
+
+    assert torch.equal(halves(torch.ones(2)), torch.full((2,), INF))
+    assert capsys.readouterr().out == "after the division has infs\n"
+
+
+# -- in a run ---------------------------------------------------------------------------------------------------
+
+
+class Looks:
+    """Stands for the run's hooks: keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[torch.Tensor, str]] = []
+
+    def look_at(self, tensor: torch.Tensor, name: str) -> None:
+        self.seen.append((tensor, name))
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    monkeypatch.setattr(session_module, "_current", None)
+    recorder = RecorderWriter(tmp_path / "0.recorder", rank=0, local_rank=0, world_size=1, attempt=0, segments=4)
+    made = Session(WorkerSettings(""), recorder, 0)
+    made.hooks = Looks()
+    yield made
+    recorder.close()
+
+
+def test_without_a_run_there_are_no_hooks(monkeypatch):
+    monkeypatch.setattr(session_module, "_current", None)
+    assert current_hooks() is None
+
+
+def test_in_a_run_the_look_is_handed_on(session):
+    make_current(session)
+    bad, good = torch.tensor([NAN]), torch.ones(2)
+    assert detect_overflow(bad, "the loss")
+    assert not detect_overflow(good, "the logits")
+    assert session.hooks.seen == [(bad, "the loss"), (good, "the logits")]
+
+
+def test_a_forked_child_does_not_write_into_the_runs_recorder(session, monkeypatch):
+    make_current(session)
+    monkeypatch.setattr(session, "_pid", -1)
+    assert current_hooks() is None
+    assert detect_overflow(torch.tensor([NAN]), "the loss")
+    assert session.hooks.seen == []
+
+
+def test_before_torch_is_imported_there_are_no_hooks(session):
+    session.hooks = None
+    make_current(session)
+    assert detect_overflow(torch.tensor([NAN]), "the loss")

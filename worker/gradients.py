@@ -1,0 +1,169 @@
+"""The backward: gradients of what modules returned, and of parameters before they are reduced over ranks.
+
+A hook on a tensor (`Tensor.register_hook`) and on a parameter (`register_post_accumulate_grad_hook`) changes neither
+the order in which gradients are added up nor what may be done in place, which a full backward hook on a module does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.frames import Mark, Phase
+from ..core.recorder.layout import NOTHING, RankPhase
+from ..core.recorder.writer import OpenPage
+from .collectives import issued
+from .policy import Policy, Sighting
+from .progress import Progress
+from .roots import ModuleInfo
+from .rows import Row, Rows, version_of
+from .unseen import unseen
+
+
+class _OutputHook:
+    """Looks at the gradient of one tensor. Keeps neither the tensor nor its module alive."""
+
+    __slots__ = ("gradients", "info", "page", "role")
+    __torch_unserializable__ = True  # torch.save of such a tensor does not warn about a hook that the user never saw
+
+    def __init__(self, gradients: Gradients, info: ModuleInfo, role: str, page: OpenPage) -> None:
+        self.gradients = gradients
+        self.info = info
+        self.role = role
+        self.page = page
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self.gradients.of_output(self.info, self.role, self.page, gradient)
+
+
+class _ParameterHook:
+    __slots__ = ("gradients", "info", "role")
+    __torch_unserializable__ = True
+
+    def __init__(self, gradients: Gradients, info: ModuleInfo, role: str) -> None:
+        self.gradients = gradients
+        self.info = info
+        self.role = role
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.gradients.of_parameter(self.info, self.role, parameter)
+
+
+class Gradients:
+    """All gradient hooks of a rank."""
+
+    def __init__(
+        self, progress: Progress, rows: Rows, policy: Policy, on_fault: Callable[[str, Exception], None]
+    ) -> None:
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._rows = rows
+        self._policy = policy
+        self._on_fault = on_fault
+        self._sync = progress.settings.sync
+        self._attached = True
+        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self._local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """id of a gradient -> (weak reference, version) as it was when it was looked at."""
+        self._page: OpenPage | None = None
+        """Of the backward that runs."""
+        self.scaled = False
+        """A GradScaler checks the gradients of this backward."""
+        self.first_scaled: Sighting | None = None
+        """The first non-finite gradient since the scaler's last step."""
+        self.before_parameter: Callable[[], None] | None = None
+        """Called before a parameter's gradient is taken down: what a compiled backward has left may come first."""
+
+    def detach(self) -> None:
+        """Take out the parameters' hooks; those of outputs go with their graph, and do nothing until then."""
+        self._attached = False
+        for _, handle in self._parameters.values():
+            handle.remove()
+        self._parameters.clear()
+        self._local.clear()
+
+    # -- putting hooks in ---------------------------------------------------------------------------------------
+
+    def watch_output(self, info: ModuleInfo, role: str, tensor: torch.Tensor, page: OpenPage) -> None:
+        """Look at this tensor's gradient when it is there. A leaf is left alone: its hooks would pile up."""
+        if tensor.requires_grad and not tensor.is_leaf and not tensor.is_inference():
+            tensor.register_hook(_OutputHook(self, info, f"grad {role}", page))  # type: ignore[no-untyped-call]  # torch has no annotation there
+
+    def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
+        """Look at this parameter's local gradient whenever it has been added up. Once is enough."""
+        known = self._parameters.get(id(parameter))
+        if known is not None and known[0]() is parameter:
+            return
+        if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
+            hook = _ParameterHook(self, info, f"grad {name}")
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
+            self._parameters[id(parameter)] = (weakref.ref(parameter), handle)
+
+    # -- what they see ------------------------------------------------------------------------------------------
+
+    def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
+        """The gradient of what a module returned."""
+        if not self._attached or torch.compiler.is_compiling():
+            return
+        try:
+            self._page = page
+            unseen(self.take, info, role, page, gradient)
+        except Exception as error:
+            self._on_fault("gradient hook", error)
+        if self._sync and self._policy.pending:
+            self._policy.raise_pending()
+
+    def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        """The local gradient of a parameter."""
+        gradient = parameter.grad
+        if not self._attached or gradient is None or self._progress.idle or torch.compiler.is_compiling():
+            return
+        try:
+            if self.before_parameter is not None:
+                self.before_parameter()
+            page = self._page or info.root.page
+            if page is None or not info.watched:
+                return
+            unseen(self.take, info, role, page, gradient)
+            self._local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
+        except Exception as error:
+            self._on_fault("parameter hook", error)
+        if self._sync and self._policy.pending:
+            self._policy.raise_pending()
+
+    def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
+        """Put a gradient down as a frame of its own."""
+        progress = self._progress
+        progress.resume(page)
+        progress.enter(RankPhase.BACKWARD, info.id)
+        self._rows.count_in(page.batch)
+        self.put(info, role, page, self._rows.gradient(info, role, gradient, Mark.SCALED if self.scaled else 0))
+
+    def put(self, info: ModuleInfo, role: str, page: OpenPage, row: Row) -> None:
+        """Record one gradient's row, and say what follows from it."""
+        frame = self._recorder.frame(info.id, NOTHING, 0, Phase.BACKWARD, issued(), (row.packed,))
+        root = info.root.label
+        self._policy.notice(page, root, info, Phase.BACKWARD, role, row)
+        if not row.flags:
+            return
+        sighting = Sighting(page, root, info, frame, Phase.BACKWARD, role, row)
+        if row.packed[5] & Mark.IGNORED:
+            self._policy.hidden(sighting)
+        elif row.packed[5] & Mark.SCALED:
+            self.first_scaled = self.first_scaled or sighting
+        else:
+            self._policy.alarm(sighting)
+
+    def is_local(self, gradient: torch.Tensor) -> bool:
+        """Whether this gradient was looked at, and nobody has changed it in place since."""
+        known = self._local.get(id(gradient))
+        return known is not None and known[0]() is gradient and known[1] == version_of(gradient)
+
+    def batch_begins(self) -> None:
+        """A root's forward: the backward before it is over."""
+        self._page = None
+        if len(self._local) > 4 * max(64, len(self._parameters)):  # gradients that are set to None come anew each step
+            self._local = {key: known for key, known in self._local.items() if known[0]() is not None}

@@ -1,0 +1,314 @@
+"""The Triton kernels behind device_rows.py: `read` reads a tensor once into a row on the device, `pack` packs the rows.
+
+Importing this imports Triton, which comes with torch's CUDA wheels and with no other. A row is six integers of 8 bytes,
+and starts as (`LARGEST`, 0, 0, 0, 0, 0):
+
+    low, high, meta, zeros, subnormals, elements among which these were counted
+
+Every program of a launch reduces its share of the tensor, and merges it into the row with integer atomics, in any
+order. A healthy tensor is read once. A program that has met an inf or a nan reads its own share again, to tell them
+apart and to keep the sign.
+"""
+# Triton's language is not Python's: parameters that are constants, types that are values, a module without stubs,
+# no `in`, no chain of `or`, and conditions that are decided when it is compiled apart from the others.
+# mypy: ignore-errors
+# ruff: noqa: SIM102, SIM109
+
+import triton
+import triton.language as tl
+
+# How the elements are read. The first five are the encodings of core/values.py.
+INTEGER = tl.constexpr(0)
+FLOAT64 = tl.constexpr(1)
+FLOAT32 = tl.constexpr(2)
+FLOAT16 = tl.constexpr(3)
+BFLOAT16 = tl.constexpr(4)
+UINT64 = tl.constexpr(5)
+E4M3FN = tl.constexpr(6)
+E5M2 = tl.constexpr(7)
+E4M3FNUZ = tl.constexpr(8)
+E5M2FNUZ = tl.constexpr(9)
+E8M0FNU = tl.constexpr(10)
+
+# How they lie: in one run; in runs of equal length; in so many runs that 32 bits do not count the elements.
+DENSE = tl.constexpr(0)
+RUNS = tl.constexpr(1)
+MANY_RUNS = tl.constexpr(2)
+
+COLUMNS = tl.constexpr(6)
+LARGEST = tl.constexpr(0x7FFF_FFFF_FFFF_FFFF)
+QUIET_NAN = tl.constexpr(0x7FC0_0000)
+COUNTED = tl.constexpr(1 << 48)
+SHARE = tl.constexpr(0xFFFF)
+
+
+@triton.jit
+def _bits(raw, KIND: tl.constexpr):
+    """The elements as signed integers."""
+    if KIND == FLOAT64:
+        bits = raw.to(tl.int64, bitcast=True)
+    elif KIND == FLOAT32:
+        bits = raw.to(tl.int32, bitcast=True)
+    elif KIND == FLOAT16 or KIND == BFLOAT16:
+        bits = raw.to(tl.int16, bitcast=True).to(tl.int32)
+    elif KIND == INTEGER:
+        bits = raw.to(tl.int64)
+    elif KIND == UINT64:
+        bits = raw  # read as int64
+    else:
+        bits = raw.to(tl.int32)  # float8, read as int8
+    return bits
+
+
+@triton.jit
+def _sizes(bits, KIND: tl.constexpr):
+    """What sorts as the absolute values do: every finite one, then inf, then nan."""
+    if KIND == INTEGER:
+        positive = tl.where(bits < 0, -bits, bits)
+        sizes = tl.where(positive < 0, LARGEST, positive)  # the smallest int64 has no positive twin
+    elif KIND == UINT64:
+        sizes = tl.where(bits < 0, LARGEST, bits)  # the recorder's integers end there
+    elif KIND == FLOAT64:
+        sizes = bits & LARGEST
+    elif KIND == FLOAT32:
+        sizes = bits & 0x7FFFFFFF
+    elif KIND == FLOAT16 or KIND == BFLOAT16:
+        sizes = bits & 0x7FFF
+    elif KIND == E8M0FNU:
+        sizes = bits & 0xFF
+    elif KIND == E4M3FNUZ or KIND == E5M2FNUZ:
+        sizes = tl.where(bits == -128, 0x80, bits & 0x7F)  # what would be -0 is nan
+    else:
+        sizes = bits & 0x7F
+    return sizes
+
+
+@triton.jit
+def _bad_from(KIND: tl.constexpr):
+    """The smallest size that is not finite: inf, in a dtype that has one, else nan."""
+    if KIND == FLOAT64:
+        least = 0x7FF0_0000_0000_0000
+    elif KIND == FLOAT32:
+        least = 0x7F800000
+    elif KIND == FLOAT16:
+        least = 0x7C00
+    elif KIND == BFLOAT16:
+        least = 0x7F80
+    elif KIND == E4M3FN:
+        least = 0x7F
+    elif KIND == E5M2:
+        least = 0x7C
+    elif KIND == E8M0FNU:
+        least = 0xFF
+    else:
+        least = 0x80
+    return least
+
+
+@triton.jit
+def _encoding(KIND: tl.constexpr):
+    """How the row's `low` and `high` are to be read: a float8 is shown as the float32 of the same value."""
+    if KIND == UINT64:
+        encoding = 0
+    elif KIND >= E4M3FN:
+        encoding = 2
+    else:
+        encoding = KIND
+    return encoding
+
+
+@triton.jit
+def _normal_from(KIND: tl.constexpr):
+    """The smallest size of full precision, in the dtypes in which small numbers vanish."""
+    if KIND == FLOAT16:
+        least = 1 << 10
+    elif KIND == BFLOAT16:
+        least = 1 << 7
+    elif KIND == E4M3FN or KIND == E4M3FNUZ:
+        least = 1 << 3
+    else:
+        least = 1 << 2
+    return least
+
+
+@triton.jit
+def _flags(bits, sizes, KIND: tl.constexpr):
+    """core.values.NonFinite of each element."""
+    bad_from = _bad_from(KIND)
+    if ((KIND == FLOAT64 or KIND == FLOAT32) or (KIND == FLOAT16 or KIND == BFLOAT16)) or KIND == E5M2:
+        sign = tl.where(bits < 0, 4, 2)
+        flags = tl.where(sizes > bad_from, 1, tl.where(sizes == bad_from, sign, 0))
+    else:
+        flags = tl.where(sizes >= bad_from, 1, 0)
+    return flags
+
+
+@triton.jit
+def _widened(code, KIND: tl.constexpr):
+    """The float32 bits of one float8 size."""
+    if KIND == E8M0FNU:
+        bits = tl.where(code == 0, 1 << 22, code << 23)
+    else:
+        if KIND == E4M3FN:
+            mantissa: tl.constexpr = 3
+            bias: tl.constexpr = 7
+        elif KIND == E5M2:
+            mantissa: tl.constexpr = 2
+            bias: tl.constexpr = 15
+        elif KIND == E4M3FNUZ:
+            mantissa: tl.constexpr = 3
+            bias: tl.constexpr = 8
+        else:
+            mantissa: tl.constexpr = 2
+            bias: tl.constexpr = 16
+        exponent = code >> mantissa
+        fraction = code & ((1 << mantissa) - 1)
+        normal = (exponent + (127 - bias)) << 23 | fraction << (23 - mantissa)
+        # A subnormal is a whole number of the smallest one, and float32 says that exactly.
+        smallest = tl.cast((128 - bias - mantissa) << 23, tl.int32).to(tl.float32, bitcast=True)
+        subnormal = (fraction.to(tl.float32) * smallest).to(tl.int32, bitcast=True).to(tl.int64)
+        bits = tl.where(exponent == 0, subnormal, normal)
+    infinite = 0x7F800000 if KIND == E5M2 else QUIET_NAN
+    return tl.where(code > _bad_from(KIND), QUIET_NAN, tl.where(code == _bad_from(KIND), infinite, bits))
+
+
+@triton.jit
+def _offsets(index, inner, stride, LAYOUT: tl.constexpr):
+    """Where an element lies: the memory is one run, or runs of `inner` elements that begin `stride` apart."""
+    if LAYOUT == DENSE:
+        offsets = index
+    elif LAYOUT == RUNS:
+        narrow = index.to(tl.uint32)  # there are fewer than 2**31 elements: division is four times as fast
+        length = inner.to(tl.uint32)
+        offsets = (narrow // length).to(tl.int64) * stride + (narrow % length).to(tl.int64)
+    else:
+        offsets = (index // inner) * stride + index % inner
+    return offsets
+
+
+@triton.jit(do_not_specialize=["position", "count", "inner", "stride"])
+def read(
+    source,
+    rows,
+    position,
+    count,
+    inner,
+    stride,
+    KIND: tl.constexpr,
+    COUNT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Merge `count` elements into the row at `position`.
+
+    A block is DEEP x WIDE elements: each thread has DEEP loads under way at a time, and adds up over them.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    total = tl.cast(count, tl.int64)
+    inner = tl.cast(inner, tl.int64)
+    stride = tl.cast(stride, tl.int64)
+    row = rows + position * COLUMNS
+    line = tl.arange(0, WIDE)
+    block = tl.arange(0, DEEP)[:, None] * WIDE + line[None, :]
+    begin = tl.cast(program, tl.int64) * (DEEP * WIDE)
+    step = tl.cast(programs, tl.int64) * (DEEP * WIDE)
+    whole = total // (DEEP * WIDE) * (DEEP * WIDE)
+
+    if (KIND == INTEGER or KIND == UINT64) or KIND == FLOAT64:
+        low = tl.full([WIDE], LARGEST, tl.int64)
+        high = tl.zeros([WIDE], tl.int64)
+    else:
+        low = tl.full([WIDE], 0x7FFFFFFF, tl.int32)
+        high = tl.zeros([WIDE], tl.int32)
+    zeros = tl.zeros([WIDE], tl.int32)
+    small = tl.zeros([WIDE], tl.int32)
+    for start in range(begin, whole, step):
+        sizes = _sizes(_bits(tl.load(source + _offsets(start + block, inner, stride, LAYOUT)), KIND), KIND)
+        low = tl.minimum(low, tl.min(sizes, axis=0))
+        high = tl.maximum(high, tl.max(sizes, axis=0))
+        if COUNT:
+            zeros += tl.sum((sizes == 0).to(tl.int32), axis=0)
+            small += tl.sum((sizes < _normal_from(KIND)).to(tl.int32), axis=0)
+    if program == total // (DEEP * WIDE) % programs:  # the next block is this one's, and not a whole one
+        for start in range(whole, total, WIDE):
+            there = start + line < total
+            raw = tl.load(source + _offsets(start + line, inner, stride, LAYOUT), mask=there, other=0)
+            sizes = _sizes(_bits(raw, KIND), KIND)
+            low = tl.where(there, tl.minimum(low, sizes), low)
+            high = tl.where(there, tl.maximum(high, sizes), high)
+            if COUNT:
+                zeros += (there & (sizes == 0)).to(tl.int32)
+                small += (there & (sizes < _normal_from(KIND))).to(tl.int32)
+
+    least = tl.cast(tl.min(low, axis=0), tl.int64)
+    most = tl.cast(tl.max(high, axis=0), tl.int64)
+    meta = tl.cast(0, tl.int64)
+    if program == 0:
+        meta += _encoding(KIND) << 8
+    if KIND != INTEGER and KIND != UINT64:
+        if most >= _bad_from(KIND):
+            # Only here is memory read a second time, and only what this program has read.
+            found = tl.zeros([WIDE], tl.int32)
+            for start in range(begin, total, step):
+                for piece in range(0, DEEP * WIDE, WIDE):
+                    index = start + piece + line
+                    there = index < total
+                    raw = tl.load(source + _offsets(index, inner, stride, LAYOUT), mask=there, other=0)
+                    bits = _bits(raw, KIND)
+                    found |= tl.where(there, _flags(bits, _sizes(bits, KIND), KIND), 0)
+            meta += tl.max(found & 1, axis=0) + tl.max(found & 2, axis=0) + tl.max(found & 4, axis=0)
+    if KIND >= E4M3FN:
+        least = _widened(least, KIND)
+        most = _widened(most, KIND)
+    tl.atomic_min(row, least, sem="relaxed")
+    tl.atomic_max(row + 1, most, sem="relaxed")
+    tl.atomic_or(row + 2, meta, mask=meta != 0, sem="relaxed")
+    if COUNT:
+        number = tl.sum(zeros.to(tl.int64), axis=0)
+        tl.atomic_add(row + 3, number, mask=number != 0, sem="relaxed")
+        number = tl.sum(small.to(tl.int64), axis=0) - number
+        tl.atomic_add(row + 4, number, mask=number != 0, sem="relaxed")
+        if program == 0:
+            tl.store(row + 5, total)
+
+
+@triton.jit
+def _share(number, total):
+    """`number` of `total` as an integer of 16 bits, rounded to even; never to 0 what is there at all."""
+    exact = number.to(tl.float64) / total.to(tl.float64) * SHARE
+    share = exact.to(tl.int64)
+    rest = exact - share.to(tl.float64)
+    up = (rest > 0.5) | ((rest == 0.5) & (share % 2 == 1))
+    share += up.to(tl.int64)
+    return tl.where((number > 0) & (share == 0), 1, share)
+
+
+@triton.jit(do_not_specialize=["count"])
+def pack(rows, packed, count, BLOCK: tl.constexpr):
+    """Bring `count` rows into the recorder's form (low, high, meta), and make them as new."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = index < count
+    row = rows + index * COLUMNS
+    low = tl.load(row, mask=there, other=0)
+    high = tl.load(row + 1, mask=there, other=0)
+    meta = tl.load(row + 2, mask=there, other=0)
+    zeros = tl.load(row + 3, mask=there, other=0)
+    subnormals = tl.load(row + 4, mask=there, other=0)
+    total = tl.load(row + 5, mask=there, other=0)
+    divisor = tl.where(total > 0, total, 1)
+    shares = _share(zeros, divisor) << 16 | _share(subnormals, divisor) << 32 | COUNTED
+    meta = tl.where(total > 0, meta | shares, meta)
+    target = packed + index * 3
+    tl.store(target, low, mask=there)
+    tl.store(target + 1, high, mask=there)
+    tl.store(target + 2, meta, mask=there)
+    nothing = tl.zeros([BLOCK], tl.int64)
+    tl.store(row, nothing + LARGEST, mask=there)
+    for column in tl.static_range(1, COLUMNS):
+        tl.store(row + column, nothing, mask=there)
+
+
+INTERPRETED = not isinstance(read, triton.JITFunction)
+"""Triton was told to run its kernels on the CPU (TRITON_INTERPRET=1)."""

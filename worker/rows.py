@@ -1,0 +1,230 @@
+"""Rows: what is put down of one tensor. A page reads each distinct tensor once, weights once per optimizer step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.frames import Mark, RowKind
+from ..core.recorder.layout import NOTHING
+from ..core.recorder.writer import RecorderWriter, RowTuple
+from ..core.records import ShapeDef, SlotDef
+from .device_page import DevicePages, DeviceRow
+from .measure import CODES, Numbers, measure
+from .roots import ModuleInfo
+from .selection import Selection
+
+COUNT_EVERY = 10
+"""Zeros and subnormals are counted in one batch of so many."""
+
+
+class Row(NamedTuple):
+    """A row as it is recorded. Of a tensor on a device the flags are known only later, and 0 here."""
+
+    packed: RowTuple
+    flags: int
+    fresh: bool
+    """Not seen before in this page."""
+    high: int = 0
+    meta: int = 0
+
+
+class _Seen(NamedTuple):
+    tensor: Callable[[], Any]
+    version: int
+    row: Row
+
+
+class _Weight(NamedTuple):
+    tensor: Callable[[], Any]
+    version: int
+    step: int
+    numbers: Numbers | DeviceRow
+    """Numbers, or the row on the device that holds them."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Counts the changes in place; -1 for an inference tensor, which does not count them."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Rows:
+    """Measures tensors into the page that is being written."""
+
+    def __init__(
+        self, recorder: RecorderWriter, selection: Selection, on_fault: Callable[[str, Exception], None]
+    ) -> None:
+        self._recorder = recorder
+        self._selection = selection
+        self._on_fault = on_fault
+        self._seen: dict[int, _Seen] = {}
+        self._weights: dict[int, _Weight] = {}
+        self._shapes: dict[tuple[int, ...], int] = {}
+        self._slots = 0
+        self.ignored: dict[int, str] = {}
+        """slot -> the rule that covers it."""
+        self.count = False
+        """Count zeros and subnormals in this batch."""
+        self.device_pages: DevicePages | None = None
+        self.on_device_pages: Callable[[DevicePages], None] | None = None
+        self._device_failed = False
+
+    def begin_page(self, batch: int) -> None:
+        """What was seen in another page is not known in this one."""
+        self._seen.clear()
+        self.count_in(batch)
+
+    def count_in(self, batch: int) -> None:
+        """Whether zeros and subnormals are counted depends on the batch alone: the same on all ranks."""
+        self.count = batch % COUNT_EVERY == 0
+
+    # -- numbers for names --------------------------------------------------------------------------------------
+
+    def slot(self, info: ModuleInfo, role: str) -> int:
+        """The number of (module, role), interned."""
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = info.slots[role] = self._slots
+            self._slots += 1
+            self._recorder.append(SlotDef(slot, info.id, role), name=True)
+            rule = self._selection.ignored_by(info.name, role)
+            if rule is not None:
+                self.ignored[slot] = rule
+        return slot
+
+    def _shape(self, tensor: torch.Tensor) -> int:
+        try:
+            dims = tuple(tensor.shape)
+        except RuntimeError:  # a nested tensor has no shape of its own
+            return NOTHING
+        shape = self._shapes.get(dims)
+        if shape is None:
+            shape = self._shapes[dims] = len(self._shapes)
+            self._recorder.append(ShapeDef(shape, tuple(int(dim) for dim in dims)), name=True)
+        return shape
+
+    def dims(self, shape: int) -> list[int] | None:
+        """The inverse of `_shape`, for an event."""
+        return next((list(dims) for dims, number in self._shapes.items() if number == shape), None)
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
+        """The row of an input, an output or a gradient."""
+        slot = self.slot(info, role)
+        if self.ignored and slot in self.ignored:
+            mark |= Mark.IGNORED
+        if not isinstance(leaf, torch.Tensor):
+            kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
+            return Row((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
+        version = version_of(leaf)
+        known = self._seen.get(id(leaf))
+        if known is not None and known.version == version >= 0 and known.tensor() is leaf:
+            _, value, shape, dtype, kind_, _ = known.row.packed
+            return Row((slot, value, shape, dtype, kind_, mark), known.row.flags, False)
+        row = self._row(slot, leaf, mark)
+        self._seen[id(leaf)] = _Seen(weakref.ref(leaf), version, row)
+        return row
+
+    def forget(self) -> None:
+        """Look at everything again."""
+        self._seen.clear()
+
+    def gradient(
+        self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: int = 0, numbers: Numbers | None = None
+    ) -> Row:
+        """The row of a gradient. No other row is about the same tensor, so nothing is remembered.
+
+        `numbers` are those of a gradient that had to be looked at already, whatever device it is on.
+        """
+        slot = self.slot(info, role)
+        if self.ignored and slot in self.ignored:
+            mark |= Mark.IGNORED
+        return self._row(slot, gradient, mark, numbers)
+
+    def traced(
+        self,
+        info: ModuleInfo,
+        role: str,
+        value: int,
+        dtype: torch.dtype | None,
+        kind: RowKind,
+        numbers: Numbers | None,
+        mark: int = 0,
+    ) -> Row:
+        """The row of a tensor that was looked at inside a compiled region; its shape is not known."""
+        slot = self.slot(info, role)
+        if self.ignored and slot in self.ignored:
+            mark |= Mark.IGNORED
+        high, meta = (numbers.high, numbers.meta) if numbers is not None else (0, 0)
+        code = CODES.get(dtype, 0) if dtype is not None else 0
+        return Row((slot, value, NOTHING, code, int(kind), mark), meta & 0xFF, False, high, meta)
+
+    def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
+        """Weights are read once per optimizer step; every page holds their numbers all the same."""
+        slot = self.slot(info, name)
+        mark = Mark.IGNORED if self.ignored and slot in self.ignored else 0
+        version = version_of(parameter)
+        seen = self._seen.get(id(parameter))
+        if seen is not None and seen.version == version and seen.tensor() is parameter:
+            return Row((slot, *seen.row.packed[1:5], mark), seen.row.flags, False)
+        known = self._weights.get(id(parameter))
+        numbers: Numbers | DeviceRow | None
+        if known is not None and known.version == version and known.step == step and known.tensor() is parameter:
+            row = self._row(slot, parameter, mark, known.numbers)
+        else:
+            if self._on_device(parameter):
+                row = self._row(slot, parameter, mark)
+                numbers = self.device_pages.last() if self.device_pages and row.packed[1] != NOTHING else None
+            else:
+                numbers = measure(parameter)
+                row = self._row(slot, parameter, mark, numbers)
+            if numbers is not None:
+                self._weights[id(parameter)] = _Weight(weakref.ref(parameter), version, step, numbers)
+        self._seen[id(parameter)] = _Seen(weakref.ref(parameter), version, row)
+        return row
+
+    @staticmethod
+    def _on_device(tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu"
+
+    def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: Numbers | DeviceRow | None = None) -> Row:
+        value, flags, high, meta = NOTHING, 0, 0, 0
+        kind: int
+        if isinstance(numbers, DeviceRow):
+            assert self.device_pages is not None
+            again = self.device_pages.again(numbers)
+            value, kind = (NOTHING, RowKind.NOT_MEASURABLE) if again is None else (again, RowKind.MEASURED)
+            if numbers.numbers is not None:  # they have come back since
+                _, high, meta = numbers.numbers
+                flags = meta & 0xFF
+        elif numbers is None and self._on_device(tensor):
+            index = self._device_value(tensor)
+            value = NOTHING if index is None else index
+            kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
+        else:
+            low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)
+            if kind == RowKind.MEASURED:
+                value = self._recorder.value(low, high, meta)
+                flags = meta & 0xFF
+        return Row(
+            (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark), flags, True, high, meta
+        )
+
+    def _device_value(self, tensor: torch.Tensor) -> int | None:
+        if self.device_pages is None:
+            if tensor.device.type != "cuda" or self._device_failed:
+                return None
+            try:
+                self.device_pages = DevicePages(self._recorder, tensor.device)
+            except Exception as error:
+                self._device_failed = True
+                self._on_fault("device page", error)
+                return None
+            if self.on_device_pages is not None:
+                self.on_device_pages(self.device_pages)
+        pages = self.device_pages
+        return pages.measure(tensor, self.count) if tensor.device == pages.device else None
