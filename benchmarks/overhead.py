@@ -203,7 +203,7 @@ class Gpuwatch:
         finally:
             reader.close()
         frames = decode_page(message, names).frames if message is not None else []
-        faults = [event.error for event in events if isinstance(event, Fault)]
+        faults = [f"{event.part}: {event.message}" for event in events if isinstance(event, Fault)]
         rows = sum(len(frame.rows) for frame in frames)
         phases = ", ".join(sorted({str(frame.phase) for frame in frames}))
         seen = f"{pages} pages, the last one with {len(frames)} frames and {rows} rows ({phases})"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +98,7 @@ def main() -> None:
                     f"{low:.1f} - {high:.1f}",
                 )
         shown.add_section()
-    Console().print(shown)
+    Console(width=None if sys.stdout.isatty() else 140).print(shown)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,17 @@ from ..core.messages import (
 from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
+    Cost,
     Fault,
+    Ignored,
     Inventory,
     NodeSignal,
     PreflightResult,
     PreflightStage,
+    ScalerSkip,
     ScriptError,
     ScriptExit,
+    Warned,
     Where,
     WorkerExit,
 )
@@ -51,6 +55,35 @@ class RankFacts:
     """By number; the fullest copy of each."""
     state: RankState | None = None
     pages_dropped: int = 0
+    warned: list[Warned] = field(default_factory=list)
+    scaler_skips: list[ScalerSkip] = field(default_factory=list)
+    ignored: list[Ignored] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+
+    @property
+    def hidden_rows(self) -> int:
+        """Rows that a rule of the user's has hidden."""
+        return max(self.state.ignored if self.state is not None else 0, len(self.ignored))
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that a GradScaler has skipped."""
+        return max(self.state.scaler_skips if self.state is not None else 0, len(self.scaler_skips))
+
+    @property
+    def warned_rows(self) -> int:
+        """Rows near overflow or in underflow."""
+        return max(self.state.warned if self.state is not None else 0, len(self.warned))
+
+    @property
+    def batches_idle(self) -> int:
+        """Batches that were left out."""
+        return self.state.batches_idle if self.state is not None else 0
+
+    @property
+    def cost(self) -> Cost | None:
+        """The measurement that saw the most."""
+        return max(self.costs, key=lambda cost: (cost.watched_batches, cost.plain_batches), default=None)
 
 
 @dataclass
@@ -121,7 +154,15 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.anomalies.sort(key=lambda anomaly: (anomaly.where.page, anomaly.frame))
         rank.errors.sort(key=lambda error: error.where.time_ns)
         rank.stages.sort(key=lambda stage: stage.where.time_ns)
+        rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
+        rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
+        rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
     return facts
+
+
+def _place(where: Where) -> tuple[int, int, int]:
+    return where.page, where.batch, where.seq
 
 
 def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
@@ -141,6 +182,10 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (ScriptError, rank.errors),
         (Fault, rank.faults),
         (PreflightStage, rank.stages),
+        (Warned, rank.warned),
+        (ScalerSkip, rank.scaler_skips),
+        (Ignored, rank.ignored),
+        (Cost, rank.costs),
     ]
     for kind, events in lists:
         if isinstance(event, kind):
@@ -171,16 +216,25 @@ def _take_preflights_of_peers(facts: RunFacts) -> None:
 def _take_beat(facts: RunFacts, agent: str, beat: Beat) -> None:
     for state in beat.ranks:
         rank = _rank(facts, agent, state.attempt, state.rank)
-        if rank.state is None or (state.step, state.batch, state.seq) >= (
-            rank.state.step,
-            rank.state.batch,
-            rank.state.seq,
-        ):
+        if rank.state is None or _moved(state) >= _moved(rank.state):
             rank.state = state
     for number, dropped in beat.pages_dropped.items():
         for (_, rank_number), rank in facts.ranks.items():
             if rank_number == number:
                 rank.pages_dropped = max(rank.pages_dropped, dropped)
+
+
+def _moved(state: RankState) -> tuple[int, ...]:
+    """Of two beats the later one, whichever came first: nothing in it runs backwards."""
+    return (
+        state.step,
+        state.batch,
+        state.seq,
+        state.ignored,
+        state.scaler_skips,
+        state.warned,
+        state.batches_idle,
+    )
 
 
 def _take_page(facts: RunFacts, agent: str, message: PageMessage, names: dict[tuple[int, int], Names]) -> None:

@@ -7,7 +7,7 @@ import signal
 from ..core.records import ScriptError, WorkerExit
 from .answer import Cascade
 from .facts import NodeFacts, RankFacts, RunFacts
-from .origin import Finding
+from .finding import Finding
 
 
 def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascade]:

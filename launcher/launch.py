@@ -44,7 +44,7 @@ from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.settings import WorkerSettings
 from .children import Child
 from .elastic import run_torchrun
-from .options import get_parser
+from .options import check_together, get_parser
 from .plan import Plan, make_plan
 from .scratch import make_scratch, remove_scratch
 
@@ -75,6 +75,7 @@ def _check(args: argparse.Namespace) -> int:
         raise UsageError("expected one of --no-python and -m/--module, found both; drop one of them")
     if not args.module and not args.no_python and not Path(args.training_script).exists():
         raise UsageError(f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}")
+    check_together(args)
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
     try:

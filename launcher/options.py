@@ -95,6 +95,23 @@ def _address(text: str) -> str:
     return text
 
 
+def check_together(args: argparse.Namespace) -> None:
+    """Options that are right each by itself and make no sense together. Raises UsageError."""
+    if args.measure_cost and args.every > 1:
+        raise UsageError(
+            "expected one of --measure-cost and --every, found both: --measure-cost leaves out every second batch by "
+            "itself; drop one of them"
+        )
+    if args.sync and args.on_overflow == "continue":
+        raise UsageError("expected --on-overflow abort with --sync, which raises where it finds one; found continue")
+    last = args.abort_after_batch
+    unreached = [batch for batch in args.trace_batches if last is not None and batch > last]
+    if unreached:
+        raise UsageError(
+            f"expected --trace-batches up to --abort-after-batch {last}, found {','.join(map(str, unreached))}"
+        )
+
+
 def get_parser() -> argparse.ArgumentParser:
     """torchrun's parser with a group "gpuwatch" of our options."""
     parser = get_args_parser()
@@ -143,7 +160,7 @@ def get_parser() -> argparse.ArgumentParser:
         "--guard-optimizer",
         "--guard_optimizer",
         action="store_true",
-        help="look at the gradients before each optimizer step and let no non-finite one in; waits for the device",
+        help="look at all gradients before each optimizer step and let no non-finite one in; waits for the device",
     )
     group.add_argument(
         "--ignore",

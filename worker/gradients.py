@@ -18,7 +18,7 @@ from ..core.recorder.writer import OpenPage
 from .collectives import issued
 from .policy import Policy, Sighting
 from .progress import Progress
-from .roots import ModuleInfo
+from .roots import ModuleInfo, RootInfo
 from .rows import Row, Rows, version_of
 from .unseen import unseen
 
@@ -95,7 +95,7 @@ class Gradients:
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Look at this parameter's local gradient whenever it has been added up. Once is enough."""
         known = self._parameters.get(id(parameter))
-        if known is not None and known[0]() is parameter:
+        if (known is not None and known[0]() is parameter) or not info.watched:
             return
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             hook = _ParameterHook(self, info, f"grad {name}")
@@ -125,7 +125,7 @@ class Gradients:
             if self.before_parameter is not None:
                 self.before_parameter()
             page = self._page or info.root.page
-            if page is None or not info.watched:
+            if page is None:
                 return
             unseen(self.take, info, role, page, gradient)
             self._local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
@@ -156,6 +156,10 @@ class Gradients:
             self.first_scaled = self.first_scaled or sighting
         else:
             self._policy.alarm(sighting)
+
+    def page_of(self, root: RootInfo) -> OpenPage | None:
+        """The page that the running backward writes in, if it is one of this root's."""
+        return self._page if self._page is not None and self._page.root == root.id else None
 
     def is_local(self, gradient: torch.Tensor) -> bool:
         """Whether this gradient was looked at, and nobody has changed it in place since."""

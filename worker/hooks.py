@@ -82,6 +82,7 @@ class Hooks:
         self._arrivals = Arrivals(self.progress, self.rows, self.policy)
         self._gradients = Gradients(self.progress, self.rows, self.policy, self._fault)
         self._steps = Steps(self.progress, self.rows, self._roots, self.policy, self._gradients, self._fault)
+        self._steps.only = only is not None
         self._scalers = Scalers(self.progress, self.policy, self._gradients, self._steps, self._fault)
         self._regions = Regions(self._resolve, self._may_open_region, self._grads)
         self._region_pages = RegionPages(
@@ -107,7 +108,8 @@ class Hooks:
         if self._forward:
             self._regions.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
-        os.register_at_fork(after_in_child=self._forget)
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
 
     def _register_after(self) -> Any:
         if not HANDS_OVER_KWARGS:
@@ -154,7 +156,8 @@ class Hooks:
             if cost is not None:
                 self._recorder.append(cost)
                 self._cost = None
-        return self._arrivals.look()
+        skips = self._scalers.look()
+        return self._arrivals.look() and skips
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 
@@ -201,15 +204,15 @@ class Hooks:
         if self._settings.sync and self.policy.pending and output is not None:
             self.policy.raise_pending()
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if torch.compiler.is_compiling():
-            return
+            return None
         try:
             self._region_pages.take()
             self._arrivals.look()
         except Exception as error:
             self._fault("before the optimizer step", error)
-        self._steps.before(optimizer, args, kwargs)
+        return self._steps.before(optimizer, args, kwargs)
 
     # -- batches that are left out ------------------------------------------------------------------------------
 
@@ -225,7 +228,7 @@ class Hooks:
         """Of a batch that is left out only what the model returns is looked at."""
         self._idle_root = None
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
-        if output is None or self._cost is not None or (self._only is not None and id(module) not in self._only):
+        if output is None or self._cost is not None:
             return
         try:
             unseen(self._look_at_idle, module, args, kwargs, output)
@@ -250,6 +253,7 @@ class Hooks:
                 cause = f"not looked into: --every {self._settings.every}"
                 self.policy.alarm(Sighting(page, info.root.label, info, frame, Phase.FORWARD, role, row), cause)
                 break
+        self._recorder.pause_page()
 
     def _is_left_out(self, batch: int) -> bool:
         if batch in self._settings.trace_batches:
@@ -282,9 +286,9 @@ class Hooks:
         self._fields[Field.MODULE] = info.id
 
     def _still_running(self) -> bool:
-        """Whether the innermost call on our stack is on Python's stack too. For the rare cases that need it."""
+        """Whether the innermost call on our stack is on its thread's stack too. For the rare cases that need it."""
         innermost = self._stack[-1].ref()
-        frame: FrameType | None = sys._getframe()
+        frame: FrameType | None = sys._current_frames().get(self._thread)
         while frame is not None:
             if frame.f_code is _CALL and frame.f_locals.get("self") is innermost:
                 return True
@@ -292,21 +296,19 @@ class Hooks:
         return False
 
     def _enter_root(self, module: torch.nn.Module) -> ModuleInfo | None:
-        """A module is called while no other one runs. None if this batch is left out."""
+        """A module is called while no other one runs. None if this batch is left out, or nobody watches the module."""
         progress = self.progress
         if self._only is not None and id(module) not in self._only:
-            self._idle_root = weakref.ref(module)
-            return None
+            return None  # a model inside of it may be the watched one: DDP, a module for the loss
         info, opens_batch = self._roots.enter(module)
         root = info.root
-        recomputes = not opens_batch and root.page is not None and torch._C._current_graph_task_id() != -1
-        if recomputes:
-            assert root.page is not None
+        if root.page is not None and torch._C._current_graph_task_id() != -1:
             if progress.idle:
                 self._idle_root = weakref.ref(module)
                 return None
-            progress.resume(root.page)
-            self.rows.begin_page(root.page.batch)
+            page = self._gradients.page_of(root) or root.page
+            progress.resume(page)
+            self.rows.begin_page(page.batch)
             self._phase = Phase.RECOMPUTE
         else:
             self._region_pages.take()
@@ -371,10 +373,10 @@ class Hooks:
     def _leave_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
-        """A wrapper has no frame of its own, unless nothing in it could be seen."""
-        self._region_pages.take()
+        """A wrapper has no frame of its own, unless what is in it could not be seen."""
+        rootless = self._region_pages.take(info)
         page = self._recorder.page
-        if page is not None and info.entered == page.frames and info.watched:
+        if page is not None and (rootless or info.entered == page.frames) and info.watched:
             unseen(self._take_frame, info, module, args, kwargs, output, raised)
 
     def _take_frame(

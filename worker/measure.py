@@ -101,6 +101,8 @@ def _measure(tensor: torch.Tensor) -> Numbers:
     count = tensor.numel()
     if count == 0:
         return _EMPTY
+    if not tensor.data_ptr():  # a parameter whose memory FSDP has freed
+        return NOT_MEASURABLE
     bits = tensor.view(kind.bits)
     if count <= CHUNK:
         low_t, high_t = torch.aminmax(bits.bitwise_and(kind.mask))
@@ -200,6 +202,8 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     if hasattr(tensor, "_local_tensor"):
         tensor = tensor._local_tensor
+    if hasattr(tensor, "trigger_wait"):  # what a collective of torch.distributed has not yet filled
+        tensor = tensor.trigger_wait()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if type(tensor).__name__ == "FakeTensor":
             return None

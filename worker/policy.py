@@ -244,7 +244,7 @@ def near_bits(powers: float) -> dict[int, tuple[int, int]]:
         largest = DTYPE_MAX.get(DTYPE_NAMES[code])
         if largest is None or dtype.is_complex:
             continue
-        limits = torch.tensor([largest * 2.0**-powers, largest], dtype=torch.float64).to(dtype)
+        limits = torch.tensor([largest * 2.0**-powers, largest], dtype=torch.float64, device="cpu").to(dtype)
         found[code] = (measure(limits[0]).high, measure(limits[1]).high)
     return found
 

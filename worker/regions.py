@@ -17,7 +17,7 @@ from .gradients import Gradients
 from .measure import Numbers
 from .policy import Policy, Sighting
 from .progress import Progress
-from .roots import Roots
+from .roots import ModuleInfo, Roots
 from .rows import Row, Rows
 from .unseen import unseen
 
@@ -42,14 +42,19 @@ class RegionPages:
         self._policy = policy
         self._gradients = gradients
 
-    def take(self) -> None:
-        """Look whether a graph has run since the last call, and put its rows down."""
+    def take(self, under: ModuleInfo | None = None) -> bool:
+        """Look whether a graph has run since the last call, and put its rows down, below the call `under`.
+
+        True if the frame of a region's own root was not among them: dynamo may begin to trace inside of it.
+        """
+        rootless = False
         for region in self._regions.regions:
             forward, backward = region.moved()
             if forward:
-                unseen(self._forward, region)
+                rootless |= unseen(self._forward, region, under)
             if backward:
                 unseen(self._backward, region)
+        return rootless
 
     def take_gradients(self) -> None:
         """The same, from within a backward."""
@@ -66,17 +71,26 @@ class RegionPages:
         self._rows.begin_page(page.batch)
         return page
 
-    def _forward(self, region: Region) -> None:
+    def _forward(self, region: Region, under: ModuleInfo | None) -> bool:
         if self._progress.idle:
-            return
+            return False
+        rooted = any(not frame.info.name for frame in region.frames)
         page = self._page(region)
         numbers = _read(region.buffers)
         values: dict[int, int] = {}
         for frame in region.frames:
             if frame.info.watched:
-                self._put(frame, page, numbers, values)
+                self._put(frame, page, numbers, values, None if rooted else under)
+        return not rooted
 
-    def _put(self, frame: RegionFrame, page: OpenPage, numbers: dict[int, Numbers], values: dict[int, int]) -> None:
+    def _put(
+        self,
+        frame: RegionFrame,
+        page: OpenPage,
+        numbers: dict[int, Numbers],
+        values: dict[int, int],
+        under: ModuleInfo | None,
+    ) -> None:
         info = frame.info
         rows: list[RowTuple] = []
         alarm: tuple[str, Row] | None = None
@@ -89,7 +103,8 @@ class RegionPages:
                 rows.append(row.packed)
                 if row.flags:
                     flags_of_weights |= row.flags
-                    alarm = alarm or (name, row)
+                    if not row.packed[5] & Mark.IGNORED:
+                        alarm = alarm or (name, row)
         for traced in frame.rows:
             row = self._row(frame, traced, numbers, values)
             rows.append(row.packed)
@@ -110,8 +125,11 @@ class RegionPages:
                 )
             ):
                 alarm = (traced.role, row)
-        parent = frame.parent.id if frame.parent is not None else NOTHING
-        index = self._recorder.frame(info.id, parent, frame.depth, Phase.FORWARD, issued(), rows)
+        parent = frame.parent or under
+        depth = frame.depth + (under is not None)
+        index = self._recorder.frame(
+            info.id, parent.id if parent is not None else NOTHING, depth, Phase.FORWARD, issued(), rows
+        )
         if alarm is not None:
             self._policy.alarm(
                 Sighting(

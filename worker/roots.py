@@ -25,13 +25,13 @@ class ModuleInfo:
 
     __slots__ = ("cls", "entered", "id", "is_wrapper", "name", "ref", "root", "seq", "slots", "watched")
 
-    def __init__(self, module: nn.Module | None, number: int, root: RootInfo, name: str) -> None:
-        """`module` is None for a place that is none: one that `detect_overflow` was called with."""
+    def __init__(self, module: nn.Module | None, number: int, root: RootInfo, name: str, cls: str = "") -> None:
+        """`module` is None for a place that is none and calls itself `cls`."""
         self.ref: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else _nothing
         self.id = number
         self.root = root
         self.name = name
-        self.cls = class_of(module) if module is not None else "detect_overflow"
+        self.cls = class_of(module) if module is not None else cls
         self.entered = 0
         """A wrapper's: frames in the page when it was last entered."""
         self.is_wrapper = module is not None and wrapped_child(module) is not None
@@ -118,17 +118,17 @@ class Roots:
                 return info.name or info.cls
         return None
 
-    def place(self, name: str, root: RootInfo | None) -> ModuleInfo:
-        """A place that the script has named itself, in the root that runs or in one of its own."""
+    def place(self, name: str, root: RootInfo | None, cls: str = "detect_overflow") -> ModuleInfo:
+        """A place that is no module, in the root that runs or in one of its own: one that the script has named."""
         if root is None:
-            root = next((info for _, info in self._roots if info.cls == "detect_overflow"), None)
+            root = next((info for _, info in self._roots if info.cls == cls), None)
         if root is None:
-            root = RootInfo(len(self._roots), "detect_overflow", 0)
+            root = RootInfo(len(self._roots), cls, 0)
             self._roots.append((_nothing, root))
             self._recorder.append(RootDef(root.id, root.cls, 0), name=True)
-        info = root.definitions.get((name, "detect_overflow"))
+        info = root.definitions.get((name, cls))
         if info is None:
-            info = ModuleInfo(None, self._modules, root, name)
+            info = ModuleInfo(None, self._modules, root, name, cls)
             self._modules += 1
             root.definitions[name, info.cls] = info
             self._recorder.append(ModuleDef(info.id, root.id, name, info.cls), name=True)
@@ -144,9 +144,9 @@ class Roots:
         return known[1:] if known is not None and known[0]() is parameter else None
 
     def own(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
-        """Remember whose parameter this is."""
+        """Remember whose parameter this is: of tied weights the first module's that is watched."""
         known = self._parameters.get(id(parameter))
-        if known is None or known[0]() is not parameter:
+        if known is None or known[0]() is not parameter or (info.watched and not known[1].watched):
             self._parameters[id(parameter)] = (weakref.ref(parameter), info, name)
             if self.on_parameter is not None:
                 self.on_parameter(parameter, info, name)

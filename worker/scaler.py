@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ..core.recorder.layout import Field
@@ -22,8 +23,24 @@ COLLAPSED = 1.0
 _MAX_SKIPS = 64
 
 
+class _Late(NamedTuple):
+    """Whether a fused optimizer has skipped its step: on its way from the device."""
+
+    numbers: torch.Tensor
+    """Pinned: found_inf, scale."""
+    arrived: torch.cuda.Event
+    optimizer: int
+    sighting: Sighting | None
+
+
 class Scalers:
-    """Watches `scale`, `step` and `update` of every GradScaler, by standing around these methods."""
+    """Watches `scale`, `step` and `update` of every GradScaler, by standing around these methods.
+
+    The classes have one wrapper at most, however many watch: it is put in for the first and taken out after the last.
+    """
+
+    _watchers: ClassVar[list[Scalers]] = []
+    _originals: ClassVar[dict[tuple[type, str], Any]] = {}
 
     def __init__(
         self,
@@ -39,58 +56,102 @@ class Scalers:
         self._steps = steps
         self._on_fault = on_fault
         self._limit = progress.settings.scaler_skips
-        self._in_a_row = 0
+        self._in_a_row: dict[int, int] = {}
+        """id of an optimizer -> steps of its that were skipped since its last one."""
         self._skips = 0
-        self._originals: dict[str, Any] = {}
+        self._late: list[_Late] = []
 
     def attach(self) -> None:
         """Stand around the methods."""
-        watcher = self
-
-        def scale(scaler: Any, outputs: Any) -> Any:
-            watcher._begins(scaler)
-            return watcher._originals["scale"](scaler, outputs)
-
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            before = watcher._progress.step
-            result = watcher._originals["step"](scaler, optimizer, *args, **kwargs)
-            watcher._stepped(scaler, optimizer, watcher._progress.step == before)
-            return result
-
-        def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-            watcher._gradients.scaled = False
-            return watcher._originals["update"](scaler, *args, **kwargs)
-
-        for around in (scale, step, update):
-            original = getattr(GradScaler, around.__name__)
-            self._originals[around.__name__] = original
-            setattr(GradScaler, around.__name__, functools.wraps(original)(around))
+        if not self._watchers:
+            self._wrap(GradScaler, "__init__", _made)
+            self._wrap(GradScaler, "step", _step)
+            self._wrap_all(GradScaler)
+        self._watchers.append(self)
 
     def detach(self) -> None:
-        """Put the methods back as they were."""
-        for name, original in self._originals.items():
-            setattr(GradScaler, name, original)
+        """Put the methods back as they were, if nobody else watches."""
+        if self not in self._watchers:
+            return
+        self._watchers.remove(self)
+        if not self._watchers:
+            for (cls, name), original in self._originals.items():
+                setattr(cls, name, original)
+            self._originals.clear()
 
-    def _begins(self, scaler: Any) -> None:
-        """A loss is scaled: the backward that follows is looked at by this scaler."""
-        if scaler.is_enabled():
-            self._gradients.scaled = True
+    @classmethod
+    def _wrap_all(cls, scaler: type[Any]) -> None:
+        cls._wrap_class(scaler)
+        for derived in scaler.__subclasses__():
+            cls._wrap_all(derived)
+
+    @classmethod
+    def _wrap_class(cls, scaler: type) -> None:
+        """A class with methods of its own, such as FSDP's, does not call those of its base."""
+        cls._wrap(scaler, "scale", _scale)
+        cls._wrap(scaler, "update", _update)
+
+    @classmethod
+    def _wrap(cls, scaler: type, name: str, around: Callable[..., Any]) -> None:
+        original = vars(scaler).get(name)
+        if original is None or (scaler, name) in cls._originals:
+            return
+        cls._originals[scaler, name] = original
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
+        setattr(scaler, name, wrapper)
 
     def _stepped(self, scaler: Any, optimizer: Any, skipped: bool) -> None:
+        """A scaler has stepped an optimizer, or not. A fused optimizer is always called, and skips by itself."""
         if not scaler.is_enabled():
             return
         sighting, self._gradients.first_scaled = self._gradients.first_scaled, None
-        if not skipped:
-            self._in_a_row = 0
-            return
         try:
-            self._skipped(sighting or unseen(self._steps.first_bad_gradient, optimizer), float(scaler.get_scale()))
+            self.look()
+            found_inf, self._steps.found_inf = self._steps.found_inf, None
+            if found_inf is not None and found_inf.is_cuda:
+                self._ask(found_inf, scaler, optimizer, sighting)
+                return
+            if found_inf is not None:
+                skipped = bool(found_inf.item())
+            if skipped:
+                if sighting is None:
+                    sighting = unseen(self._steps.first_bad_gradient, optimizer)
+                self._skipped(id(optimizer), sighting, float(scaler.get_scale()))
+            else:
+                self._in_a_row.pop(id(optimizer), None)
         except Exception as error:
             self._on_fault("GradScaler", error)
         self._policy.raise_pending()
 
-    def _skipped(self, sighting: Sighting | None, scale: float) -> None:
-        self._in_a_row += 1
+    def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, sighting: Sighting | None) -> None:
+        """Have the answer brought from the device without waiting for it."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        with torch.no_grad():
+            both = torch.stack((found_inf.reshape(()).float(), scaler._get_scale_async().reshape(()).float()))
+            numbers = torch.empty(2, pin_memory=True)
+            numbers.copy_(both, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
+        arrived.record()
+        self._late.append(_Late(numbers, arrived, id(optimizer), sighting))
+
+    def look(self) -> bool:
+        """Take what has arrived. True when nothing more is on its way."""
+        while self._late and self._late[0].arrived.query():  # type: ignore[no-untyped-call]  # likewise
+            late = self._late.pop(0)
+            found, scale = late.numbers.tolist()
+            if found:
+                self._skipped(late.optimizer, late.sighting, scale)
+            else:
+                self._in_a_row.pop(late.optimizer, None)
+        return not self._late
+
+    def _skipped(self, optimizer: int, sighting: Sighting | None, scale: float) -> None:
+        in_a_row = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         self._skips += 1
         self._progress.fields[Field.SCALER_SKIPS] = self._skips
         if self._skips <= _MAX_SKIPS:
@@ -98,13 +159,44 @@ class Scalers:
                 ScalerSkip(
                     self._progress.where(sighting.page if sighting is not None else None),
                     scale,
-                    self._in_a_row,
+                    in_a_row,
                     sighting.info.name if sighting is not None else None,
                     sighting.info.cls if sighting is not None else None,
                     sighting.role if sighting is not None else None,
                     name_of(NonFinite(sighting.row.flags)) if sighting is not None else None,
                 )
             )
-        if sighting is not None and (self._in_a_row >= self._limit or scale < COLLAPSED):
-            times = f"{self._in_a_row} step{'s' if self._in_a_row != 1 else ''} in a row"
+        if sighting is not None and (in_a_row >= self._limit or scale < COLLAPSED):
+            times = f"{in_a_row} step{'s' if in_a_row != 1 else ''} in a row"
             self._policy.alarm(sighting, f"GradScaler skipped {times}, its scale is down to {scale:g}")
+
+
+# The wrappers: `original` is the method that they stand around.
+
+
+def _made(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+    for cls in type(scaler).__mro__:  # a class that was imported after we were attached
+        if issubclass(cls, GradScaler):
+            Scalers._wrap_class(cls)
+    original(scaler, *args, **kwargs)
+
+
+def _scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    if scaler.is_enabled():
+        for watcher in Scalers._watchers:  # the backward that follows is looked at by this scaler
+            watcher._gradients.scaled = True
+    return original(scaler, *args, **kwargs)
+
+
+def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    before = [(watcher, watcher._progress.step) for watcher in Scalers._watchers]
+    result = original(scaler, optimizer, *args, **kwargs)
+    for watcher, step in before:
+        watcher._stepped(scaler, optimizer, watcher._progress.step == step)
+    return result
+
+
+def _update(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    for watcher in Scalers._watchers:
+        watcher._gradients.scaled = False
+    return original(scaler, *args, **kwargs)

@@ -47,16 +47,27 @@ class Steps:
         self._continues = settings.on_overflow == "continue"
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
+        self.only = False
+        """One model is watched: optimizers that hold nothing of it are left alone."""
+        self.found_inf: torch.Tensor | None = None
+        """What a GradScaler has told the fused optimizer that stepped last: not 0 if it is to skip."""
 
     # -- before -------------------------------------------------------------------------------------------------
 
-    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look at the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end."""
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Look at the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
+
+        Returns other arguments for the step if it has a closure to be guarded.
+        """
         if torch.compiler.is_compiling():
-            return
-        progress = self._progress
-        progress.enter(RankPhase.OPTIMIZER)
-        if self._guard or (self._grads and not progress.idle):
+            return None
+        self._progress.enter(RankPhase.OPTIMIZER)
+        self.found_inf = getattr(optimizer, "found_inf", None)
+        self._look_before(optimizer)
+        return self._with_guard(optimizer, args, kwargs) if self._guard else None
+
+    def _look_before(self, optimizer: Any) -> None:
+        if self._guard or (self._grads and not self._progress.idle):
             try:
                 bad = unseen(self._take_gradients, optimizer)
                 if bad and self._guard and self._continues:
@@ -64,6 +75,21 @@ class Steps:
             except Exception as error:
                 self._on_fault("before the optimizer step", error)
         self._policy.raise_pending()
+
+    def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A closure computes the gradients within the step: they are looked at when it returns."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+
+        def guarded() -> Any:
+            result = closure()
+            self._look_before(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": guarded}
+        return (args[0], guarded, *args[2:]), kwargs
 
     def _take_gradients(self, optimizer: Any) -> bool:
         """Frames of the gradients that were not seen in their backward, or are not the same any more."""
@@ -85,7 +111,39 @@ class Steps:
                 rows.append((role, row))
             if rows and page is not None:
                 bad |= self._put(info, page, Phase.COLLECTIVE, rows)
+        if self._guard and not (self.only and self._is_foreign(optimizer)):
+            bad |= self._take_others(optimizer, mark)
         return bad
+
+    def _is_foreign(self, optimizer: Any) -> bool:
+        groups = optimizer.param_groups
+        return not any(self._roots.owner_of(parameter) for group in groups for parameter in group["params"])
+
+    def _take_others(self, optimizer: Any, mark: int) -> bool:
+        """The guard looks at the gradients, too, that are in no watched module. Only bad ones get a frame."""
+        bad = False
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                owner = self._roots.owner_of(parameter)
+                if parameter.grad is None or (owner is not None and self._has_place(owner[0])):
+                    continue
+                numbers = measure(parameter.grad)
+                if not numbers.meta & 0xFF:
+                    continue
+                if owner is not None:
+                    info, role = owner[0], f"grad {owner[1]}"
+                else:
+                    name, cls = f"optimizer.param_groups[{index}]", type(optimizer).__name__
+                    info, role = self._roots.place(name, self._progress.root, cls), f"grad params[{position}]"
+                page = self._resume(info) or self._progress.begin_page(info.root, True)
+                row = self._rows.gradient(info, role, parameter.grad, mark, numbers)
+                bad |= self._put(info, page, Phase.COLLECTIVE, [(role, row)])
+        return bad
+
+    @staticmethod
+    def _has_place(info: ModuleInfo) -> bool:
+        """Whether frames of this module are written: it is watched, and there is a page to write them in."""
+        return info.watched and info.root.page is not None
 
     # -- after --------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -29,13 +31,14 @@ if TYPE_CHECKING:
 class Watch:
     """A watched model. A context manager: on its way out it removes its hooks.
 
-    Inside of `gpuwatch launch` the run watches every model already; then this records into the run, and only reads here.
+    Inside of `gpuwatch launch` the run watches every model already: then it is the run's record that is read here.
     """
 
-    def __init__(self, hooks: Hooks, recorder: RecorderWriter, owned: tempfile.TemporaryDirectory[str] | None) -> None:
+    def __init__(self, hooks: Hooks, recorder: RecorderWriter, *, owned: bool) -> None:
         self._hooks = hooks
         self._recorder = recorder
         self._owned = owned
+        """These hooks are ours to remove: they are not a run's."""
         self._reader = RecorderReader(recorder.path)
         self._names = Names()
         self._events: list[WorkerEvent] = []
@@ -51,7 +54,7 @@ class Watch:
 
     def remove(self) -> None:
         """Take the hooks out again. What was recorded can still be read. Twice is once."""
-        if self._closed or self._owned is None:
+        if self._closed or not self._owned:
             return
         self._closed = True
         self._hooks.settle()
@@ -135,7 +138,7 @@ def watch(
 
     running = current_hooks()
     if running is not None:
-        return Watch(running, running.progress.recorder, None)
+        return Watch(running, running.progress.recorder, owned=False)
     if every < 1:
         raise ValueError(f"expected every=1 or more, found every={every}")
     unknown = set(watch) - {"forward", "grads", "weights"}
@@ -157,12 +160,23 @@ def watch(
         underflow_share=underflow_share,
         scaler_skips=scaler_skips,
     )
-    folder = tempfile.TemporaryDirectory(prefix="gpuwatch-watch-", dir=_shared_memory())
+    folder = Path(tempfile.mkdtemp(prefix="gpuwatch-watch-", dir=_shared_memory()))
     rank = int(os.environ.get("RANK", "0"))
-    recorder = RecorderWriter(Path(folder.name) / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
-    hooks = Hooks(recorder, settings, rank, only=model)
+    try:
+        recorder = RecorderWriter(folder / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
+        hooks = Hooks(recorder, settings, rank, only=model)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    # with the hooks, which the modules hold, and not with the handle, which nobody has to keep
+    weakref.finalize(hooks, _remove, folder, os.getpid())
     hooks.attach()
-    return Watch(hooks, recorder, folder)
+    return Watch(hooks, recorder, owned=True)
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a child that was forked
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _shared_memory() -> str | None:

@@ -134,7 +134,7 @@ def _differing(wanted: dict[str, Any], verdict: dict[str, Any]) -> Iterator[tupl
         if name == "between" and value is not None and found is not None:
             same = all(left in (right, ANY) for left, right in zip(value, found, strict=True))
         else:
-            same = found == value
+            same = found in value if isinstance(value, set) else found == value
         if not same:
             yield name, f"{found!r}, not {value!r}"
     if "certainty" not in wanted and wanted["kind"] == "overflow" and verdict["certainty"] == "unknown":

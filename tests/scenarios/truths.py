@@ -216,7 +216,15 @@ BACKWARD = [
     Scenario(
         "activation's gradient, nobody looked",
         "zero_length.py",
-        {"kind": "overflow", "rank": None, "certainty": "unknown", "module": "embed", "phase": "weight", "batch": 3},
+        # the weight was bad after the step of batch 2, and at the start of batch 3; whose gradient it was, nobody saw
+        {
+            "kind": "overflow",
+            "rank": None,
+            "certainty": "unknown",
+            "module": "embed",
+            "phase": "weight",
+            "batch": {2, 3},
+        },
         options=("--watch", "forward,weights"),
     ),
     Scenario(
@@ -392,6 +400,14 @@ EXPECTED = [
             "given",
         ),
         statement="`attend`",
+    ),
+    Scenario(
+        "mask handed in and added to another one",  # both places of the -inf are true: as given, and as added up
+        "attention.py",
+        {"kind": "overflow", "rank": 1, "module": "", "class": "Net", "value": "-inf", "batch": 2},
+        args=("--fault", "added"),
+        statement="`attend`",
+        witness="rank=1 phase=backward module=attend class=Attend batch=2",
     ),
     Scenario(
         "mask made inside with a closed row",

@@ -1,4 +1,4 @@
-"""Hooks in this process, with a real recorder that a real reader reads."""
+"""The forward: frames, roots, batches, exceptions, alarms. The other phases have files of their own."""
 
 from __future__ import annotations
 
@@ -10,87 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
-from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder.layout import Field, RankPhase
-from gpuwatch.core.recorder.reader import RecorderReader
-from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Anomaly, Fault
-from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker import rows as rows_module
-from gpuwatch.worker.hooks import Hooks
+from gpuwatch.worker import hooks as hooks_module
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-
-class Watched:
-    """Attached hooks and a reader of what they record."""
-
-    def __init__(self, path, **settings) -> None:
-        self.recorder = RecorderWriter(
-            path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 20, segments=64
-        )
-        self.reader = RecorderReader(path)
-        self.hooks = Hooks(self.recorder, WorkerSettings("", **{"on_overflow": "continue", **settings}), 0)
-        self.hooks.attach()
-        self._names = Names()
-        self._events: list = []
-
-    def _read(self) -> None:
-        definitions, events = self.reader.new_entries()
-        self._names.add(definitions)
-        self._events += events
-
-    @property
-    def events(self) -> list:
-        self._read()
-        return self._events
-
-    @property
-    def anomalies(self) -> list[Anomaly]:
-        return [event for event in self.events if isinstance(event, Anomaly)]
-
-    @property
-    def faults(self) -> list[Fault]:
-        return [event for event in self.events if isinstance(event, Fault)]
-
-    @property
-    def pages(self) -> list:
-        self._read()
-        found = [self.reader.page(number) for number in range(self.reader[Field.PAGE] + 1)]
-        return [decode_page(page, self._names) for page in found if page is not None]
-
-    @property
-    def last(self):
-        return self.pages[-1]
-
-    def close(self) -> None:
-        self.hooks.detach()
-        self.reader.close()
-        self.recorder.close()
-
-
-@pytest.fixture
-def watch(tmp_path):
-    made = []
-
-    def make(**settings) -> Watched:
-        made.append(Watched(tmp_path / f"{len(made)}.recorder", **settings))
-        return made[-1]
-
-    yield make
-    for watched in made:
-        watched.close()
-
-
-@pytest.fixture
-def measured(monkeypatch) -> list:
-    """Every tensor that is looked at, kept alive so that none is taken for another."""
-    seen = []
-    real = rows_module.measure
-    monkeypatch.setattr(
-        rows_module, "measure", lambda tensor, count=False: (seen.append(tensor), real(tensor, count))[1]
-    )
-    return seen
 
 
 class Block(nn.Module):
@@ -119,9 +42,10 @@ def titles(page) -> list[tuple[str, str, str | None, int]]:
 
 def test_frames_are_in_the_order_in_which_calls_return_with_the_users_names(watch):
     watched = watch()
-    net()(X)
+    model = net()
+    model(X)
     page = watched.last
-    assert (page.root, page.batch, page.step, page.complete, page.lost_frames) == ("Sequential", 0, 0, True, 0)
+    assert (page.root, page.batch, page.step, page.complete, page.lost_frames) == ("Sequential", 0, 0, False, 0)
     assert titles(page) == [
         ("0.fc1", "Linear", "0", 2),
         ("0.fc2", "Linear", "0", 2),
@@ -132,6 +56,8 @@ def test_frames_are_in_the_order_in_which_calls_return_with_the_users_names(watc
     assert [row.role for row in page.frames[0].rows] == ["weight", "bias", "input[0]", "output"]
     assert [row.shape for row in page.frames[0].rows] == [[4, 4], [4], [3, 4], [3, 4]]
     assert watched.faults == watched.anomalies == []
+    model(X)
+    assert [page.complete for page in watched.pages] == [True, False], "its backward may still come"
 
 
 def test_the_numbers_are_torchs_own(watch):
@@ -274,10 +200,12 @@ def test_weights_are_read_once_per_optimizer_step_and_are_in_every_page(watch, m
         model(X).sum().backward()
         assert reads() == expected
     optimizer.step()
-    model(X)
     assert reads() == 6
-    assert [len(frame.weights) for page in watched.pages for frame in page.frames] == [2, 2, 0, 2, 0] * 4
-    assert all(row.kind == "measured" for page in watched.pages for frame in page.frames for row in frame.weights)
+    model(X)
+    assert reads() == 0, "those of the step are still true"
+    forwards = [frame for page in watched.pages for frame in page.frames if frame.phase == "forward"]
+    assert [len(frame.weights) for frame in forwards] == [2, 2, 0, 2, 0] * 4
+    assert all(row.kind == "measured" for frame in forwards for row in frame.weights)
     assert [page.step for page in watched.pages] == [0, 0, 0, 1]
 
 
@@ -349,9 +277,9 @@ def test_a_checkpoints_recomputation_is_no_second_batch(watch, reentrant):
     model = Checkpointed()
     for _ in range(2):
         model(X.clone().requires_grad_()).sum().backward()
-    batches = [page.batch for page in watched.pages if page.frames and page.frames[-1].module == ""]
-    assert batches == [0, 1]
-    assert {page.batch for page in watched.pages} == {0, 1}
+    assert [page.batch for page in watched.pages] == [0, 1]
+    again = [frame.module for frame in watched.frames("recompute")]
+    assert again == ["block.fc1", "block.fc2", "block"]
     assert watched.faults == watched.anomalies == []
 
 
@@ -448,7 +376,7 @@ def test_a_later_exception_from_outside_is_in_no_module(watch):
         except ValueError:
             pass
         model[0].error = None
-        gc.collect()
+        gc.collect(0)
         try:
             raise ValueError("outside")
         except ValueError as error:
@@ -529,7 +457,7 @@ def test_a_bad_weight_and_a_bad_input_are_told_apart_from_an_origin(watch):
         layer.weight[0, 0] = float("nan")
     layer(X)
     assert [(a.role, a.inputs_finite, a.weights_finite) for a in watched.anomalies] == [
-        ("input[0]", False, True),
+        ("output", False, True),
         ("weight", True, False),
     ]
 
@@ -789,7 +717,7 @@ def test_functional_transforms_work(watch):
     assert watched.faults == []
 
 
-def test_the_inputs_and_outputs_of_a_compiled_model_are_seen(watch):
+def test_the_inside_of_a_compiled_model_is_seen(watch):
     watched = watch(on_overflow="continue")
     inner = net()
     model = torch.compile(inner, backend="eager", fullgraph=True)
@@ -797,5 +725,11 @@ def test_the_inputs_and_outputs_of_a_compiled_model_are_seen(watch):
     with torch.no_grad():
         inner[0].fc1.weight.fill_(float("nan"))
     model(X)
-    assert [(f.module, f.cls, f.phase) for f in watched.last.frames] == [("", "Sequential", "forward")]
-    assert [(a.where.batch, a.role, a.value) for a in watched.anomalies] == [(1, "output", "nan")]
+    assert titles(watched.last) == [
+        ("0.fc1", "Linear", "0", 2),
+        ("0.fc2", "Linear", "0", 2),
+        ("0", "Block", "", 1),
+        ("1", "Linear", "", 1),
+        ("", "Sequential", None, 0),
+    ]
+    assert [(a.where.batch, a.module, a.role, a.value) for a in watched.anomalies] == [(1, "0.fc1", "weight", "nan")]

@@ -1,7 +1,8 @@
 """DDP around attention with masks of -inf, which softmax takes well as long as each row has one open position.
 
---fault none: it has. --fault given: the mask that the script hands in has a row of -inf only, on one rank.
---fault made: so has the one that `padding` makes, inside the model, of a sequence of length 0.
+--fault none: it has. --fault given: the mask that the script hands in has a row of -inf only, on one rank; --fault
+added: it is added to the one that `padding` makes first; --fault made: the one that `padding` makes has such a row,
+for a sequence of length 0.
 """
 
 import torch
@@ -33,8 +34,11 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 1)
 
     def forward(self, x, lengths, mask=None):
-        padding = self.padding(lengths)
-        return self.head(self.attend(self.query(x), self.key(x), padding if mask is None else padding + mask))
+        query, key = self.query(x), self.key(x)
+        if lengths is not None:
+            padding = self.padding(lengths)
+            mask = padding if mask is None else padding + mask
+        return self.head(self.attend(query, key, mask))
 
 
 def main(fault):
@@ -44,11 +48,13 @@ def main(fault):
         causal = torch.full((4, 4), float("-inf")).triu(1)
         lengths = torch.tensor([4, 3, 2])
         if batch == 2 and dist.get_rank() == 1:
-            if fault == "given":
+            if fault in ("given", "added"):
                 causal[2] = float("-inf")
             elif fault == "made":
                 lengths[1] = 0
-        loss = model(torch.rand(3, 4, 8), lengths, mask=None if fault == "made" else causal).mean()
+        causal = None if fault == "made" or (fault == "none" and batch % 3 == 0) else causal
+        lengths = None if fault == "given" or (fault == "none" and batch % 3 == 1) else lengths
+        loss = model(torch.rand(3, 4, 8), lengths, mask=causal).mean()
         assert finite(loss) == (fault == "none" or batch < 2 or (batch == 2 and dist.get_rank() == 0))
         optimizer.zero_grad()
         loss.backward()

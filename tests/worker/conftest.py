@@ -1,0 +1,107 @@
+"""Hooks in this process, with a real recorder that a real reader reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpuwatch.core.frames import Frame, Page, Row
+from gpuwatch.core.pages import Names, decode_page
+from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.reader import RecorderReader
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.records import Anomaly, Fault, WorkerEvent
+from gpuwatch.core.settings import WorkerSettings
+
+
+class Watched:
+    """Attached hooks and a reader of what they record."""
+
+    def __init__(self, path: Path, **settings: Any) -> None:
+        from gpuwatch.worker.hooks import Hooks
+
+        self.recorder = RecorderWriter(
+            path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 20, segments=64
+        )
+        self.reader = RecorderReader(path)
+        self.hooks = Hooks(self.recorder, WorkerSettings("", **{"on_overflow": "continue", **settings}), 0)
+        self.hooks.attach()
+        self._names = Names()
+        self._events: list[WorkerEvent] = []
+
+    def _read(self) -> None:
+        definitions, events = self.reader.new_entries()
+        self._names.add(definitions)
+        self._events += events
+
+    @property
+    def events(self) -> list[WorkerEvent]:
+        self._read()
+        return self._events
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """The events of one class."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def anomalies(self) -> list[Anomaly]:
+        return self.of(Anomaly)
+
+    @property
+    def faults(self) -> list[Fault]:
+        return self.of(Fault)
+
+    @property
+    def pages(self) -> list[Page]:
+        self._read()
+        found = [self.reader.page(number) for number in range(self.reader[Field.PAGE] + 1)]
+        return [decode_page(page, self._names) for page in found if page is not None]
+
+    @property
+    def last(self) -> Page:
+        return self.pages[-1]
+
+    def frames(self, *phases: str, page: int = -1) -> list[Frame]:
+        """The frames of some phases in one page."""
+        return [frame for frame in self.pages[page].frames if frame.phase in phases]
+
+    def rows(self, *phases: str, page: int = -1) -> list[tuple[str, str]]:
+        """(module, role) of every row of some phases in one page."""
+        return [(frame.module, row.role) for frame in self.frames(*phases, page=page) for row in frame.rows]
+
+    def row(self, module: str, role: str, *, page: int = -1) -> Row:
+        """The one row of that name in a page."""
+        frames = [frame for frame in self.pages[page].frames if frame.module == module]
+        (row,) = [row for frame in frames for row in frame.rows if row.role == role]
+        return row
+
+    def close(self) -> None:
+        self.hooks.detach()
+        self.reader.close()
+        self.recorder.close()
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    made: list[Watched] = []
+
+    def make(**settings: Any) -> Watched:
+        made.append(Watched(tmp_path / f"{len(made)}.recorder", **settings))
+        return made[-1]
+
+    yield make
+    for watched in made:
+        watched.close()
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every tensor that is looked at, kept alive so that none is taken for another."""
+    from gpuwatch.worker import rows
+
+    seen: list[Any] = []
+    real = rows.measure
+    monkeypatch.setattr(rows, "measure", lambda tensor, count=False: (seen.append(tensor), real(tensor, count))[1])
+    return seen
