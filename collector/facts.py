@@ -151,7 +151,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         if agent in facts.nodes:
             facts.nodes[agent].lost = True
     for rank in facts.ranks.values():
-        rank.anomalies.sort(key=lambda anomaly: (anomaly.where.page, anomaly.frame))
+        rank.anomalies.sort(key=lambda anomaly: (anomaly.where.time_ns, anomaly.where.page, anomaly.frame))
         rank.errors.sort(key=lambda error: error.where.time_ns)
         rank.stages.sort(key=lambda stage: stage.where.time_ns)
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))

@@ -49,8 +49,8 @@ class Finding:
     """(module, class, role) of the row that was bad: where `module` is the one that made it, this is what it made."""
     turned: tuple[str, str] | None = None
     """(module, class) in which an expected -inf turned into nan."""
-    recomputed: bool = False
-    """It was seen when the forward was run again for the backward."""
+    seen_in: str = "forward"
+    """Phase of the frame, as core.frames.Phase has it: a weight may be bad in a forward, or after a step."""
     cause: str = ""
     notes: tuple[str, ...] = ()
     """Further evidence."""
@@ -100,7 +100,7 @@ def finding_of_row(
         clock=anomaly.where.clock,
         at=(frame.module, frame.cls, row.role),
         turned=turned,
-        recomputed=frame.phase == "recompute",
+        seen_in=frame.phase,
         cause=anomaly.cause,
         notes=notes,
     )
@@ -127,7 +127,7 @@ def from_event(anomaly: Anomaly) -> Finding:
         from_page=False,
         clock=anomaly.where.clock,
         at=(anomaly.module, anomaly.cls, anomaly.role),
-        recomputed=anomaly.phase == "recompute",
+        seen_in=anomaly.phase,
         cause=anomaly.cause,
     )
     if is_unlooked(anomaly):

@@ -14,7 +14,9 @@ from ..core.frames import Frame, Page
 from ..core.records import Anomaly, NodeSignal, PreflightResult
 from .answer import Verdict
 from .facts import RankFacts, RunFacts
-from .overflow_verdict import finding_of, page_of_batch
+from .notices import cost_of, hidden_of, scaler_of, warnings_of
+from .overflow_verdict import finding_of
+from .shown import frames_to_show, target_of
 from .verdict import decide
 
 SCHEMA = 1
@@ -80,6 +82,19 @@ class RankReport(msgspec.Struct, frozen=True):
     traces: list[Page] = []
     error: dict[str, Any] | None = None
     faults: list[str] = []
+    warnings: list[dict[str, Any]] = []
+    """Values near overflow or in underflow, the worst first; `warned` counts every such row."""
+    warned: int = 0
+    scaler: dict[str, Any] | None = None
+    """What a GradScaler skipped: expected, and no alarm."""
+    scaler_skips: int = 0
+    ignored: int = 0
+    """Rows that `--ignore` has hidden; `hidden` has the first of each rule and place."""
+    hidden: list[dict[str, Any]] = []
+    cost: dict[str, Any] | None = None
+    """Medians of the time from one batch to the next, watched and plain, where that was measured."""
+    batches_idle: int = 0
+    """Batches that were left out."""
 
 
 class TimelineEntry(msgspec.Struct, frozen=True):
@@ -128,7 +143,8 @@ def build_report(
     """Put the report together."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
-    ranks = [_rank_report(facts, rank, verdict, max_frames) for rank in facts.of_attempt(attempt)]
+    target = target_of(facts, verdict)
+    ranks = [_rank_report(facts, rank, verdict, target, max_frames) for rank in facts.of_attempt(attempt)]
     return Report(
         schema=SCHEMA,
         run=_run_info(facts, run_id, started, ended, len(ranks)),
@@ -172,7 +188,9 @@ def _run_info(facts: RunFacts, run_id: str, started: str | None, ended: str | No
     )
 
 
-def _rank_report(facts: RunFacts, rank: RankFacts, verdict: Verdict, max_frames: int) -> RankReport:
+def _rank_report(
+    facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Frame | None, max_frames: int
+) -> RankReport:
     finding = finding_of(rank)
     state, exit_ = rank.state, rank.exit
     where = exit_.where if exit_ is not None else None
@@ -204,7 +222,7 @@ def _rank_report(facts: RunFacts, rank: RankFacts, verdict: Verdict, max_frames:
         )
         if finding is not None
         else None,
-        frames=_frames_to_show(rank, verdict, max_frames),
+        frames=frames_to_show(rank, verdict, target, max_frames),
         lost=Lost(
             rank.pages_dropped,
             state.records_lost if state is not None else 0,
@@ -217,6 +235,14 @@ def _rank_report(facts: RunFacts, rank: RankFacts, verdict: Verdict, max_frames:
         if error is not None
         else None,
         faults=[f"{fault.part}: {fault.message}" for fault in rank.faults],
+        warnings=warnings_of(rank),
+        warned=rank.warned_rows,
+        scaler=scaler_of(rank),
+        scaler_skips=rank.skipped_steps,
+        ignored=rank.hidden_rows,
+        hidden=hidden_of(rank),
+        cost=cost_of(rank),
+        batches_idle=rank.batches_idle,
     )
 
 
@@ -260,27 +286,6 @@ def _preflight_outcome(ranks: list[RankFacts]) -> str:
         if worst in outcomes:
             return worst
     return "off"
-
-
-def _frames_to_show(rank: RankFacts, verdict: Verdict, max_frames: int) -> list[Frame]:
-    """The last frames up to the verdict's, on every rank, so that they stand side by side; else the last there are."""
-    page: Page | None = None
-    if verdict.kind == "overflow" and verdict.batch is not None and verdict.root is not None:
-        page = page_of_batch(rank, verdict.root, verdict.batch)
-    if page is None and rank.pages:
-        page = rank.pages[max(rank.pages)]
-    if page is None:
-        return []
-    frames = sorted(page.frames, key=lambda frame: frame.index)
-    end = len(frames)
-    if verdict.kind == "overflow" and verdict.rank is not None:
-        finding = finding_of(rank)
-        index = finding.frame if finding is not None and finding.batch == page.batch else None
-        if index is None:
-            index = next((f.index for f in frames if f.module == verdict.module), None)
-        if index is not None:
-            end = next((position + 1 for position, f in enumerate(frames) if f.index == index), end)
-    return frames[max(0, end - max_frames) : end]
 
 
 def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:

@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..core.frames import Frame, format_frames, format_number
+from ..core.frames import Frame, format_number
+from .frames_text import frames_text
+from .notices_text import print_notices
 from .report import RankReport, Report
 
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow"}
@@ -25,6 +27,7 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
     _head(console, report)
     _verdict(console, report)
     _ranks(console, report)
+    print_notices(console, report)
     shown = _rank_to_show(report, rank)
     if shown is not None and (report.verdict.kind != "clean" or rank is not None):
         _side_by_side(console, report, shown)
@@ -120,27 +123,34 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
     if len(columns) < 2:
         return
     console.print()
-    console.print(Text(f"abs max of the outputs in batch {batch}, rank by rank", style="bold"))
+    what = "outputs" if all(frame.phase == "forward" for frame in shown.frames) else "outputs and gradients"
+    console.print(Text(f"abs max of the {what} in batch {batch}, rank by rank", style="bold"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("module", overflow="fold")
     for rank in columns:
         table.add_column(f"rank {rank.rank}", justify="right")
-    by_rank = [{(frame.module, frame.index): frame for frame in rank.frames} for rank in columns]
+    by_rank = [{_key(frame): frame for frame in rank.frames} for rank in columns]
     for frame in shown.frames[-_MAX_MATRIX_ROWS:]:
-        key = (frame.module, frame.index)
-        table.add_row(
-            Text(f"{frame.module or '(root)'} {frame.cls}"), *(_abs_max(frames.get(key)) for frames in by_rank)
-        )
+        title = f"{frame.module or '(root)'} {frame.cls}"
+        if frame.phase != "forward":
+            title += f" {frame.rows[0].role if len(frame.rows) == 1 else f'({frame.phase})'}"
+        table.add_row(Text(title), *(_abs_max(frames.get(_key(frame))) for frames in by_rank))
     console.print(table)
     left_out = len(others) - (len(columns) - 1)
     if left_out:
         console.print(Text(f"{left_out} more ranks in report.json"))
 
 
+def _key(frame: Frame) -> tuple[str, str, str | int]:
+    """What is the same frame on two ranks. Gradients do not come in the same order everywhere."""
+    return frame.module, frame.phase, frame.index if frame.phase == "forward" or not frame.rows else frame.rows[0].role
+
+
 def _abs_max(frame: Frame | None) -> Text:
     if frame is None:
         return Text("-")
-    rows = [row for row in frame.outputs if row.kind == "measured"]
+    rows = frame.outputs if frame.phase in ("forward", "recompute") else frame.rows
+    rows = [row for row in rows if row.kind == "measured"]
     if not rows:
         return Text("-")
     for name, bad in (("nan", any(r.nan for r in rows)), ("inf", any(r.posinf or r.neginf for r in rows))):
@@ -152,14 +162,14 @@ def _abs_max(frame: Frame | None) -> Text:
 def _frames(console: Console, rank: RankReport) -> None:
     frames = rank.frames
     console.print()
-    console.print(
-        Text(f"Rank {rank.rank}, batch {frames[-1].batch}: last {len(frames)} {frames[-1].phase} frames", style="bold")
-    )
-    console.print(Text(format_frames(frames)), soft_wrap=True)
+    phases = {frame.phase for frame in frames}
+    phase = f"{frames[-1].phase} " if len(phases) == 1 else ""
+    console.print(Text(f"Rank {rank.rank}, batch {frames[-1].batch}: last {len(frames)} {phase}frames", style="bold"))
+    console.print(Text(frames_text(frames)), soft_wrap=True)
 
 
 def _traces(console: Console, rank: RankReport) -> None:
     for page in rank.traces:
         console.print()
         console.print(Text(f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames", style="bold"))
-        console.print(Text(format_frames(page.frames)), soft_wrap=True)
+        console.print(Text(frames_text(page.frames)), soft_wrap=True)

@@ -36,6 +36,8 @@ class _Buffers:
 
 
 BUFFERS = _Buffers()
+HOST: dict[int, Any] = {}
+"""The memory of those that are not on a device."""
 
 
 @dataclass
@@ -46,8 +48,6 @@ class RegionRow:
     buffer: int
     kind: int
     dtype: torch.dtype | None
-    gradient: int = -1
-    """The buffer of the tensor's gradient, if that is looked at."""
 
 
 @dataclass
@@ -70,18 +70,61 @@ class Region:
         self.buffers: list[int] = []
         """Those of the forward."""
         self.gradients: list[int] = []
-        self.versions: tuple[int, int] = (0, 0)
-        """Of the first buffer of each, when they were last looked at: the graph that writes to them counts it up."""
+        """Those of the backward, in the order of the forward."""
+        self.places: list[tuple[RegionFrame, RegionRow]] = []
+        """The row of each of them."""
+        self.version = 0
+        self.next = -1
 
-    def moved(self) -> tuple[bool, bool]:
-        """Whether the forward and the backward have run since the last call."""
-        now = (_version(self.buffers), _version(self.gradients))
-        before, self.versions = self.versions, now
-        return now[0] != before[0], now[1] != before[1]
+    def moved(self) -> bool:
+        """Whether the forward has run since the last call. A new batch's gradients are then to come."""
+        now = _version(self.buffers[0]) if self.buffers else 0
+        before, self.version = self.version, now
+        if now != before:
+            self.next = len(self.gradients) - 1
+        return now != before
+
+    def new_gradients(self, all_of_them: bool) -> list[int]:
+        """Positions in `gradients` that have been written since the last call, in the order of the backward.
+
+        Cheap where nothing is new: a backward goes through them from the last to the first, so only the next few are
+        looked at, unless all are asked for. Those of a device are not looked at at all, to wait for nothing: once a
+        backward is known to run they count as written, one time for each forward.
+        """
+        found: list[int] = []
+        position = self.next
+        missed = 0
+        while position >= 0 and (all_of_them or missed < 8):
+            if _was_written(self.gradients[position]):
+                found.append(position)
+                missed = 0
+                self.next = position - 1
+            else:
+                missed += 1
+            position -= 1
+        return found
 
 
-def _version(buffers: list[int]) -> int:
-    return int(getattr(BUFFERS, f"b{buffers[0]}")._version) if buffers else 0
+_UNWRITTEN = -1.0
+"""As the smallest absolute value: no tensor has that. The graph of a backward leaves no other trace (torch 2.13)."""
+
+
+def _was_written(buffer: int) -> bool:
+    """Whether a buffer has been written since this was last asked. A device's: always."""
+    seen = HOST.get(buffer)
+    return seen is None or bool(seen[2] != _UNWRITTEN)
+
+
+def rewind(buffer: int) -> None:
+    """The buffer has been read."""
+    seen = HOST.get(buffer)
+    if seen is not None:
+        seen[2] = _UNWRITTEN
+
+
+def _version(buffer: int) -> int:
+    """How often a buffer has been written: the graph that writes to it counts that up."""
+    return int(getattr(BUFFERS, f"b{buffer}")._version)
 
 
 class Regions:
@@ -143,6 +186,7 @@ class Regions:
             region.frames.clear()
             region.buffers.clear()
             region.gradients.clear()
+            region.places.clear()
         region.stack.append(self._resolve(module, region))
         return 0
 
@@ -172,7 +216,7 @@ class Regions:
         assert region is not None
         buffer = _new_buffer(device)
         region.gradients.append(buffer)
-        region.frames[-1].rows[-1].gradient = buffer
+        region.places.append((region.frames[-1], region.frames[-1].rows[-1]))
         return buffer
 
     @property
@@ -186,6 +230,9 @@ def _new_buffer(device: str) -> int:
     buffer = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
     torch._dynamo.mark_static_address(buffer)
     setattr(BUFFERS, f"b{number}", buffer)
+    if buffer.is_cpu:
+        HOST[number] = buffer.numpy()
+        rewind(number)
     return number
 
 

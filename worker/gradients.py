@@ -89,8 +89,13 @@ class Gradients:
 
     def watch_output(self, info: ModuleInfo, role: str, tensor: torch.Tensor, page: OpenPage) -> None:
         """Look at this tensor's gradient when it is there. A leaf is left alone: its hooks would pile up."""
-        if tensor.requires_grad and not tensor.is_leaf and not tensor.is_inference():
-            tensor.register_hook(_OutputHook(self, info, f"grad {role}", page))  # type: ignore[no-untyped-call]  # torch has no annotation there
+        if not tensor.requires_grad or tensor.is_leaf or tensor.is_inference():
+            return
+        for hook in (tensor._backward_hooks or {}).values():
+            if type(hook) is _OutputHook and hook.gradients is self:  # a tensor that a module keeps over the batches
+                hook.info, hook.role, hook.page = info, f"grad {role}", page
+                return
+        tensor.register_hook(_OutputHook(self, info, f"grad {role}", page))  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Look at this parameter's local gradient whenever it has been added up. Once is enough."""

@@ -5,14 +5,15 @@ See core/values.py for why integers will do. Everything here must be called with
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 
 from ..core.frames import RowKind
 from ..core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, Encoding, NonFinite
 
-CHUNK = 1 << 18
+CHUNK = 1 << 16
 """Elements that are looked at in one go: the scratch stays in the cache and no temporary is as large as the tensor."""
 
 
@@ -104,28 +105,49 @@ def _measure(tensor: torch.Tensor) -> Numbers:
     if not tensor.data_ptr():  # a parameter whose memory FSDP has freed
         return NOT_MEASURABLE
     bits = tensor.view(kind.bits)
-    if count <= CHUNK:
-        low_t, high_t = torch.aminmax(bits.bitwise_and(kind.mask))
-        low, high = int(low_t.item()), int(high_t.item())
-    else:
-        low, high = _in_chunks(bits, kind.mask)
+    if tensor.is_cpu:
+        array = (bits if bits.is_contiguous() else _flat(bits)).numpy().reshape(-1)
+        low, high = _extremes(array, kind.mask)
+    else:  # this waits for the device
+        low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))
     meta = kind.encoding << 8
     if high >= kind.inf:
         meta |= _second_look(tensor)
     return Numbers(low, high, meta, RowKind.MEASURED)
 
 
-def _in_chunks(bits: torch.Tensor, mask: int) -> tuple[int, int]:
-    flat = _flat(bits)
-    scratch = torch.empty(CHUNK, dtype=bits.dtype, device=bits.device)
+_scratches: list[Any] = []
+"""Arrays of CHUNK elements that nobody uses: autograd may call from several threads."""
+
+
+def _extremes(array: Any, mask: int) -> tuple[int, int]:
+    """Smallest and largest integer of a flat array, the sign bit cleared.
+
+    NumPy and not torch: its loops stay in this thread. Those of torch wait for each other at the end of every
+    operation, which takes milliseconds where data loaders keep the cores busy.
+    """
+    size = array.size
+    scratch = _scratch(array.dtype)
     low, high = mask, 0
-    for start in range(0, flat.numel(), CHUNK):
-        part = flat[start : start + CHUNK]
-        clear = scratch[: part.numel()]
-        torch.bitwise_and(part, mask, out=clear)
-        low_t, high_t = torch.aminmax(clear)
-        low, high = min(low, int(low_t.item())), max(high, int(high_t.item()))
+    for start in range(0, size, CHUNK):
+        part = array[start : start + CHUNK] if size > CHUNK else array
+        clear = numpy.bitwise_and(part, mask, out=scratch[: part.size])
+        low = min(low, int(clear.min()))
+        high = max(high, int(clear.max()))
+    _scratches.append(scratch)
     return low, high
+
+
+def _scratch(dtype: Any) -> Any:
+    for position, scratch in enumerate(_scratches):
+        if scratch.dtype == dtype:
+            try:
+                found = _scratches.pop(position)
+            except IndexError:  # another thread was faster
+                break
+            if found.dtype == dtype:
+                return found
+    return numpy.empty(CHUNK, dtype)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -149,13 +171,18 @@ def _shares(tensor: torch.Tensor) -> int:
     if plain is None:
         return 0
     total = plain.numel()
+    zeros = small = 0
     if plain.dtype is tensor.dtype:
         kind = FLOATS[plain.dtype]
-        bits = plain.view(kind.bits).bitwise_and(kind.mask)
-        small = int((bits < MIN_NORMAL_BITS[Encoding(kind.encoding)]).sum().item())
+        array = _flat(plain.view(kind.bits)).cpu().numpy()
+        least = MIN_NORMAL_BITS[Encoding(kind.encoding)]
+        for start in range(0, array.size, CHUNK):
+            clear = array[start : start + CHUNK] & kind.mask
+            zeros += clear.size - int(numpy.count_nonzero(clear))
+            small += int(numpy.count_nonzero(clear < least))
     else:
+        zeros = total - int(torch.count_nonzero(plain).item())
         small = int((plain.abs() < smallest).sum().item())
-    zeros = total - int(torch.count_nonzero(plain).item())
     return share_bits(zeros, small - zeros, total)
 
 

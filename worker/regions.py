@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import struct
-
-import torch
-
 from ..core.alarm import alarms
 from ..core.frames import Mark, Phase, RowKind
 from ..core.recorder.layout import NOTHING
 from ..core.recorder.writer import OpenPage, RowTuple
-from ..core.values import Encoding, NonFinite
 from .collectives import issued
-from .compiled import BUFFERS, Region, RegionFrame, RegionRow, Regions
+from .compiled import BUFFERS, Region, RegionFrame, RegionRow, Regions, rewind
 from .gradients import Gradients
-from .measure import Numbers
 from .policy import Policy, Sighting
 from .progress import Progress
 from .roots import ModuleInfo, Roots
@@ -49,17 +43,15 @@ class RegionPages:
         """
         rootless = False
         for region in self._regions.regions:
-            forward, backward = region.moved()
-            if forward:
+            unseen(self._backward, region, True)
+            if region.moved():
                 rootless |= unseen(self._forward, region, under)
-            if backward:
-                unseen(self._backward, region)
         return rootless
 
     def take_gradients(self) -> None:
-        """The same, from within a backward."""
-        if self._regions.regions:
-            self.take()
+        """What the backward that runs has left so far."""
+        for region in self._regions.regions:
+            unseen(self._backward, region, False)
 
     def _page(self, region: Region) -> OpenPage:
         """The page of the batch: the one that is open, or, where no hook runs outside of the graph, a new one."""
@@ -76,19 +68,17 @@ class RegionPages:
             return False
         rooted = any(not frame.info.name for frame in region.frames)
         page = self._page(region)
-        numbers = _read(region.buffers)
-        values: dict[int, int] = {}
+        seen: dict[int, Row] = {}
         for frame in region.frames:
             if frame.info.watched:
-                self._put(frame, page, numbers, values, None if rooted else under)
+                self._put(frame, page, seen, None if rooted else under)
         return not rooted
 
     def _put(
         self,
         frame: RegionFrame,
         page: OpenPage,
-        numbers: dict[int, Numbers],
-        values: dict[int, int],
+        seen: dict[int, Row],
         under: ModuleInfo | None,
     ) -> None:
         info = frame.info
@@ -106,7 +96,7 @@ class RegionPages:
                     if not row.packed[5] & Mark.IGNORED:
                         alarm = alarm or (name, row)
         for traced in frame.rows:
-            row = self._row(frame, traced, numbers, values)
+            row = self._row(frame, traced, seen)
             rows.append(row.packed)
             if not traced.role.startswith("output"):
                 flags_of_inputs |= row.flags
@@ -144,64 +134,30 @@ class RegionPages:
                 )
             )
 
-    def _row(self, frame: RegionFrame, traced: RegionRow, numbers: dict[int, Numbers], values: dict[int, int]) -> Row:
-        known = numbers.get(traced.buffer)
-        if known is None:
-            kind = RowKind(traced.kind)
-            return self._rows.traced(frame.info, traced.role, NOTHING, traced.dtype, kind, None)
-        fresh = traced.buffer not in values
-        if fresh:
-            values[traced.buffer] = self._recorder.value(known.low, known.high, known.meta)
-        row = self._rows.traced(frame.info, traced.role, values[traced.buffer], traced.dtype, RowKind.MEASURED, known)
-        return row._replace(fresh=fresh)
+    def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, Row]) -> Row:
+        if traced.buffer < 0:
+            return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind(traced.kind))
+        known = seen.get(traced.buffer)
+        if known is not None:
+            return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, known)
+        buffer = getattr(BUFFERS, f"b{traced.buffer}")
+        row = self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, buffer)
+        seen[traced.buffer] = row
+        return row
 
-    def _backward(self, region: Region) -> None:
+    def _backward(self, region: Region, all_of_them: bool) -> None:
+        found = region.new_gradients(all_of_them)
         page = region.root.root.page
-        if page is None or self._progress.idle:
+        if not found or page is None or self._progress.idle:
             return
         self._progress.resume(page)
-        numbers = _read(region.gradients)
         mark = Mark.SCALED if self._gradients.scaled else 0
-        for frame in reversed(region.frames):
-            for traced in reversed(frame.rows):
-                known = numbers.get(traced.gradient)
-                if known is not None and frame.info.watched:
-                    role = f"grad {traced.role}"
-                    value = self._recorder.value(known.low, known.high, known.meta)
-                    row = self._rows.traced(frame.info, role, value, traced.dtype, RowKind.MEASURED, known, mark)
-                    self._gradients.put(frame.info, role, page, row)
-
-
-def _read(buffers: list[int]) -> dict[int, Numbers]:
-    """Buffer -> its numbers. Of a device: one copy for all of them, which waits for it."""
-    if not buffers:
-        return {}
-    by_device: dict[torch.device, list[int]] = {}
-    for buffer in buffers:
-        by_device.setdefault(getattr(BUFFERS, f"b{buffer}").device, []).append(buffer)
-    found: dict[int, Numbers] = {}
-    for on_device in by_device.values():
-        table = torch.stack([getattr(BUFFERS, f"b{buffer}") for buffer in on_device]).cpu()
-        for buffer, (low, high, least) in zip(on_device, table.tolist(), strict=True):
-            found[buffer] = _numbers(low, high, least)
-    return found
-
-
-def _numbers(low: float, high: float, least: float) -> Numbers:
-    """Smallest, largest and smallest absolute value as a row has them. A nan hides what inf there is beside it."""
-    flags = NonFinite.NONE
-    if low != low or high != high:
-        flags |= NonFinite.NAN
-    if high == float("inf"):
-        flags |= NonFinite.POSINF
-    if low == float("-inf"):
-        flags |= NonFinite.NEGINF
-    largest = max(abs(low), abs(high)) if not flags & NonFinite.NAN else float("nan")
-    bits = [_bits(abs(least)), _bits(largest)]
-    return Numbers(bits[0], bits[1], int(flags) | Encoding.FLOAT64 << 8, RowKind.MEASURED)
-
-
-def _bits(number: float) -> int:
-
-    bits = int(struct.unpack("<q", struct.pack("<d", number))[0])
-    return bits & 0x7FFF_FFFF_FFFF_FFFF
+        for position in found:
+            frame, traced = region.places[position]
+            number = region.gradients[position]
+            if frame.info.watched:
+                role = f"grad {traced.role}"
+                buffer = getattr(BUFFERS, f"b{number}")
+                row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, buffer, mark)
+                self._gradients.put(frame.info, role, page, row)
+            rewind(number)

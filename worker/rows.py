@@ -102,8 +102,12 @@ class Rows:
             return NOTHING
         shape = self._shapes.get(dims)
         if shape is None:
+            try:
+                numbers = tuple(int(dim) for dim in dims)
+            except Exception:  # one of a jagged tensor's dimensions is no number
+                return NOTHING
             shape = self._shapes[dims] = len(self._shapes)
-            self._recorder.append(ShapeDef(shape, tuple(int(dim) for dim in dims)), name=True)
+            self._recorder.append(ShapeDef(shape, numbers), name=True)
         return shape
 
     def dims(self, shape: int) -> list[int] | None:
@@ -149,19 +153,26 @@ class Rows:
         self,
         info: ModuleInfo,
         role: str,
-        value: int,
         dtype: torch.dtype | None,
         kind: RowKind,
-        numbers: Numbers | None,
+        source: torch.Tensor | Row | None = None,
         mark: int = 0,
     ) -> Row:
-        """The row of a tensor that was looked at inside a compiled region; its shape is not known."""
+        """The row of a tensor of type `dtype` that was looked at inside a compiled region; its shape is not known.
+
+        `source` is the buffer that holds its smallest, largest and smallest absolute value: what is smallest and
+        largest, and what is non-finite, in these three is so in the tensor. Or it is an earlier row about that tensor.
+        """
         slot = self.slot(info, role)
         if self.ignored and slot in self.ignored:
             mark |= Mark.IGNORED
-        high, meta = (numbers.high, numbers.meta) if numbers is not None else (0, 0)
         code = CODES.get(dtype, 0) if dtype is not None else 0
-        return Row((slot, value, NOTHING, code, int(kind), mark), meta & 0xFF, False, high, meta)
+        if isinstance(source, Row):
+            return source._replace(packed=(slot, source.packed[1], NOTHING, code, int(kind), mark), fresh=False)
+        if source is None:
+            return Row((slot, NOTHING, NOTHING, code, int(kind), mark), 0, False)
+        row = self._row(slot, source, mark)
+        return row._replace(packed=(slot, row.packed[1], NOTHING, code, row.packed[4], mark))
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""
@@ -186,6 +197,12 @@ class Rows:
                 self._weights[id(parameter)] = _Weight(weakref.ref(parameter), version, step, numbers)
         self._seen[id(parameter)] = _Seen(weakref.ref(parameter), version, row)
         return row
+
+    def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
+        """Read a weight anew: something else than the optimizer may have changed it, and nothing told."""
+        self._seen.pop(id(parameter), None)
+        self._weights.pop(id(parameter), None)
+        return self.weight(info, name, parameter, step)
 
     @staticmethod
     def _on_device(tensor: torch.Tensor) -> bool:

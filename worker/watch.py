@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ..core.alarm import anomaly_of_page
 from ..core.frames import Frame, Page, format_frames
 from ..core.pages import Names, decode_page
-from ..core.recorder.layout import Field
 from ..core.recorder.reader import RecorderReader
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Anomaly, ScalerSkip, Warned, WorkerEvent
@@ -86,8 +85,8 @@ class Watch:
     def pages(self) -> Iterator[Page]:
         """The batches that the recorder still holds, oldest first."""
         self._read()
-        for number in range(self._reader[Field.PAGE] + 1):
-            message = self._reader.page(number)
+        for held in self._reader.held():
+            message = self._reader.page(held.number)
             if message is not None:
                 yield decode_page(message, self._names)
 

@@ -6,8 +6,10 @@ import math
 import struct
 from types import SimpleNamespace
 
+import msgspec
 import pytest
-from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.alarm import alarm_of, anomaly_of, first_expected_gradient
+from gpuwatch.core.frames import Mark, Phase, RowKind
 from gpuwatch.core.messages import (
     AgentBody,
     Beat,
@@ -19,6 +21,7 @@ from gpuwatch.core.messages import (
     RankState,
     Segment,
 )
+from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.records import (
     Anomaly,
@@ -34,7 +37,7 @@ from gpuwatch.core.records import (
     Where,
     WorkerExit,
 )
-from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite, name_of
+from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, Encoding, NonFinite
 
 NAN, INF, NEGINF = math.nan, math.inf, -math.inf
 
@@ -53,25 +56,40 @@ class Batch:
     The anomaly is raised as the worker's hooks raise it: at the first frame with a value that is not an expected one.
     """
 
-    def __init__(self, rank=0, *, root="Net", batch=0, step=None, page=0, attempt=0, seq=0, aborts=True):
+    def __init__(
+        self,
+        rank=0,
+        *,
+        root="Net",
+        batch=0,
+        step=None,
+        page=0,
+        attempt=0,
+        seq=0,
+        aborts=True,
+        clock=None,
+        time_ns=1_000,
+    ):
         self.rank, self.root, self.batch, self.page, self.attempt, self.seq = rank, root, batch, page, attempt, seq
         self.step = batch if step is None else step
         self.aborts = aborts
+        self.clock = clock or {}
+        self.time_ns = time_ns
         self.anomaly: Anomaly | None = None
         self._definitions: list[Definition] = [RootDef(0, root.partition("#")[0], 0), ShapeDef(0, (2, 3))]
         self._modules: dict[str, int] = {}
         self._slots: dict[tuple[int, str], int] = {}
         self._values: list[tuple[int, int, int]] = []
-        self._flags: list[NonFinite] = []
         self._rows: list[tuple[int, ...]] = []
         self._frames: list[bytes] = []
 
-    def tensor(self, number: float = 1.0) -> int:
+    def tensor(self, number: float = 1.0, *, zeros=None, subnormals=None) -> int:
         """A tensor whose only value is `number`; the same index twice is the same tensor."""
-        flags = _flags(number)
         (bits,) = struct.unpack("<I", struct.pack("<f", abs(number)))
-        self._values.append((bits, bits, Encoding.FLOAT32 << 8 | flags))
-        self._flags.append(flags)
+        meta = Encoding.FLOAT32 << 8 | _flags(number)
+        if zeros is not None:
+            meta |= int(zeros * SHARE) << 16 | int((subnormals or 0.0) * SHARE) << 32 | COUNTED
+        self._values.append((bits, bits, meta))
         return len(self._values) - 1
 
     def _module(self, name: str, cls: str | None = None) -> int:
@@ -82,52 +100,106 @@ class Batch:
             self._definitions.append(ModuleDef(number, 0, name, cls))
         return number
 
-    def call(self, module, cls, *, given=(), returned=(), weights=None, kwargs=None, parent="", depth=None, seq=None):
+    def call(
+        self,
+        module,
+        cls,
+        *,
+        given=(),
+        returned=(),
+        weights=None,
+        kwargs=None,
+        parent="",
+        depth=None,
+        seq=None,
+        collectives=0,
+        phase=Phase.FORWARD,
+        marks=None,
+        dtype="float32",
+    ):
         """A module call that has returned; arguments and results are tensors of this batch. Returns its index."""
-        number = self._module(module, cls)
-        parent_number = layout.NOTHING if module == "" else self._module(parent)
         roles = [(name, value) for name, value in (weights or {}).items()]
         roles += [(f"input[{position}]", value) for position, value in enumerate(given)]
         roles += [(f"kwargs.{name}", value) for name, value in (kwargs or {}).items()]
         output = ["output"] if len(returned) == 1 else [f"output[{position}]" for position in range(len(returned))]
         roles += list(zip(output, returned, strict=True))
+        if depth is None:
+            depth = 0 if module == "" else module.count(".") + 1
+        return self._frame(
+            module,
+            cls,
+            roles,
+            phase=phase,
+            parent=None if module == "" else parent,
+            depth=depth,
+            seq=seq,
+            collectives=collectives,
+            marks=marks,
+            dtype=dtype,
+        )
+
+    def backward(self, module, cls, role, number, *, mark=0, seq=None, dtype="float32"):
+        """A gradient in the backward: `output`, `output[1]`, or a parameter's name. Returns the frame's index."""
+        role = f"grad {role}"
+        rows = [(role, self.tensor(number))]
+        return self._frame(module, cls, rows, phase=Phase.BACKWARD, seq=seq, marks={role: mark}, dtype=dtype)
+
+    def got(self, module, cls, gradients, *, mark=0, seq=None, dtype="float32"):
+        """Gradients as the optimizer gets them: {parameter: number}."""
+        rows = [(f"grad {name}", self.tensor(number)) for name, number in gradients.items()]
+        marks = {role: mark for role, _ in rows}
+        return self._frame(module, cls, rows, phase=Phase.COLLECTIVE, seq=seq, marks=marks, dtype=dtype)
+
+    def stepped(self, module, cls, weights, *, seq=None):
+        """Weights after the step: {parameter: number}; optimizer state as `state exp_avg weight`."""
+        rows = [(name, self.tensor(number)) for name, number in weights.items()]
+        return self._frame(module, cls, rows, phase=Phase.OPTIMIZER, seq=seq)
+
+    def _frame(
+        self, module, cls, roles, *, phase, parent=None, depth=0, seq=None, collectives=0, marks=None, dtype="float32"
+    ):
+        number = self._module(module, cls)
+        parent_number = layout.NOTHING if parent is None else self._module(parent)
         first = len(self._rows)
         for role, value in roles:
             slot = self._slots.setdefault((number, role), len(self._slots))
             if slot == len(self._slots) - 1:
                 self._definitions.append(SlotDef(slot, number, role))
-            self._rows.append((slot, value, 0, DTYPE_CODES["float32"], RowKind.MEASURED, 0))
-        if depth is None:
-            depth = 0 if module == "" else module.count(".") + 1
+            mark = (marks or {}).get(role, 0)
+            self._rows.append((slot, value, 0, DTYPE_CODES[dtype], RowKind.MEASURED, mark))
         seq = self.seq if seq is None else seq
         index = len(self._frames)
         self._frames.append(
-            layout.FRAME.pack(number, parent_number, depth, Phase.FORWARD, 0, seq, first, len(roles), index)
+            layout.FRAME.pack(number, parent_number, depth, phase, collectives, seq, first, len(roles), index)
         )
-        self._alarm(index, module, cls, roles, bool(weights), seq)
+        if self.anomaly is None:
+            frame = self.decoded().frames[index]
+            row = alarm_of(frame)
+            if row is not None:
+                self._alarm(frame, row)
         return index
 
-    def _alarm(self, index, module, cls, roles, weighted, seq):
-        flags = {role: self._flags[value] for role, value in roles}
-        bad_inputs = NonFinite.NONE
-        bad_weights = NonFinite.NONE
-        for role, found in flags.items():
-            if role.startswith(("input", "kwargs")):
-                bad_inputs |= found
-            elif not role.startswith("output"):
-                bad_weights |= found
-        for role, found in flags.items():
-            if not found or self.anomaly is not None:
-                continue
-            made_here = role.startswith("output") and weighted and not bad_inputs
-            activation = role.startswith(("output", "input", "kwargs"))
-            if found == NonFinite.NEGINF and activation and not made_here:
-                continue
-            where = Where(self.rank, self.attempt, self.step, self.batch, self.root, self.page, seq, 1_000)
-            self.anomaly = Anomaly(
-                where, index, module, cls, "forward", role, name_of(found), "float32", [2, 3],
-                not bad_inputs, not bad_weights, self.aborts,
-            )  # fmt: skip
+    def _alarm(self, frame, row, cause=""):
+        anomaly = anomaly_of(self.decoded(), frame, row, aborts=self.aborts, cause=cause)
+        place = {"seq": frame.seq, "root": self.root, "time_ns": self.time_ns, "clock": self.clock}
+        self.anomaly = msgspec.structs.replace(anomaly, where=msgspec.structs.replace(anomaly.where, **place))
+
+    def skipped(self, cause="GradScaler skipped 12 steps in a row, its scale is down to 1"):
+        """A GradScaler's alarm over the first gradient of this batch that it was to catch."""
+        found = first_expected_gradient(self.decoded().frames)
+        assert found is not None
+        self._alarm(*found, cause)
+
+    def unlooked(self, cause="not looked into: --every 5"):
+        """The root's output was bad, in a batch that was left out."""
+        assert self.anomaly is not None
+        self.anomaly = msgspec.structs.replace(self.anomaly, cause=cause)
+
+    def decoded(self):
+        """The page as the collector sees it."""
+        names = Names()
+        names.add(self._definitions)
+        return decode_page(self.page_message(), names)
 
     def definitions(self) -> Definitions:
         return Definitions(self.rank, self.attempt, list(self._definitions))
@@ -179,6 +251,8 @@ BUILDERS = SimpleNamespace(
     Beat=Beat,
     Bye=Bye,
     Inventory=Inventory,
+    Mark=Mark,
+    Phase=Phase,
     NAN=NAN,
     INF=INF,
     NEGINF=NEGINF,

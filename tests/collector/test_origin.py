@@ -174,7 +174,12 @@ def test_of_a_mask_and_a_nan_the_nan_is_followed(make):
 
 
 def test_without_the_page_the_event_alone_speaks(make):
-    for number, weights, phase in ((1.0, 1.0, "forward"), (make.NAN, 1.0, "carrier"), (1.0, make.NAN, "weight")):
+    cases = (
+        (1.0, 1.0, "forward", "made"),
+        (make.NAN, 1.0, "forward", "carried"),
+        (1.0, make.NAN, "weight", "weight"),
+    )
+    for number, weights, phase, source in cases:
         batch = make.Batch()
         batch.call(
             "fc",
@@ -184,7 +189,7 @@ def test_without_the_page_the_event_alone_speaks(make):
             weights={"weight": batch.tensor(weights)},
         )
         found = from_event(batch.anomaly)
-        assert (found.module, found.phase, found.from_page) == ("fc", phase, False)
+        assert (found.module, found.phase, found.source, found.from_page) == ("fc", phase, source, False)
 
 
 def test_the_models_input_is_told_from_the_event_too(make):

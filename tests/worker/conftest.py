@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from gpuwatch.core.frames import Frame, Page, Row
 from gpuwatch.core.pages import Names, decode_page
-from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Anomaly, Fault, WorkerEvent
@@ -56,7 +55,7 @@ class Watched:
     @property
     def pages(self) -> list[Page]:
         self._read()
-        found = [self.reader.page(number) for number in range(self.reader[Field.PAGE] + 1)]
+        found = [self.reader.page(held.number) for held in self.reader.held()]
         return [decode_page(page, self._names) for page in found if page is not None]
 
     @property

@@ -140,7 +140,7 @@ def test_a_scalar():
 
 # -- memory layouts -----------------------------------------------------------------------------------------------
 
-big = torch.linspace(-3, 5, 3 * CHUNK + 17)
+big = torch.linspace(-3, 5, 12 * CHUNK + 17)
 
 VIEWS = {
     "transposed": lambda t: t[: 600 * 1000].view(600, 1000).t(),
