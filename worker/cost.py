@@ -24,9 +24,9 @@ class CostMeter:
     def batch_begins(self, plain: bool) -> None:
         """A batch of the main model begins; `plain` ones are left out."""
         now = time.perf_counter_ns()
-        self._batches += 1
-        if self._batches > _WARM_UP:
+        if self._batches > _WARM_UP:  # the batch that ends now is one of those after it
             self._times[self._plain].append(now - self._began)
+        self._batches += 1
         self._began, self._plain = now, plain
 
     def result(self, where: Where) -> Cost | None:

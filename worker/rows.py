@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.frames import Mark, RowKind
+from ..core.frames import Mark, RowKind, is_output
 from ..core.recorder.layout import NOTHING
 from ..core.recorder.writer import RecorderWriter, RowTuple
 from ..core.records import ShapeDef, SlotDef
@@ -19,6 +19,9 @@ from .selection import Selection
 
 COUNT_EVERY = 10
 """Zeros and subnormals are counted in one batch of so many."""
+
+
+_MEASURED = int(RowKind.MEASURED)
 
 
 class Row(NamedTuple):
@@ -66,6 +69,8 @@ class Rows:
         self._slots = 0
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
+        self._excused: set[int] = set()
+        """Values of the page that a rule covers as an output: whoever returns the same tensor has not made it."""
         self.count = False
         """Count zeros and subnormals in this batch."""
         self.device_pages: DevicePages | None = None
@@ -75,6 +80,7 @@ class Rows:
     def begin_page(self, batch: int) -> None:
         """What was seen in another page is not known in this one."""
         self._seen.clear()
+        self._excused.clear()
         self.count_in(batch)
 
     def count_in(self, batch: int) -> None:
@@ -128,8 +134,12 @@ class Rows:
         known = self._seen.get(id(leaf))
         if known is not None and known.version == version >= 0 and known.tensor() is leaf:
             _, value, shape, dtype, kind_, _ = known.row.packed
+            if value in self._excused:
+                mark |= Mark.PASSED_THROUGH
             return Row((slot, value, shape, dtype, kind_, mark), known.row.flags, False)
         row = self._row(slot, leaf, mark)
+        if mark & Mark.IGNORED and is_output(role) and row.packed[1] != NOTHING:
+            self._excused.add(row.packed[1])
         self._seen[id(leaf)] = _Seen(weakref.ref(leaf), version, row)
         return row
 
@@ -187,7 +197,7 @@ class Rows:
         if known is not None and known.version == version and known.step == step and known.tensor() is parameter:
             row = self._row(slot, parameter, mark, known.numbers)
         else:
-            if self._on_device(parameter):
+            if not parameter.is_cpu:
                 row = self._row(slot, parameter, mark)
                 numbers = self.device_pages.last() if self.device_pages and row.packed[1] != NOTHING else None
             else:
@@ -204,10 +214,6 @@ class Rows:
         self._weights.pop(id(parameter), None)
         return self.weight(info, name, parameter, step)
 
-    @staticmethod
-    def _on_device(tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "cpu"
-
     def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: Numbers | DeviceRow | None = None) -> Row:
         value, flags, high, meta = NOTHING, 0, 0, 0
         kind: int
@@ -218,13 +224,13 @@ class Rows:
             if numbers.numbers is not None:  # they have come back since
                 _, high, meta = numbers.numbers
                 flags = meta & 0xFF
-        elif numbers is None and self._on_device(tensor):
+        elif numbers is None and not tensor.is_cpu:
             index = self._device_value(tensor)
             value = NOTHING if index is None else index
             kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
         else:
             low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)
-            if kind == RowKind.MEASURED:
+            if kind == _MEASURED:
                 value = self._recorder.value(low, high, meta)
                 flags = meta & 0xFF
         return Row(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import struct
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -20,6 +23,16 @@ _EVENT_RESERVE = 256 << 10
 
 RowTuple = tuple[int, int, int, int, int, int]
 """slot, value, shape, dtype code, kind, mark"""
+
+
+# As plain integers: an IntEnum costs more than the store itself.
+_FRAMES, _ROWS, _VALUES = int(SegmentField.FRAMES), int(SegmentField.ROWS), int(SegmentField.VALUES)
+
+
+@cache
+def _rows_of(count: int) -> struct.Struct:
+    """So many rows, one behind the other."""
+    return struct.Struct("<" + layout.ROW.format.lstrip("<") * count)
 
 
 class OpenPage:
@@ -196,7 +209,7 @@ class RecorderWriter:
             self._continue_segment(page)
         layout.VALUE.pack_into(self._bytes, self._values_at + self._values_used * 24, low, high, meta)
         self._values_used += 1
-        self._seg[SegmentField.VALUES] = self._values_used
+        self._seg[_VALUES] = self._values_used
         index = page.values
         page.values = index + 1
         return index
@@ -214,11 +227,9 @@ class RecorderWriter:
             rows = rows[:count]
         if self._frames_used == layout.FRAMES_PER_SEGMENT or self._rows_used + count > layout.ROWS_PER_SEGMENT:
             self._continue_segment(page)
-        at = self._rows_at + self._rows_used * 16
-        pack_row, data = layout.ROW.pack_into, self._bytes
-        for row in rows:
-            pack_row(data, at, *row)
-            at += 16
+        data = self._bytes
+        if count:
+            _rows_of(count).pack_into(data, self._rows_at + self._rows_used * 16, *chain.from_iterable(rows))
         index = page.frames
         layout.FRAME.pack_into(
             data,
@@ -237,8 +248,8 @@ class RecorderWriter:
         self._frames_used += 1
         page.frames = index + 1
         seg = self._seg
-        seg[SegmentField.ROWS] = self._rows_used
-        seg[SegmentField.FRAMES] = self._frames_used
+        seg[_ROWS] = self._rows_used
+        seg[_FRAMES] = self._frames_used
         return index
 
     def _say_where(self, page: OpenPage) -> None:
