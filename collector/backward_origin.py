@@ -17,9 +17,6 @@ from ..core.records import Anomaly, split_label
 from .calls import Calls, returns, takes
 from .finding import Finding, Source, finding_of_row
 
-_SYNCHRONISED = "SyncBatchNorm"
-"""Its collectives are its own: they do not mean that a model is spread over ranks."""
-
 
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> Finding:
     """The maker of a gradient that was bad when the backward had just made it."""
@@ -164,11 +161,11 @@ class _Backward:
 
     def _own_code_may_use(self, scope: Frame, since: int) -> bool:
         """Whether a module's own code has made a tensor that can have a gradient, after its call `since`."""
-        known = {row.value for row in scope.inputs}
+        known = list(scope.inputs)
         for child in self._calls.children(scope):
             if child.index > since and any(_is_unknown(row, known) for row in child.inputs):
                 return True
-            known |= {row.value for row in child.outputs}
+            known += child.outputs
         return any(_is_unknown(row, known) for row in scope.outputs)
 
     def _sharing(self) -> set[str]:
@@ -224,16 +221,14 @@ class _Backward:
 
         DDP's own ones, and those that gather what FSDP has split, leave the gradients of activations alone.
         """
-        leaves = [call for call in self._calls.frames if not self._calls.children(call)]
-        spread = any(call.collectives > 0 and call.cls != _SYNCHRONISED for call in leaves)
-        return spread and self._moved_since(finite)
+        return self._calls.exchange and self._moved_since(finite)
 
     def _may_be_reduced(self, mine: list[Frame]) -> bool:
         """Whether a parameter's gradient came out of a collective: FSDP hands out what is reduced already."""
         own = [
             call.collectives - sum(child.collectives for child in self._calls.children(call))
             for call in self._calls.frames
-            if call.cls != _SYNCHRONISED
+            if self._calls.children(call)
         ]
         return any(number > 0 for number in own) and self._moved_since(mine)
 
@@ -299,11 +294,24 @@ def _uses(call: Frame, value: int) -> bool:
     return takes(call, value) and not returns(call, value)
 
 
-def _is_unknown(row: Row, known: set[int]) -> bool:
+def _is_unknown(row: Row, known: list[Row]) -> bool:
     """A tensor that may have a gradient, and that no call has returned."""
-    if row.kind in ("none", "not_a_tensor", "empty") or not row.dtype.startswith(("float", "bfloat", "complex")):
-        return row.dtype == "unknown" and row.kind not in ("none", "not_a_tensor", "empty")
-    return row.value < 0 or row.value not in known
+    if row.kind in ("none", "not_a_tensor", "empty"):
+        return False
+    if not row.dtype.startswith(("float", "bfloat", "complex", "unknown")):
+        return False
+    return not any(_is_the_same(row, other) for other in known)
+
+
+def _is_the_same(row: Row, other: Row) -> bool:
+    """The same tensor; or, where a compiled region has handed it over as another one, the same numbers."""
+    if row.value == other.value:
+        return row.value >= 0
+    if row.kind != "measured" or row.abs_min == row.abs_max:
+        return False
+    if row.shape is not None and other.shape is not None and row.shape != other.shape:
+        return False
+    return (row.abs_min, row.abs_max, row.dtype) == (other.abs_min, other.abs_max, other.dtype)
 
 
 def _is_inside(module: str, scope: str) -> bool:

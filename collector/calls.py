@@ -7,8 +7,11 @@ rows of one forward with the same value index are about the same tensor.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from ..core.frames import Frame, Row
+
+_SYNCHRONISED = "SyncBatchNorm"
 
 
 class Calls:
@@ -21,7 +24,7 @@ class Calls:
         open_: list[Frame] = []
         for frame in self.frames:
             children: list[Frame] = []
-            while open_ and open_[-1].depth > frame.depth:
+            while open_ and _is_child(open_[-1], frame):
                 children.append(open_.pop())
             self._children[frame.index] = children[::-1]
             for child in children:
@@ -75,6 +78,24 @@ class Calls:
             sibling = self.previous_sibling(sibling)
         return found
 
+    @property
+    def exchange(self) -> bool:
+        """Whether ranks hand each other activations: a model that is spread over ranks.
+
+        Seen by collectives in a call without children, or in a module's own code after one of them. What FSDP gathers
+        it gathers before the first one; those of a SyncBatchNorm are its own.
+        """
+        for frame in self.frames:
+            children = self.children(frame)
+            if not children and frame.collectives > 0 and frame.cls != _SYNCHRONISED:
+                return True
+            for earlier, later in pairwise(children):
+                if 0 <= earlier.seq < begun(later):
+                    return True
+            if children and 0 <= children[-1].seq < frame.seq:
+                return True
+        return False
+
     def producer(self, value: int, before: int) -> tuple[Frame, Row] | None:
         """The innermost call that returned this tensor first, of those that returned before `before`."""
         for frame in self.frames:
@@ -91,6 +112,16 @@ class Calls:
         while (parent := self.parent(holder)) is not None and takes(parent, bad.value):
             holder = parent
         return holder
+
+
+def _is_child(earlier: Frame, frame: Frame) -> bool:
+    """Whether a call that returned earlier was inside of this one.
+
+    The calls of a compiled region are counted from the region's own start, so they may only say who called them.
+    """
+    if earlier.depth != frame.depth:
+        return earlier.depth > frame.depth
+    return earlier.parent == frame.module != frame.parent
 
 
 def takes(frame: Frame, value: int) -> bool:

@@ -71,7 +71,7 @@ def _modules(page: Page) -> set[tuple[str, str]]:
 def odd_weight(facts: RunFacts, finding: Finding) -> OddWeight | None:
     """The weight of a finding's module that this rank alone has otherwise, where the other weights agree.
 
-    None where ranks have weights of their own: where a model is spread over ranks, its calls issue collectives.
+    None where ranks have weights of their own, as they do where they hand each other activations.
     """
     page, others = page_of(facts, finding), peers(facts, finding)
     if page is None or not others or any(_is_spread(each) for each in (page, *others.values())):
@@ -97,10 +97,7 @@ def odd_weight(facts: RunFacts, finding: Finding) -> OddWeight | None:
 
 
 def _is_spread(page: Page) -> bool:
-    calls = Calls(frame for frame in page.frames if frame.phase == "forward")
-    return any(
-        call.collectives > 0 and not calls.children(call) and call.cls != "SyncBatchNorm" for call in calls.frames
-    )
+    return Calls(frame for frame in page.frames if frame.phase == "forward").exchange
 
 
 def _weights(page: Page) -> dict[tuple[str, str], Row]:

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
-import gpuwatch
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,12 +84,3 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
 
 def test_type_checkers_find_the_types(installed):
     assert (installed / "gpuwatch" / "py.typed").exists()
-
-
-def test_all_is_what_is_exported():
-    public = {
-        name
-        for name, value in vars(gpuwatch).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
-    }
-    assert sorted(public) == sorted(gpuwatch.__all__)

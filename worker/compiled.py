@@ -27,8 +27,11 @@ from .roots import ModuleInfo
 
 NUMBERS = 3
 """Per buffer: smallest, largest, smallest absolute value, as float64."""
-_MARK = "_gpuwatch_buffer"
-"""On a tensor of the traced graph: the buffer that has its numbers."""
+MARK = "_gpuwatch_buffer"
+"""On a tensor that a call of the graph has returned: the buffer that has its numbers. Taken off what leaves the graph.
+
+What comes into the graph is never marked: a script may come again with the same tensor, and would find another graph.
+"""
 
 
 class _Buffers:
@@ -66,6 +69,8 @@ class Region:
     def __init__(self, root: ModuleInfo) -> None:
         self.root = root
         self.stack: list[ModuleInfo] = []
+        self.left = root
+        """The module that has returned last."""
         self.frames: list[RegionFrame] = []
         self.buffers: list[int] = []
         """Those of the forward."""
@@ -195,7 +200,7 @@ class Regions:
         region = self._by_compile.get(CompileContext.current_compile_id())
         if region is None or not region.stack:
             return False
-        info = region.stack.pop()
+        info = region.left = region.stack.pop()
         parent = region.stack[-1] if region.stack else None
         region.frames.append(RegionFrame(info, parent, len(region.stack)))
         return info.watched
@@ -267,6 +272,13 @@ def _is_open() -> bool:
 
 
 @_constant
+def _left_root() -> bool:
+    current = Regions.current
+    region = current._by_compile.get(CompileContext.current_compile_id()) if current is not None else None
+    return region is not None and not region.left.name
+
+
+@_constant
 def _row(role: str, buffer: int, kind: int, dtype: Any, device: str) -> int:
     assert Regions.current is not None
     return Regions.current.row(role, buffer, kind, dtype, device)
@@ -294,12 +306,15 @@ def traced_before(module: torch.nn.Module) -> None:
 
 def traced_after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """A module returns. Traced."""
-    if _is_open() and _leave(id(module)):
-        for position, value in enumerate(args):
-            _look(value, f"input[{position}]", False, 0)
-        for name, value in kwargs.items():
-            _look(value, f"kwargs.{name}", False, 0)
-        _look(output, "output", True, 0)
+    if _is_open():
+        if _leave(id(module)):
+            for position, value in enumerate(args):
+                _look(value, f"input[{position}]", False, 0)
+            for name, value in kwargs.items():
+                _look(value, f"kwargs.{name}", False, 0)
+            _look(output, "output", not any(value is output for value in args), 0)
+        if _left_root():
+            _unmark(output, 0)
 
 
 def _look(value: Any, role: str, returned: bool, depth: int) -> None:
@@ -318,18 +333,30 @@ def _look(value: Any, role: str, returned: bool, depth: int) -> None:
         _row(role, -1, 2, None, "")
 
 
+def _unmark(value: Any, depth: int) -> None:
+    if type(value) is torch.Tensor and getattr(value, MARK, -1) >= 0:
+        setattr(value, MARK, -1)
+    elif type(value) in (tuple, list) and depth < 3:
+        for item in value:
+            _unmark(item, depth + 1)
+    elif type(value) is dict and depth < 3:
+        for item in value.values():
+            _unmark(item, depth + 1)
+
+
 def _look_at_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
     if not tensor.dtype.is_floating_point or tensor.numel() == 0 or tensor.layout is not torch.strided:
         _row(role, -1, 3, tensor.dtype, "")
         return
-    known = getattr(tensor, _MARK, -1)
+    known = getattr(tensor, MARK, -1)
     if known >= 0:
         _row(role, known, 0, tensor.dtype, "")
         return
     device = str(tensor.device)
     buffer = _row(role, -2, 0, tensor.dtype, device)
     getattr(BUFFERS, f"b{buffer}").copy_(_numbers(tensor.detach()))
-    setattr(tensor, _MARK, buffer)
+    if returned:
+        setattr(tensor, MARK, buffer)
     if returned and tensor.requires_grad and _wants_gradients():
         gradient = _gradient(device)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..core.frames import Mark, Phase
 from ..core.recorder.layout import NOTHING, RankPhase
@@ -21,6 +22,9 @@ from .progress import Progress
 from .roots import ModuleInfo, RootInfo
 from .rows import Row, Rows, version_of
 from .unseen import unseen
+
+_FEW = 256
+"""Parameters that are gone are only looked for among more than so many."""
 
 
 class _OutputHook:
@@ -64,6 +68,7 @@ class Gradients:
         self._policy = policy
         self._on_fault = on_fault
         self._sync = progress.settings.sync
+        self._many = _FEW
         self._attached = True
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
@@ -102,6 +107,8 @@ class Gradients:
         known = self._parameters.get(id(parameter))
         if (known is not None and known[0]() is parameter) or not info.watched:
             return
+        if is_lazy(parameter):
+            return  # it has no shape yet: after its module's first forward it has
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             hook = _ParameterHook(self, info, f"grad {name}")
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
@@ -176,3 +183,6 @@ class Gradients:
         self._page = None
         if len(self._local) > 4 * max(64, len(self._parameters)):  # gradients that are set to None come anew each step
             self._local = {key: known for key, known in self._local.items() if known[0]() is not None}
+        if len(self._parameters) > self._many:
+            self._parameters = {key: known for key, known in self._parameters.items() if known[0]() is not None}
+            self._many = 2 * max(_FEW, len(self._parameters))

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -81,6 +82,7 @@ class Hooks:
         self.progress = Progress(recorder, settings, rank)
         self._roots = Roots(recorder, selection)
         self.rows = Rows(recorder, selection, self._fault)
+        self._measure_row: Callable[..., Row] = self.rows.leaf
         self.policy = Policy(self.progress, self.rows)
         self._arrivals = Arrivals(self.progress, self.rows, self.policy)
         self._gradients = Gradients(self.progress, self.rows, self.policy, self._fault)
@@ -384,7 +386,11 @@ class Hooks:
         rootless = self._region_pages.take(info)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == page.frames) and info.watched:
-            unseen(self._take_frame, info, module, args, kwargs, output, raised)
+            self._measure_row = self._region_pages.leaf
+            try:
+                unseen(self._take_frame, info, module, args, kwargs, output, raised)
+            finally:
+                self._measure_row = self.rows.leaf
 
     def _take_frame(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
@@ -397,7 +403,7 @@ class Hooks:
         hidden: list[tuple[str, Row]] = []
         flags_of_weights = flags_of_inputs = 0
         weighted = False
-        measure_row = self.rows.leaf
+        measure_row = self._measure_row
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -415,14 +421,15 @@ class Hooks:
                 else:
                     alarm = alarm or (name, row)
         if self._forward:
-            handed: dict[int, int] = {}
-            """id of a tensor among the inputs -> its flags"""
+            handed: set[int] = set()
+            """Ids of tensors that came in bad."""
             for role, leaf in self._inputs(args, kwargs):
                 row = measure_row(info, role, leaf)
                 rows.append(row.packed)
                 if row.flags:
                     flags_of_inputs |= row.flags
-                    handed[id(leaf)] = row.flags
+                    if row.packed[1] not in self.rows.spoilt:
+                        handed.add(id(leaf))
             if not raised:
                 found: list[tuple[str, Any]] = []
                 leaves_of(output, "output", found)

@@ -28,13 +28,15 @@ class Numbers(NamedTuple):
 
 class _Float(NamedTuple):
     bits: torch.dtype
+    typestr: str
+    """The same integers, as NumPy spells them."""
     mask: int
     encoding: int
     inf: int
 
 
 def _float(bits: torch.dtype, encoding: Encoding) -> _Float:
-    return _Float(bits, SIGN_MASK[encoding], int(encoding), INF_BITS[encoding])
+    return _Float(bits, f"<i{bits.itemsize}", SIGN_MASK[encoding], int(encoding), INF_BITS[encoding])
 
 
 FLOATS = {
@@ -85,12 +87,11 @@ def _measure_plain(tensor: torch.Tensor) -> Numbers | None:
     if kind is None or not tensor.is_cpu:
         return None
     try:
-        if not tensor.is_contiguous() or not tensor.data_ptr():
+        if not tensor.is_contiguous() or not tensor.numel() or not tensor.data_ptr() or tensor.is_neg():
             return None
-        array = tensor.view(kind.bits).numpy().reshape(-1)
-    except Exception:
+    except Exception:  # a layout that does not know what that means
         return None
-    low, high = _extremes(array, kind.mask)
+    low, high = _extremes(_array(tensor, kind.typestr), kind.mask)
     meta = kind.encoding << 8
     if high >= kind.inf:
         meta |= _second_look(tensor)
@@ -129,14 +130,32 @@ def _measure(tensor: torch.Tensor) -> Numbers:
         return NOT_MEASURABLE
     bits = tensor.view(kind.bits)
     if tensor.is_cpu:
-        array = (bits if bits.is_contiguous() else _flat(bits)).numpy().reshape(-1)
-        low, high = _extremes(array, kind.mask)
+        flat = _flat(bits).contiguous()
+        low, high = _extremes(_array(flat, kind.typestr), kind.mask)
     else:  # this waits for the device
         low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))
     meta = kind.encoding << 8
     if high >= kind.inf:
         meta |= _second_look(tensor)
     return Numbers(low, high, meta, RowKind.MEASURED)
+
+
+class _Memory:
+    """A stretch of memory, in the way that NumPy asks for it."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _array(tensor: torch.Tensor, typestr: str) -> Any:
+    """The elements of a contiguous tensor as a flat array of integers over the same memory, for as long as it lives.
+
+    Not `tensor.numpy()`: that forbids the storage ever to be resized again, and FSDP resizes its storages.
+    """
+    interface = {"shape": (tensor.numel(),), "typestr": typestr, "data": (tensor.data_ptr(), True), "version": 3}
+    return numpy.asarray(_Memory(interface))
 
 
 _scratches: list[Any] = []
@@ -201,7 +220,8 @@ def _shares(tensor: torch.Tensor) -> int:
     zeros = small = 0
     if plain.dtype is tensor.dtype:
         kind = FLOATS[plain.dtype]
-        array = _flat(plain.view(kind.bits)).cpu().numpy()
+        flat = _flat(plain.view(kind.bits)).cpu().contiguous()
+        array = _array(flat, kind.typestr)
         least = MIN_NORMAL_BITS[Encoding(kind.encoding)]
         for start in range(0, array.size, CHUNK):
             clear = array[start : start + CHUNK] & kind.mask

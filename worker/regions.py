@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from ..core.alarm import alarms
-from ..core.frames import Mark, Phase, RowKind
+from ..core.frames import Mark, Phase, RowKind, is_output
 from ..core.recorder.layout import NOTHING
 from ..core.recorder.writer import OpenPage, RowTuple
+from ..core.values import decode
 from .collectives import issued
-from .compiled import BUFFERS, Region, RegionFrame, RegionRow, Regions, rewind
+from .compiled import BUFFERS, MARK, Region, RegionFrame, RegionRow, Regions, rewind
 from .gradients import Gradients
 from .policy import Policy, Sighting
 from .progress import Progress
@@ -35,6 +40,10 @@ class RegionPages:
         self._rows = rows
         self._policy = policy
         self._gradients = gradients
+        self._seen: dict[int, Row] = {}
+        """buffer -> its row in the page, of the region that ran last."""
+        self._handed: list[Row] = []
+        """Rows of what calls of that region were handed and none had returned."""
 
     def take(self, under: ModuleInfo | None = None) -> bool:
         """Look whether a graph has run since the last call, and put its rows down, below the call `under`.
@@ -51,12 +60,14 @@ class RegionPages:
     def take_gradients(self) -> None:
         """What the backward that runs has left so far."""
         for region in self._regions.regions:
+            if region.moved():
+                unseen(self._forward, region, None)
             unseen(self._backward, region, False)
 
-    def _page(self, region: Region) -> OpenPage:
+    def _page(self, region: Region, under: ModuleInfo | None) -> OpenPage:
         """The page of the batch: the one that is open, or, where no hook runs outside of the graph, a new one."""
         root = region.root.root
-        if self._recorder.page is not None and self._progress.root is root:
+        if under is not None and self._recorder.page is not None:
             return self._recorder.page
         root.batches += 1
         page = self._progress.begin_page(root, True)
@@ -67,8 +78,9 @@ class RegionPages:
         if self._progress.idle:
             return False
         rooted = any(not frame.info.name for frame in region.frames)
-        page = self._page(region)
-        seen: dict[int, Row] = {}
+        page = self._page(region, under)
+        seen = self._seen = {}
+        self._handed = []
         for frame in region.frames:
             if frame.info.watched:
                 self._put(frame, page, seen, None if rooted else under)
@@ -143,7 +155,22 @@ class RegionPages:
         buffer = getattr(BUFFERS, f"b{traced.buffer}")
         row = self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, buffer)
         seen[traced.buffer] = row
+        if not is_output(traced.role):
+            self._handed.append(row)
         return row
+
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
+        """A row of the call around the graph: what its calls returned or were handed is known from them."""
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            known = self._seen.get(vars(leaf).pop(MARK, -1))
+            if known is None and not is_output(role):
+                row = self._rows.leaf(info, role, leaf, mark)
+                known = next((other for other in self._handed if row.high and _same(row, other)), None)
+                if known is None:
+                    return row
+            if known is not None:
+                return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)
+        return self._rows.leaf(info, role, leaf, mark)
 
     def _backward(self, region: Region, all_of_them: bool) -> None:
         found = region.new_gradients(all_of_them)
@@ -161,3 +188,12 @@ class RegionPages:
                 row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, buffer, mark)
                 self._gradients.put(frame.info, role, page, row)
             rewind(number)
+
+
+def _same(row: Row, other: Row) -> bool:
+    """Whether two rows have the same numbers: one was read from the tensor, the other inside the graph."""
+    if row.packed[3] != other.packed[3] or row.flags != other.flags:
+        return False
+    mine = decode(row.high, row.meta >> 8 & 0xFF)
+    theirs = decode(other.high, other.meta >> 8 & 0xFF)
+    return mine == theirs or (mine != mine and theirs != theirs)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_FEW = 256
+"""Modules and parameters that are gone are only looked for among more than so many."""
+
+
 def _nothing() -> None:
     return None
 
@@ -76,6 +80,7 @@ class Roots:
         self._owner: dict[int, ModuleInfo] = {}
         """id of a module -> its info under the first root that was known to hold it."""
         self._modules = 0
+        self._many = _FEW
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
         """id of a parameter -> the first module that was seen to hold it, and its name there."""
         self.on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None = None
@@ -195,7 +200,18 @@ class Roots:
             if info is None or info.ref() is not part:
                 self._intern(part, root, name)
 
+    def _forget_dead(self) -> None:
+        """Modules that a forward makes anew each time leave an entry each behind."""
+        self._owner = {key: info for key, info in self._owner.items() if info.ref() is not None}
+        self._root_by_id = {key: known for key, known in self._root_by_id.items() if known[0]() is not None}
+        self._parameters = {key: known for key, known in self._parameters.items() if known[0]() is not None}
+        for _, root in self._roots:
+            root.modules = {key: info for key, info in root.modules.items() if info.ref() is not None}
+        self._many = 2 * max(_FEW, len(self._owner) + len(self._parameters))
+
     def _intern(self, module: nn.Module, root: RootInfo, name: str) -> ModuleInfo:
+        if len(self._owner) + len(self._parameters) > self._many:
+            self._forget_dead()
         first = root.definitions.get((name, class_of(module)))
         info = ModuleInfo(module, first.id if first is not None else self._modules, root, name)
         info.watched = self._selection.watches(name)

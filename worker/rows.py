@@ -17,6 +17,8 @@ from .measure import CODES, Numbers, measure
 from .roots import ModuleInfo
 from .selection import Selection
 
+_FEW = 256
+"""Weights that are gone are only looked for among more than so many."""
 COUNT_EVERY = 10
 """Zeros and subnormals are counted in one batch of so many."""
 
@@ -67,10 +69,13 @@ class Rows:
         self._weights: dict[int, _Weight] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
+        self._many = _FEW
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
         self._excused: set[int] = set()
         """Values of the page that a rule covers as an output: whoever returns the same tensor has not made it."""
+        self.spoilt: set[int] = set()
+        """Values of the page that are in a tensor which was finite when it was last seen: changed in place since."""
         self.count = False
         """Count zeros and subnormals in this batch."""
         self.device_pages: DevicePages | None = None
@@ -81,6 +86,10 @@ class Rows:
         """What was seen in another page is not known in this one."""
         self._seen.clear()
         self._excused.clear()
+        self.spoilt.clear()
+        if len(self._weights) > self._many:  # those of modules that a forward makes anew each time
+            self._weights = {key: known for key, known in self._weights.items() if known.tensor() is not None}
+            self._many = 2 * max(_FEW, len(self._weights))
         self.count_in(batch)
 
     def count_in(self, batch: int) -> None:
@@ -140,6 +149,8 @@ class Rows:
         row = self._row(slot, leaf, mark)
         if mark & Mark.IGNORED and is_output(role) and row.packed[1] != NOTHING:
             self._excused.add(row.packed[1])
+        if row.flags and known is not None and not known.row.flags and known.tensor() is leaf:
+            self.spoilt.add(row.packed[1])
         self._seen[id(leaf)] = _Seen(weakref.ref(leaf), version, row)
         return row
 
@@ -187,7 +198,9 @@ class Rows:
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""
         slot = self.slot(info, name)
-        mark = Mark.IGNORED if self.ignored and slot in self.ignored else 0
+        mark = int(Mark.SHARDED) if hasattr(parameter, "_local_tensor") else 0
+        if self.ignored and slot in self.ignored:
+            mark |= Mark.IGNORED
         version = version_of(parameter)
         seen = self._seen.get(id(parameter))
         if seen is not None and seen.version == version and seen.tensor() is parameter:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from gpuwatch.collector.facts import fold
-from gpuwatch.collector.origin import analyze, from_event
+from gpuwatch.collector.finding import from_event
+from gpuwatch.collector.origin import analyze
 from gpuwatch.core.messages import EventMessage
 
 
@@ -206,3 +208,193 @@ def test_a_page_that_has_lost_frames_is_not_trusted(make):
     found = find(batch, first_frame=1)
     assert not found.from_page
     assert found.module == "a"
+
+
+def test_the_models_input_is_told_through_code_before_the_first_call(make):
+    """`x = x * 2; self.fc(x)`: the tensor is another one, and the model was handed a bad one all the same."""
+    batch = make.Batch()
+    x, scaled = batch.tensor(make.NAN), batch.tensor(make.NAN)
+    batch.call("fc", "Linear", given=[scaled], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.source) == ("", "input", "input[0]", "outside")
+
+
+def test_the_innermost_of_the_calls_that_returned_it_is_its_maker(make):
+    batch = make.Batch()
+    x, masked = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("masks.causal", "Causal", given=[x], returned=[masked], parent="masks")
+    batch.call("masks", "Masks", given=[x], returned=[masked])
+    batch.call("attend", "Attend", given=[masked], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.between, found.turned) == ("masks.causal", None, ("attend", "Attend"))
+
+
+# -- -inf that is expected, until it turns into nan ---------------------------------------------------------------
+
+
+def test_where_neginf_turned_into_nan_is_told(make):
+    batch = make.Batch()
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attention", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs={"mask": mask})
+    batch.call("", "Net", given=[x], kwargs={"mask": mask}, returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.value) == ("", "input", "kwargs.mask", "-inf")
+    assert found.turned == ("attention", "Attention")
+
+
+def test_a_mask_that_code_between_two_calls_made(make):
+    batch = make.Batch()
+    x, h, mask = batch.tensor(), batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("layer.query", "Linear", given=[x], returned=[h], parent="layer")
+    batch.call("layer.attend", "Attend", given=[h, mask], returned=[batch.tensor(make.NAN)], parent="layer")
+    batch.call("layer", "Layer", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.cls, found.phase, found.value) == ("layer", "Layer", "forward", "-inf")
+    assert (found.between, found.turned) == (("layer.query", "layer.attend"), ("layer.attend", "Attend"))
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_mask_that_was_added_to_another_one(make, outer):
+    """The model's own mask, else the one of the call before."""
+    batch = make.Batch()
+    x, given, padding, both = (batch.tensor(number) for number in (1.0, make.NEGINF, make.NEGINF, make.NEGINF))
+    batch.call("padding", "Padding", given=[x], returned=[padding])
+    batch.call("attend", "Attend", given=[both], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], kwargs={"mask": given if outer else x}, returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.role) == (("", "kwargs.mask") if outer else ("padding", "output"))
+    assert found.turned == ("attend", "Attend")
+
+
+def test_a_call_that_hands_the_mask_on_is_not_where_it_came_in(make):
+    batch = make.Batch()
+    x, mask, wide = batch.tensor(), batch.tensor(make.NEGINF), batch.tensor(make.NEGINF)
+    batch.call("widen", "Widen", given=[mask], returned=[wide])
+    batch.call("attend", "Attend", given=[x, wide], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    assert (find(batch).phase, find(batch).role, find(batch).turned) == ("input", "input[1]", ("attend", "Attend"))
+
+
+def test_own_code_right_after_a_call_that_returned_neginf(make):
+    batch = make.Batch()
+    x, scores = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attend.scores", "Scores", given=[x], returned=[scores], parent="attend")
+    batch.call("attend", "Attend", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.role, found.value) == ("attend.scores", "output", "-inf")
+    assert found.turned == ("attend", "Attend")
+
+
+def test_own_code_that_had_a_mask_in_its_hands_is_the_maker_and_the_mask_is_mentioned(make):
+    batch = make.Batch()
+    x, h, mask, bad = (batch.tensor(number) for number in (1.0, 1.0, make.NEGINF, make.NAN))
+    batch.call("query", "Linear", given=[x], returned=[h])
+    batch.call("drop", "Dropout", given=[bad], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.between, found.turned) == ("", ("query", "drop"), None)
+    assert any("-inf in input[1]" in note for note in found.notes)
+
+
+# -- rules and marks ----------------------------------------------------------------------------------------------
+
+
+def test_a_hidden_row_that_went_on_is_the_origin(make):
+    batch = make.Batch()
+    x, hidden = batch.tensor(), batch.tensor(make.INF)
+    marks = {"output": make.Mark.IGNORED}
+    batch.call("probe", "Probe", given=[x], returned=[hidden], marks=marks)
+    batch.call("head", "Linear", given=[hidden], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert (found.module, found.is_origin) == ("probe", True)
+    assert any("--ignore" in note for note in found.notes)
+
+
+def test_a_hidden_row_that_own_code_used_is_the_origin(make):
+    batch = make.Batch()
+    x = batch.tensor()
+    batch.call("probe", "Probe", given=[x], returned=[batch.tensor(make.INF)], marks={"output": make.Mark.IGNORED})
+    batch.call("head", "Linear", given=[x], returned=[batch.tensor()])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    assert find(batch).module == "probe"
+
+
+def test_a_call_that_may_have_written_into_what_it_was_handed(make):
+    batch = make.Batch()
+    x, h, bad = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
+    batch.call("fc", "Linear", given=[x], returned=[h])
+    batch.call("square", "Square", given=[bad], returned=[bad], marks={"output": make.Mark.PASSED_THROUGH})
+    batch.call("head", "Linear", given=[bad], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert (found.module, found.between, found.sure) == ("", ("fc", "square"), False)
+    assert "`square` returned the very tensor" in found.notes[0]
+
+
+def test_what_is_around_it_is_not_watched(make):
+    """`--modules 'body.*'`: a module that has no frame may have made it."""
+    batch = make.Batch()
+    batch.call("body.fc", "Linear", given=[batch.tensor(make.NAN)], returned=[batch.tensor(make.NAN)], parent="body")
+    found = find(batch)
+    assert (found.module, found.source) == ("body.fc", "carried")
+
+
+# -- collectives in the forward, and a forward that is run again --------------------------------------------------
+
+
+def test_a_call_with_collectives_in_it_may_have_got_it_from_another_rank(make):
+    batch = make.Batch(seq=5)
+    batch.call("norm", "SyncBatchNorm", given=[batch.tensor()], returned=[batch.tensor(make.NAN)], collectives=1)
+    found = find(batch)
+    assert (found.module, found.source, found.phase, found.is_origin) == ("norm", "received", "collective", False)
+    assert from_event(batch.anomaly).source == "received"
+
+
+@pytest.mark.parametrize(("seq", "source"), [(4, "made"), (5, "received")])
+def test_own_code_after_the_last_child_with_collectives_in_it(make, seq, source):
+    """What the children's calls have issued is theirs."""
+    batch = make.Batch(seq=4)
+    x = batch.tensor()
+    batch.call("mlp.down", "Linear", given=[x], returned=[x], parent="mlp", seq=4, collectives=1)
+    batch.call("mlp", "Mlp", given=[x], returned=[batch.tensor(make.INF)], seq=seq, collectives=seq - 3)
+    assert (find(batch).module, find(batch).source) == ("mlp", source)
+
+
+@pytest.mark.parametrize(("collectives", "source"), [(2, "made"), (1, "received")])
+def test_code_between_two_calls_with_collectives_in_it(make, collectives, source):
+    """The second call ended at 6. It began at 4, where the first had ended, or at 5."""
+    batch = make.Batch(seq=6)
+    x, bad = batch.tensor(), batch.tensor(make.INF)
+    batch.call("a", "Linear", given=[x], returned=[batch.tensor()], seq=4)
+    batch.call("b", "Linear", given=[bad], returned=[batch.tensor(make.INF)], seq=6, collectives=collectives)
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)], seq=6, collectives=2)
+    assert (find(batch).between, find(batch).source) == (("a", "b"), source)
+
+
+def test_a_forward_that_is_run_again_is_looked_at_alone(make):
+    """Checkpointing: its calls are deeper than nothing of the first forward."""
+    batch = make.Batch()
+    x, h, y = (batch.tensor() for _ in range(3))
+    batch.call("block.fc1", "Linear", given=[x], returned=[h], parent="block")
+    batch.call("block.fc2", "Linear", given=[h], returned=[y], parent="block")
+    batch.call("block", "Block", given=[x], returned=[y])
+    batch.call("", "Net", given=[x], returned=[y])
+    batch.backward("block.fc2", "Linear", "output", 1.0)
+    again = {"phase": make.Phase.RECOMPUTE, "parent": "block"}
+    g, bad = batch.tensor(), batch.tensor(make.INF)
+    batch.call("block.fc1", "Linear", given=[batch.tensor()], returned=[g], **again)
+    batch.call("block.fc2", "Linear", given=[g], returned=[bad], **again)
+    found = find(batch)
+    assert (found.module, found.phase, found.seen_in, found.between) == ("block.fc2", "forward", "recompute", None)
+
+
+def test_a_batch_that_was_left_out_names_no_module(make):
+    batch = make.Batch()
+    batch.call("", "Net", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    batch.unlooked()
+    assert (find(batch).source, find(batch).from_page) == ("unlooked", False)

@@ -533,6 +533,36 @@ def test_a_module_that_is_added_later_is_seen(watch):
     assert {("late", "grad output"), ("late", "grad weight")} <= set(watched.rows("backward"))
 
 
+def test_a_lazy_module_is_seen_from_its_first_batch_on(watch):
+    watched = watch()
+    model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
+    for _ in range(2):
+        model(X).sum().backward()
+    for page in (0, 1):
+        assert {("0", "grad weight"), ("0", "grad bias"), ("1", "grad weight")} < set(
+            watched.rows("backward", page=page)
+        )
+    assert watched.faults == []
+
+
+def test_an_optimizer_that_steps_within_the_backward(watch):
+    watched = watch()
+    model = net()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def step(p) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        model(X).sum().backward()
+    assert sorted(watched.rows("optimizer")) == [("0", "bias"), ("0", "weight"), ("2", "bias"), ("2", "weight")]
+    assert watched.rows("collective").count(("0", "grad weight")) == 1, "their hook came first, and took it away"
+    assert watched.faults == watched.anomalies == []
+
+
 def test_a_shared_module_has_one_row_per_call_and_one_per_parameter(watch):
     class Twice(nn.Module):
         def __init__(self) -> None:

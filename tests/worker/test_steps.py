@@ -80,7 +80,7 @@ def test_a_step_that_makes_a_weight_bad_is_the_anomaly(watch, make):
         optimizer.step()
     (anomaly,) = watched.anomalies
     assert (anomaly.phase, anomaly.module, anomaly.role) == ("optimizer", "0", "weight")
-    assert [frame.index for frame in watched.frames("optimizer")][0] == anomaly.frame
+    assert watched.frames("optimizer")[0].index == anomaly.frame
 
 
 def test_the_state_of_a_weight_that_became_bad_is_shown(watch):
@@ -155,7 +155,7 @@ def test_of_gradients_only_those_that_were_changed(watch):
 
 
 def test_a_gradient_that_the_script_makes_bad_is_seen_before_the_step(watch):
-    watched = watch(on_overflow="abort")
+    watch(on_overflow="abort")
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X).sum().backward()
