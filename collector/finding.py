@@ -135,7 +135,7 @@ def from_event(anomaly: Anomaly) -> Finding:
     if anomaly.phase == "collective":
         return replace(found, source="reduced")
     if anomaly.phase == "optimizer":  # its gradient may have been bad before
-        return replace(found, source="weight")
+        return replace(found, phase="weight", source="weight")
     if anomaly.phase == "backward":
         if anomaly.role.startswith("grad output"):  # made by whatever used it, and that is in the page
             root_class = split_label(anomaly.where.root)[0]

@@ -43,8 +43,6 @@ class Mark(IntFlag):
     """An output that is an input, perhaps written into: an uninitialised buffer is no alarm."""
     SCALED = 4
     """A gradient that a GradScaler checks: inf or nan there is expected, the step is skipped."""
-    SHARDED = 8
-    """The rank's own part of a DTensor: another rank's is another one."""
 
 
 class RowKind(IntEnum):

@@ -56,6 +56,19 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype] | None:
+    """Names the elements of a plain tensor in one piece: of two that are alive, the same name is the same elements."""
+    if type(tensor) is not torch.Tensor:
+        return None
+    try:
+        if not tensor.is_contiguous():
+            return None
+        address = tensor.data_ptr()
+    except Exception:  # a layout without an address
+        return None
+    return (address, tensor.numel(), tensor.dtype) if address else None
+
+
 class Rows:
     """Measures tensors into the page that is being written."""
 
@@ -66,6 +79,7 @@ class Rows:
         self._selection = selection
         self._on_fault = on_fault
         self._seen: dict[int, _Seen] = {}
+        self._by_memory: dict[tuple[int, int, torch.dtype], _Seen] = {}
         self._weights: dict[int, _Weight] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
@@ -85,6 +99,7 @@ class Rows:
     def begin_page(self, batch: int) -> None:
         """What was seen in another page is not known in this one."""
         self._seen.clear()
+        self._by_memory.clear()
         self._excused.clear()
         self.spoilt.clear()
         if len(self._weights) > self._many:  # those of modules that a forward makes anew each time
@@ -146,17 +161,28 @@ class Rows:
             if value in self._excused:
                 mark |= Mark.PASSED_THROUGH
             return Row((slot, value, shape, dtype, kind_, mark), known.row.flags, False)
+        memory = _memory_of(leaf)
+        alias = self._by_memory.get(memory) if memory is not None else None
+        if alias is not None and alias.version == version >= 0 and alias.tensor() is not None:
+            # another view of all the same elements: reshaped, or handed through an autograd function as FSDP does
+            value, dtype, kind_ = (alias.row.packed[at] for at in (1, 3, 4))
+            if value in self._excused:
+                mark |= Mark.PASSED_THROUGH
+            return Row((slot, value, self._shape(leaf), dtype, kind_, mark), alias.row.flags, False)
         row = self._row(slot, leaf, mark)
         if mark & Mark.IGNORED and is_output(role) and row.packed[1] != NOTHING:
             self._excused.add(row.packed[1])
         if row.flags and known is not None and not known.row.flags and known.tensor() is leaf:
             self.spoilt.add(row.packed[1])
-        self._seen[id(leaf)] = _Seen(weakref.ref(leaf), version, row)
+        seen = self._seen[id(leaf)] = _Seen(weakref.ref(leaf), version, row)
+        if memory is not None:
+            self._by_memory[memory] = seen
         return row
 
     def forget(self) -> None:
         """Look at everything again."""
         self._seen.clear()
+        self._by_memory.clear()
 
     def gradient(
         self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: int = 0, numbers: Numbers | None = None
@@ -198,9 +224,7 @@ class Rows:
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""
         slot = self.slot(info, name)
-        mark = int(Mark.SHARDED) if hasattr(parameter, "_local_tensor") else 0
-        if self.ignored and slot in self.ignored:
-            mark |= Mark.IGNORED
+        mark = Mark.IGNORED if self.ignored and slot in self.ignored else 0
         version = version_of(parameter)
         seen = self._seen.get(id(parameter))
         if seen is not None and seen.version == version and seen.tensor() is parameter:

@@ -42,6 +42,7 @@ class Watch:
         self._names = Names()
         self._events: list[WorkerEvent] = []
         self._closed = False
+        self._pid = os.getpid()
 
     def __enter__(self) -> Watch:
         return self
@@ -56,7 +57,8 @@ class Watch:
         if self._closed or not self._owned:
             return
         self._closed = True
-        self._hooks.settle()
+        if os.getpid() == self._pid:  # a forked child leaves its parent's recorder alone
+            self._hooks.settle()
         self._hooks.detach()
 
     # -- what was seen ------------------------------------------------------------------------------------------

@@ -84,4 +84,4 @@ def test_the_events_alone(make):
     assert from_event(batch.anomaly).source == "reduced"
     batch = trained(make)
     batch.stepped("fc", "Linear", {"weight": make.NAN})
-    assert (from_event(batch.anomaly).source, from_event(batch.anomaly).phase) == ("weight", "optimizer")
+    assert (from_event(batch.anomaly).source, from_event(batch.anomaly).phase) == ("weight", "weight")

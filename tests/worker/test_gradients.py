@@ -152,6 +152,8 @@ def test_tied_weights_of_which_one_module_is_watched(watch):
     model[2].weight = model[0].weight
     model(X).sum().backward()
     assert watched.rows("backward") == [("2", "grad output"), ("2", "grad weight")]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert watched.rows("optimizer") == [("2", "weight")]
 
 
 def test_accumulated_gradients_are_rows_of_the_batch_that_added_to_them(watch):
@@ -238,17 +240,18 @@ def test_leaf_outputs_get_no_hooks_and_none_pile_up(watch):
             super().__init__()
             self.table = nn.Parameter(torch.ones(3, 4))
             self.register_buffer("mask", torch.ones(3, 4))
+            self.loose = torch.ones(3, 4, requires_grad=True)
 
         def forward(self, x):
-            return self.table, self.mask, x
+            return self.table, self.mask, x, self.loose
 
     watched = watch()
     model = Gives()
     x = X.clone().requires_grad_()
     for _ in range(5):
-        table, _, same_x = model(x)
-        (table + same_x).sum().backward()
-    assert [hooks_of(tensor) for tensor in (model.table, model.mask, x)] == [0, 0, 0]
+        table, _, same_x, loose = model(x)
+        (table + same_x + loose).sum().backward()
+    assert [hooks_of(tensor) for tensor in (model.table, model.mask, x, model.loose)] == [0, 0, 0, 0]
     assert len(model.table._post_accumulate_grad_hooks) == 1
     assert watched.rows("backward") == [("", "grad table")]
     assert watched.faults == []

@@ -717,8 +717,10 @@ def test_functional_transforms_work(watch):
     assert watched.faults == []
 
 
+@compiles
 def test_the_inside_of_a_compiled_model_is_seen(watch):
     watched = watch(on_overflow="continue")
+    torch._dynamo.reset()
     inner = net()
     model = torch.compile(inner, backend="eager", fullgraph=True)
     model(X)
@@ -733,3 +735,4 @@ def test_the_inside_of_a_compiled_model_is_seen(watch):
         ("", "Sequential", None, 0),
     ]
     assert [(a.where.batch, a.module, a.role, a.value) for a in watched.anomalies] == [(1, "0.fc1", "weight", "nan")]
+    torch._dynamo.reset()

@@ -136,20 +136,28 @@ def test_nothing_stays_on_disk_or_in_memory(folders):
         assert folders() == []
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
 def test_a_forked_child_leaves_the_recorder_alone(folders):
     model = net()
-    with gpuwatch.watch(model) as handle:
-        model(X)
-        child = os.fork()
-        if child == 0:  # what happens here shows in the exit code
+    handle = gpuwatch.watch(model)
+    out = model(X)
+    child = os.fork()
+    if child == 0:  # what happens here shows in the exit code
+        code = 1
+        try:
+            out.sum().backward()
             model(X)
             left = hooks() + sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
-            del handle
+            handle.remove()
+            del handle, out
             gc.collect()
-            os._exit(0 if left == 0 and len(folders()) == 1 else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        model(X)
-        assert [page.batch for page in handle.pages()] == [0, 1]
+            code = 0 if left == 0 and len(folders()) == 1 else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    model(X)
+    assert [(page.batch, page.complete, len(page.frames)) for page in handle.pages()] == [(0, True, 4), (1, False, 4)]
+    handle.remove()
 
 
 # -- which model --------------------------------------------------------------------------------------------------
