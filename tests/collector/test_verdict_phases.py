@@ -19,11 +19,11 @@ def judge(make, *batches, **hello):
     return decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
 
 
-def forward(make, rank=0, *, weight=1.0, out=1.0, names=("embed", "length", "head"), **place):
+def forward(make, rank=0, *, weight=1.0, embed=2.0, out=1.0, names=("embed", "length", "head"), **place):
     """`return self.head(self.length(self.embed(x)))`, in a page that the rest of the step can be added to."""
     batch = make.Batch(rank, **place)
     x, h, y, z = batch.tensor(), batch.tensor(), batch.tensor(), batch.tensor(out)
-    batch.call(names[0], "Linear", given=[x], returned=[h], weights={"weight": batch.tensor(2.0)})
+    batch.call(names[0], "Linear", given=[x], returned=[h], weights={"weight": batch.tensor(embed)})
     batch.call(names[1], "Length", given=[h], returned=[y])
     batch.call(names[2], "Linear", given=[y], returned=[z], weights={"weight": batch.tensor(weight)})
     batch.call("", "Net", given=[x], returned=[z])
@@ -275,7 +275,7 @@ def test_a_flipped_bit_that_makes_a_weight_non_finite(make):
 
 
 def test_weights_that_differ_anyway_are_no_evidence(make):
-    verdict = judge(make, forward(make, 0, names=("embed", "length", "head")), forward(make, 1, out=make.INF))
+    verdict = judge(make, forward(make, 0), forward(make, 1, weight=1e38, embed=3.0, out=make.INF))
     assert (verdict.phase, verdict.module) == ("forward", "head")
 
 
