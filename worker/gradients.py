@@ -69,7 +69,7 @@ class Gradients:
         self._on_fault = on_fault
         self._sync = progress.settings.sync
         self._many = _FEW
-        self._attached = True
+        self._attached = False
         self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self._local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """id of a gradient -> (weak reference, version) as it was when it was looked at."""
@@ -81,6 +81,10 @@ class Gradients:
         """The first non-finite gradient since the scaler's last step."""
         self.before_parameter: Callable[[], None] | None = None
         """Called before a parameter's gradient is taken down: what a compiled backward has left may come first."""
+
+    def attach(self) -> None:
+        """From now on, hooks are put in, and those that are left from before look again."""
+        self._attached = True
 
     def detach(self) -> None:
         """Take out the parameters' hooks; those of outputs go with their graph, and do nothing until then."""
@@ -105,7 +109,7 @@ class Gradients:
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Look at this parameter's local gradient whenever it has been added up. Once is enough."""
         known = self._parameters.get(id(parameter))
-        if (known is not None and known[0]() is parameter) or not info.watched:
+        if (known is not None and known[0]() is parameter) or not info.watched or not self._attached:
             return
         if is_lazy(parameter):
             return  # it has no shape yet: after its module's first forward it has

@@ -109,6 +109,7 @@ class Hooks:
             torch_optimizer.register_optimizer_step_post_hook(self._steps.after),
         ]
         if self._grads:
+            self._gradients.attach()
             self._scalers.attach()
         if self._forward:
             self._regions.attach()

@@ -76,20 +76,25 @@ class Batch:
         self.clock = clock or {}
         self.time_ns = time_ns
         self.anomaly: Anomaly | None = None
-        self._definitions: list[Definition] = [RootDef(0, root.partition("#")[0], 0), ShapeDef(0, (2, 3))]
+        self._definitions: list[Definition] = [
+            RootDef(0, root.partition("#")[0], 0),
+            ShapeDef(0, (2, 3)),
+            ShapeDef(1, (4, 5)),
+        ]
         self._modules: dict[str, int] = {}
         self._slots: dict[tuple[int, str], int] = {}
         self._values: list[tuple[int, int, int]] = []
         self._rows: list[tuple[int, ...]] = []
         self._frames: list[bytes] = []
 
-    def tensor(self, number: float = 1.0, *, zeros=None, subnormals=None) -> int:
-        """A tensor whose only value is `number`; the same index twice is the same tensor."""
+    def tensor(self, number: float = 1.0, *, low=None, zeros=None, subnormals=None) -> int:
+        """A tensor whose values are `number`, and `low` if given; the same index twice is the same tensor."""
         (bits,) = struct.unpack("<I", struct.pack("<f", abs(number)))
+        (low_bits,) = struct.unpack("<I", struct.pack("<f", abs(number if low is None else low)))
         meta = Encoding.FLOAT32 << 8 | _flags(number)
         if zeros is not None:
             meta |= int(zeros * SHARE) << 16 | int((subnormals or 0.0) * SHARE) << 32 | COUNTED
-        self._values.append((bits, bits, meta))
+        self._values.append((low_bits, bits, meta))
         return len(self._values) - 1
 
     def _module(self, name: str, cls: str | None = None) -> int:
@@ -116,6 +121,7 @@ class Batch:
         phase=Phase.FORWARD,
         marks=None,
         dtype="float32",
+        shapes=None,
     ):
         """A module call that has returned; arguments and results are tensors of this batch. Returns its index."""
         roles = [(name, value) for name, value in (weights or {}).items()]
@@ -136,6 +142,7 @@ class Batch:
             collectives=collectives,
             marks=marks,
             dtype=dtype,
+            shapes=shapes,
         )
 
     def backward(self, module, cls, role, number, *, mark=0, seq=None, dtype="float32"):
@@ -156,7 +163,19 @@ class Batch:
         return self._frame(module, cls, rows, phase=Phase.OPTIMIZER, seq=seq)
 
     def _frame(
-        self, module, cls, roles, *, phase, parent=None, depth=0, seq=None, collectives=0, marks=None, dtype="float32"
+        self,
+        module,
+        cls,
+        roles,
+        *,
+        phase,
+        parent=None,
+        depth=0,
+        seq=None,
+        collectives=0,
+        marks=None,
+        dtype="float32",
+        shapes=None,
     ):
         number = self._module(module, cls)
         parent_number = layout.NOTHING if parent is None else self._module(parent)
@@ -166,7 +185,8 @@ class Batch:
             if slot == len(self._slots) - 1:
                 self._definitions.append(SlotDef(slot, number, role))
             mark = (marks or {}).get(role, 0)
-            self._rows.append((slot, value, 0, DTYPE_CODES[dtype], RowKind.MEASURED, mark))
+            shape = (shapes or {}).get(role, 0)
+            self._rows.append((slot, value, shape, DTYPE_CODES[dtype], RowKind.MEASURED, mark))
         seq = self.seq if seq is None else seq
         index = len(self._frames)
         self._frames.append(

@@ -218,6 +218,48 @@ def test_a_module_that_was_called_twice_is_not_told_apart(make):
     assert (found.module, found.between) == ("", ("head", "cell"))
 
 
+def test_a_module_that_was_called_twice_of_which_one_output_was_dropped(make):
+    """The gradient may be about the other call: that tensor may have been used where nobody looked."""
+    batch = make.Batch()
+    x, a, y = (batch.tensor() for _ in range(3))
+    batch.call("cell", "Cell", given=[x], returned=[a])
+    batch.call("head", "Linear", given=[a], returned=[y])
+    batch.call("cell", "Cell", given=[x], returned=[batch.tensor()])
+    batch.call("", "Net", given=[x], returned=[y])
+    batch.backward("head", "Linear", "output", 1.0)
+    batch.backward("cell", "Cell", "output", make.NAN)
+    assert (find(batch).module, find(batch).between) == ("", ("head", "cell"))
+
+
+def compiled(make, low, shapes=None):
+    """What a compiled region hands over is another tensor with the same numbers."""
+    batch = make.Batch()
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor(2.0, low=low)
+    batch.call("embed", "Linear", given=[x], returned=[h])
+    batch.call("length", "Length", given=[h], returned=[y])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(2.0, low=low)], shapes=shapes)
+    batch.backward("length", "Length", "output", 1.0)
+    batch.backward("embed", "Linear", "output", make.NAN)
+    return find(batch).module
+
+
+def test_a_tensor_that_a_compiled_region_has_handed_over_is_known_by_its_numbers(make):
+    assert compiled(make, 0.5) == "length"
+    assert compiled(make, 2.0) == ""  # ones, or a mask: that says nothing
+    assert compiled(make, 0.5, {"output": 1}) == ""
+
+
+def test_the_calls_of_a_compiled_region_are_as_deep_as_what_is_around_it(make):
+    batch = make.Batch()
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor()
+    batch.call("embed", "Linear", given=[x], returned=[h], depth=1)
+    batch.call("length", "Length", given=[h], returned=[y], depth=1)
+    batch.call("", "Net", given=[x], returned=[y], depth=1)
+    batch.backward("length", "Length", "output", 1.0)
+    batch.backward("embed", "Linear", "output", make.NAN)
+    assert find(batch).module == "length"
+
+
 def test_a_gradient_of_a_module_that_is_not_in_the_page(make):
     batch = chain(make)
     batch.backward("other", "Other", "output", make.NAN)
@@ -306,16 +348,19 @@ def test_ddps_own_collectives_do_not_bring_gradients_of_activations(make):
     assert find(batch).source == "made"
 
 
-def test_where_ranks_hand_each_other_activations_they_hand_back_gradients(make):
+@pytest.mark.parametrize("where", ["in the call", "after it", "before the next"])
+def test_where_ranks_hand_each_other_activations_they_hand_back_gradients(make, where):
     """Tensor parallel: the forward's collectives tell."""
     batch = make.Batch(seq=3)
     x, h, y, z = (batch.tensor() for _ in range(4))
     batch.call("embed", "Linear", given=[x], returned=[h], seq=3)
-    batch.call("up", "Linear", given=[h], returned=[y], seq=3)
-    batch.call("down", "Linear", given=[y], returned=[z], seq=4, collectives=1)
+    batch.call("mlp.up", "Linear", given=[h], returned=[y], seq=3, parent="mlp")
+    inside = {"seq": 4, "collectives": 1} if where == "in the call" else {"seq": 4 if "before" in where else 3}
+    batch.call("mlp.down", "Linear", given=[y], returned=[z], parent="mlp", **inside)
+    batch.call("mlp", "Mlp", given=[h], returned=[z], seq=4, collectives=1)
     batch.call("", "Net", given=[x], returned=[z], seq=4, collectives=1)
-    batch.backward("down", "Linear", "output", 1.0, seq=4)
-    batch.backward("up", "Linear", "output", 1.0, seq=4)
+    batch.backward("mlp.down", "Linear", "output", 1.0, seq=4)
+    batch.backward("mlp.up", "Linear", "output", 1.0, seq=4)
     batch.backward("embed", "Linear", "output", make.NAN, seq=5)
     found = find(batch)
     assert (found.source, found.phase) == ("received", "collective")

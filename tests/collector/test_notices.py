@@ -1,4 +1,4 @@
-"""What a report says beside the verdict: values near trouble, skipped steps, hidden rows, batches left out, the cost."""
+"""What a report says beside the verdict: values near trouble, skipped steps, hidden rows, batches left out, cost."""
 
 from __future__ import annotations
 

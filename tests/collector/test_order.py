@@ -45,6 +45,10 @@ def test_the_frame_breaks_a_tie_where_there_is_one_group(make):
     assert not before(a, b)
 
 
+def test_sums_over_groups_that_nobody_shares_say_nothing(make):
+    assert not before(at(make, 0, clock={"dp": 1}, seq=1), at(make, 1, clock={"tp": 5}, seq=5))
+
+
 def test_without_clocks_the_count_and_without_a_group_the_batch(make):
     assert before(at(make, 0, seq=3), at(make, 1, seq=4, clock={"0": 4}))
     assert before(at(make, 0, seq=-1, batch=3), at(make, 1, seq=-1, batch=4))

@@ -344,6 +344,16 @@ def test_what_is_around_it_is_not_watched(make):
     assert (found.module, found.source) == ("body.fc", "carried")
 
 
+def test_code_in_a_module_that_is_not_watched(make):
+    """Between two calls that are: in the module around both, or handed to that."""
+    batch = make.Batch()
+    bad = batch.tensor(make.NAN)
+    batch.call("body.a", "Linear", given=[batch.tensor()], returned=[batch.tensor()], parent="body")
+    batch.call("body.b", "Linear", given=[bad], returned=[batch.tensor(make.NAN)], parent="body")
+    found = find(batch)
+    assert (found.module, found.between, found.sure) == ("body", ("body.a", "body.b"), False)
+
+
 # -- collectives in the forward, and a forward that is run again --------------------------------------------------
 
 

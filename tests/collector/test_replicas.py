@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.overflow_verdict import finding_of
@@ -89,3 +90,8 @@ def test_replicas_call_the_same_modules_and_stages_do_not(make):
     assert run_the_same_model(left.decoded(), right.decoded())
     assert not run_the_same_model(left.decoded(), stage.decoded())
     assert not run_the_same_model(left.decoded(), None)
+    names = make.Batch(3, root="Other")
+    for module in ("body", "gain", "head"):
+        names.call(module, "Linear", given=[names.tensor()], returned=[names.tensor()])
+    page = msgspec.structs.replace(names.decoded(), root="Other")
+    assert not run_the_same_model(msgspec.structs.replace(left.decoded(), root="Net"), page)

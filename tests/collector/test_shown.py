@@ -38,6 +38,17 @@ def test_frames_end_with_the_bad_gradient_on_every_rank(make):
         assert len(rank.frames) == 3
 
 
+def test_frames_end_with_the_same_gradient_on_a_rank_where_it_came_elsewhere(make):
+    guilty = make.Batch(1, batch=2)
+    x, y = guilty.tensor(), guilty.tensor()
+    guilty.call("left", "Linear", given=[x], returned=[y])
+    guilty.call("", "Net", given=[x], returned=[y])
+    guilty.backward("left", "Linear", "output", 1.0)
+    guilty.backward("left", "Linear", "weight", make.INF)
+    report = report_of(make, trained(make, 0, first="right"), guilty)
+    assert [rank.frames[-1].rows[0].role for rank in report.ranks] == ["grad weight", "grad weight"]
+
+
 def test_gradients_stand_side_by_side_whatever_their_order(make):
     report = report_of(make, trained(make, 0, first="right"), trained(make, 1, make.NAN))
     lines = [line.split() for line in render_text(report, width=160).splitlines()]

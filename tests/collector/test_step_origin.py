@@ -60,6 +60,18 @@ def test_a_step_whose_gradient_nobody_saw_is_not_blamed(make):
     assert (found.phase, found.source, found.seen_in) == ("weight", "weight", "optimizer")
 
 
+def test_a_weight_that_was_bad_before_the_step(make):
+    """A rule had hidden that in the forward."""
+    batch = make.Batch()
+    weights = {"weight": batch.tensor(make.NAN)}
+    ignored = {"weight": make.Mark.IGNORED}
+    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor()], weights=weights, marks=ignored)
+    batch.backward("fc", "Linear", "output", 1.0)
+    batch.backward("fc", "Linear", "weight", 1.0)
+    batch.stepped("fc", "Linear", {"weight": make.NAN})
+    assert (find(batch).phase, find(batch).source) == ("weight", "weight")
+
+
 @pytest.mark.parametrize("hidden", ["IGNORED", "SCALED"])
 def test_a_gradient_that_raised_no_alarm_and_went_into_the_step(make, hidden):
     batch = trained(make, local=None)

@@ -98,6 +98,15 @@ def test_the_scripts_own_loss_is_not_certain_where_other_ranks_are_not_known(mak
     assert judge(make, outside(make, 1), nproc=2).certainty == "supported"
 
 
+def test_the_scripts_own_loss_is_not_certain_where_other_ranks_run_another_model(make):
+    """The next stage of a pipeline may have sent it."""
+    bodies = [make.hello(nproc=2), *outside(make, 0, root="First").messages(), make.ended(0, 1)]
+    bodies += [*backward(make, 1, root="Second").messages(), make.ended(1, -15, "torchrun")]
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies)))
+    assert (verdict.rank, verdict.certainty) == (0, "supported")
+    assert any("another stage may have sent that gradient" in line for line in verdict.evidence)
+
+
 def test_a_stage_that_was_handed_a_bad_gradient_is_not_first(make):
     """Pipeline: what comes out of the second stage's backward goes into that of the first one."""
     first = outside(make, 0, root="First", batch=4, clock={"0": 2}, names=("a", "b", "head"))

@@ -554,6 +554,7 @@ def test_a_compiled_model_keeps_its_one_graph(watch):
     model = net()
     expected = model(X)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()  # other tests have had breaks
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for _ in range(2):
         assert torch.equal(compiled(X), expected)
