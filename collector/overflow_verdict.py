@@ -114,7 +114,7 @@ def _unlooked(facts: RunFacts, tier: list[Finding], findings: list[Finding]) -> 
     return Verdict(
         kind="overflow",
         statement=unlooked_sentence(first, host),
-        certainty="unknown",
+        certainty="supported",
         rank=first.rank,
         host=host or None,
         device=device_of(rank),

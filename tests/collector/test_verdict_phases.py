@@ -349,7 +349,7 @@ def left_out(make, rank, **place):
 
 def test_a_batch_that_was_left_out_gives_the_rank_and_no_module(make):
     verdict = judge(make, left_out(make, 1, batch=7), nproc=1)
-    assert (verdict.rank, verdict.module, verdict.cls, verdict.certainty) == (1, None, None, "unknown")
+    assert (verdict.rank, verdict.module, verdict.cls, verdict.certainty) == (1, None, None, "supported")
     assert (verdict.phase, verdict.batch) == ("forward", 7)
     assert "not looked into: --every 5" in verdict.statement
     assert "--every 1" in verdict.statement
