@@ -10,12 +10,11 @@ the tensor: no code between calls has made a tensor of its own after it, and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from ..core.frames import Frame, Page, Row
 from ..core.records import Anomaly, split_label
-from .calls import Calls, returns, takes
+from .calls import Calls
 from .finding import Finding, Source, finding_of_row
+from .users import Users, users_inside, users_of
 
 
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> Finding:
@@ -24,35 +23,6 @@ def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, an
     if row.role.startswith("grad output"):
         return backward.of_output()
     return backward.of_parameter()
-
-
-@dataclass
-class _Users:
-    """Who can have used a tensor."""
-
-    calls: list[Frame] = field(default_factory=list)
-    """Calls that were handed it; of nested ones the outermost."""
-    own_code: list[str] = field(default_factory=list)
-    """Modules whose own code may have used it."""
-    returned: bool = False
-    """The model has returned it."""
-    unwatched: bool = False
-    """It was handed to a module that is not watched."""
-
-    @property
-    def only_call(self) -> Frame | None:
-        """The call that used it, if nothing else can have."""
-        if len(self.calls) != 1 or self.own_code or self.returned or self.unwatched:
-            return None
-        return self.calls[0]
-
-    @property
-    def scope(self) -> str:
-        """The smallest module with all of them in it."""
-        if self.returned or self.unwatched:
-            return ""
-        names = [name for call in self.calls for name in (call.parent or "", call.module)]
-        return _common([*names, *self.own_code])
 
 
 class _Backward:
@@ -64,8 +34,6 @@ class _Backward:
         self._calls = Calls(other for other in frames if other.phase == "forward")
         self._before = [other for other in frames if other.phase == "backward" and other.index < frame.index]
         self._root_class = split_label(page.root)[0]
-        self._value = -1
-        """The tensor whose gradient is bad."""
 
     # -- the two kinds of gradients -----------------------------------------------------------------------------
 
@@ -74,7 +42,7 @@ class _Backward:
         module = self._frame.module
         mine = self._calls_of(module) or self._calls_around(module)
         if not mine or not self._seen_finite(mine):
-            users = self._users_of(mine, [row.role for call in mine for row in call.outputs])
+            users = users_of(self._calls, mine, [row.role for call in mine for row in call.outputs])
             users.own_code.append(module)
             users.unwatched = users.unwatched or not mine
             return self._somewhere(users, sure=False)
@@ -96,77 +64,26 @@ class _Backward:
     def of_output(self) -> Finding:
         """The gradient of what a module returned: made by whoever used that."""
         made = self._calls_of(self._frame.module)
-        users = self._users_of(made, [self._row.role.removeprefix("grad ")])
+        users = users_of(self._calls, made, [self._row.role.removeprefix("grad ")])
         if len(made) != 1:  # which of its calls this is about is not known
             users.own_code.append(_parent_name(self._frame.module))
             return self._somewhere(users, sure=bool(made))
         return self._of_users(users)
 
-    def _of_users(self, users: _Users) -> Finding:
+    def _of_users(self, users: Users) -> Finding:
         """Go into the one call that used the tensor, as deep as there is only one."""
         user = users.only_call
         if user is None:
             if users.returned and not users.calls and not users.own_code:
                 return self._outside()
             return self._somewhere(users, sure=bool(users.calls or users.own_code))
-        value = self._value
         if not self._calls.children(user):
             if not self._seen_finite([user]):
                 return self._somewhere(users, sure=False)
-            role = next(row.role for row in user.inputs if row.value == value)
+            role = next(row.role for row in user.inputs if row.value == users.value)
             received = user.collectives > 0 or self._may_be_received([user])
             return self._finding(user.module, user.cls, f"grad {role}", source="received" if received else "made")
-        inner = _Users([child for child in self._calls.children(user) if _uses(child, value)])
-        if not inner.calls or self._own_code_may_use(user, -1):
-            inner.own_code.append(user.module)
-        return self._of_users(inner)
-
-    # -- who used it --------------------------------------------------------------------------------------------
-
-    def _users_of(self, calls: list[Frame], roles: list[str]) -> _Users:
-        """Who can have used these outputs of these calls."""
-        users = _Users(unwatched=not calls)
-        for call in calls:
-            for row in call.outputs:
-                if row.role not in roles:
-                    continue
-                self._value = row.value
-                if row.value >= 0:
-                    self._add_users(users, call, row.value)
-                else:
-                    users.unwatched = True
-        return users
-
-    def _add_users(self, users: _Users, call: Frame, value: int) -> None:
-        """In the module that made the call, and in those around it that the tensor was handed up to."""
-        inside, scope = call, self._calls.parent(call)
-        while scope is not None:
-            users.calls += [
-                child for child in self._calls.children(scope) if child.index > inside.index and _uses(child, value)
-            ]
-            if self._own_code_may_use(scope, inside.index):
-                users.own_code.append(scope.module)
-            if not returns(scope, value):
-                return
-            inside, scope = scope, self._calls.parent(scope)
-        if inside.parent is None:
-            users.returned = True
-        else:
-            users.unwatched = True
-            users.calls += [
-                other
-                for other in self._calls.frames
-                if other.index > inside.index and self._calls.parent(other) is None and _uses(other, value)
-            ]
-
-    def _own_code_may_use(self, scope: Frame, since: int) -> bool:
-        """Whether a module's own code has made a tensor that can have a gradient, after its call `since`."""
-        known = list(scope.inputs)
-        for child in self._calls.children(scope):
-            if child.index > since and any(_is_unknown(row, known) for row in child.inputs):
-                return True
-            known += child.outputs
-        return any(_is_unknown(row, known) for row in scope.outputs)
+        return self._of_users(users_inside(self._calls, user, users.value))
 
     def _sharing(self) -> set[str]:
         """Other modules that used the same parameter."""
@@ -239,7 +156,7 @@ class _Backward:
 
     # -- findings -----------------------------------------------------------------------------------------------
 
-    def _somewhere(self, users: _Users, *, sure: bool = True) -> Finding:
+    def _somewhere(self, users: Users, *, sure: bool = True) -> Finding:
         """Several can have made it, or their sum: name the smallest module with all of them in it."""
         scope = users.scope
         last = [(frame.index, call.module) for call in users.calls for frame, row in self._gradients_of(call)]
@@ -289,49 +206,9 @@ class _Backward:
         )
 
 
-def _uses(call: Frame, value: int) -> bool:
-    """Handed the tensor, and not only to hand it on."""
-    return takes(call, value) and not returns(call, value)
-
-
-def _is_unknown(row: Row, known: list[Row]) -> bool:
-    """A tensor that may have a gradient, and that no call has returned."""
-    if row.kind in ("none", "not_a_tensor", "empty"):
-        return False
-    if not row.dtype.startswith(("float", "bfloat", "complex", "unknown")):
-        return False
-    return not any(_is_the_same(row, other) for other in known)
-
-
-def _is_the_same(row: Row, other: Row) -> bool:
-    """The same tensor; or, where a compiled region has handed it over as another one, the same numbers."""
-    if row.value == other.value:
-        return row.value >= 0
-    if row.kind != "measured" or row.abs_min == row.abs_max:
-        return False
-    if row.shape is not None and other.shape is not None and row.shape != other.shape:
-        return False
-    return (row.abs_min, row.abs_max, row.dtype) == (other.abs_min, other.abs_max, other.dtype)
-
-
 def _is_inside(module: str, scope: str) -> bool:
     return module != scope and (scope == "" or module.startswith(f"{scope}."))
 
 
 def _parent_name(module: str) -> str:
     return module.rpartition(".")[0]
-
-
-def _common(names: list[str]) -> str:
-    """The smallest module that has all of these in it.
-
-    >>> _common(["a.b", "a.b.c", "a"])
-    'a'
-    """
-    parts = [name.split(".") if name else [] for name in names]
-    shared: list[str] = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared)

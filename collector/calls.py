@@ -6,7 +6,7 @@ rows of one forward with the same value index are about the same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from ..core.frames import Frame, Row
@@ -60,23 +60,17 @@ class Calls:
 
     def previous_sibling(self, frame: Frame) -> Frame | None:
         """The call of the same parent that returned last before this one began."""
+        return next(self.older_siblings(frame), None)
+
+    def older_siblings(self, frame: Frame) -> Iterator[Frame]:
+        """The calls of the same parent before this one, the last first."""
         for earlier in reversed(self.frames):
             if earlier.index >= frame.index:
                 continue
             if earlier.depth < frame.depth:
-                return None
+                return
             if earlier.depth == frame.depth:
-                return earlier
-        return None
-
-    def older_siblings(self, frame: Frame) -> list[Frame]:
-        """The calls of the same parent before this one, the last first."""
-        found = []
-        sibling = self.previous_sibling(frame)
-        while sibling is not None:
-            found.append(sibling)
-            sibling = self.previous_sibling(sibling)
-        return found
+                yield earlier
 
     @property
     def exchange(self) -> bool:

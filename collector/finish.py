@@ -11,9 +11,10 @@ from ..core.errors import GpuwatchError
 from ..core.messages import AgentMessage
 from .facts import fold
 from .paths import RunPaths
-from .report import Report, build_report, to_json, utc
+from .report import Report, build_report, to_json
 from .store import RunStore
 from .text import render_text
+from .timeline import utc
 
 
 def report_from_store(paths: RunPaths) -> Report:

@@ -7,11 +7,12 @@ made by the code between two calls. Backward and step have rooms of their own.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..core.alarm import first_expected_gradient
 from ..core.frames import Frame, Mark, Page, Row
-from ..core.records import Anomaly
+from ..core.records import Anomaly, split_label
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
 from .finding import Finding, finding_of_row, from_event, is_scalers, is_unlooked
@@ -103,7 +104,7 @@ class _Forward:
                 return self._trace_input(parent, given)
         hidden = _followable(calls.older_siblings(holder), bad)
         if hidden is not None and not again:
-            self._turns(hidden[1], bad, holder.parent or "", parent.cls if parent is not None else "?")
+            self._turns(hidden[1], bad, holder.parent or "", self._class_of(holder, parent))
             return self.explain(*hidden)
         return self._made_between(holder, parent, before, bad)
 
@@ -126,12 +127,18 @@ class _Forward:
             holder,
             bad,
             holder.parent or "",
-            parent.cls if parent is not None else "?",
+            self._class_of(holder, parent),
             source="received" if 0 <= since < now else "made",
             between=(before.module if before is not None else "", holder.module or holder.cls),
             sure=sure,
             notes=tuple(notes),
         )
+
+    def _class_of(self, holder: Frame, parent: Frame | None) -> str:
+        """The class of the module around a call; its own frame may not be there."""
+        if parent is not None:
+            return parent.cls
+        return "?" if holder.parent else split_label(self._page.root)[0]
 
     def _turns(self, found: Row, into: Row, module: str, cls: str) -> None:
         if found.only_neginf and not into.only_neginf:
@@ -183,7 +190,7 @@ def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
     return bad if bad_output is None or bad_output.nan or bad_output.only_neginf else None
 
 
-def _followable(earlier: list[Frame], bad: Row) -> tuple[Frame, Row] | None:
+def _followable(earlier: Iterable[Frame], bad: Row) -> tuple[Frame, Row] | None:
     """The call among `earlier`, the last first, whose bad output raised no alarm and explains `bad`.
 
     That is one that a rule hides; for a -inf, one that returned -inf; for a nan, if the very last one did.

@@ -5,18 +5,18 @@ Numbers that are non-finite are null in JSON; `nan`, `posinf` and `neginf` besid
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
 
 from ..core.frames import Frame, Page
-from ..core.records import Anomaly, NodeSignal, PreflightResult
+from ..core.records import PreflightResult
 from .answer import Verdict
 from .facts import RankFacts, RunFacts
 from .notices import cost_of, hidden_of, scaler_of, warnings_of
 from .overflow_verdict import finding_of
 from .shown import frames_to_show, target_of
+from .timeline import TimelineEntry, timeline_of
 from .verdict import decide
 
 SCHEMA = 1
@@ -97,18 +97,6 @@ class RankReport(msgspec.Struct, frozen=True):
     """Batches that were left out."""
 
 
-class TimelineEntry(msgspec.Struct, frozen=True):
-    """Something that happened once. `time` is the clock of the host that it happened on."""
-
-    time: str | None
-    rank: int | None
-    attempt: int
-    what: str
-    step: int | None = None
-    batch: int | None = None
-    seq: int | None = None
-
-
 class NodeReport(msgspec.Struct, frozen=True):
     """One node."""
 
@@ -152,7 +140,7 @@ def build_report(
         ranks=ranks,
         preflight={"outcome": _preflight_outcome(facts.of_attempt(attempt))},
         nodes=_nodes(facts, attempt),
-        timeline=_timeline(facts),
+        timeline=timeline_of(facts),
         collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
     )
 
@@ -160,11 +148,6 @@ def build_report(
 def to_json(report: Report) -> bytes:
     """Indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1)
-
-
-def utc(seconds: float | None) -> str | None:
-    """ISO 8601."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if seconds else None
 
 
 def _run_info(facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int) -> RunInfo:
@@ -301,46 +284,3 @@ def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
             )
         )
     return sorted(reports, key=lambda node: node.ranks)
-
-
-def _timeline(facts: RunFacts) -> list[TimelineEntry]:
-    """Events in the order that the run itself gives them; within one place, by each host's own clock."""
-    found: list[tuple[tuple[int, int, int], TimelineEntry]] = []
-    for rank in facts.ranks.values():
-        events: list[tuple[Any, str]] = [(a, _anomaly_text(a)) for a in rank.anomalies]
-        events += [(e, f"raised {e.error}") for e in rank.errors]
-        events += [(f, f"gpuwatch's own fault: {f.part}: {f.message}") for f in rank.faults]
-        if rank.preflight is not None:
-            events.append((rank.preflight, f"preflight {rank.preflight.outcome}"))
-        if rank.exit is not None:
-            events.append((rank.exit, f"ended with {rank.exit.code} ({rank.exit.by})"))
-        for event, text in events:
-            where = event.where
-            last = 1 if event is rank.exit else 0
-            found.append(
-                (
-                    (where.attempt, where.seq, last),
-                    TimelineEntry(
-                        utc(where.time_ns / 1e9), rank.rank, where.attempt, text, where.step, where.batch, where.seq
-                    ),
-                )
-            )
-    found.sort(key=lambda pair: (pair[0], pair[1].time or "~", pair[1].rank))
-    entries = [entry for _, entry in found]
-    for node in facts.nodes.values():
-        signal_: NodeSignal | None = node.signal
-        if signal_ is not None:
-            host = node.hello.host if node.hello is not None else ""
-            entries.append(
-                TimelineEntry(
-                    utc(signal_.time_ns / 1e9),
-                    None,
-                    facts.last_attempt,
-                    f"launch on {host} got signal {signal_.signal}",
-                )
-            )
-    return entries
-
-
-def _anomaly_text(anomaly: Anomaly) -> str:
-    return f"{anomaly.value} in {anomaly.role} of {anomaly.module or anomaly.where.root} ({anomaly.cls})"

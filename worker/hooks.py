@@ -252,7 +252,7 @@ class Hooks:
             if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
             if page is None:
-                page = self.progress.begin_page(info.root, True)
+                page = self.progress.begin_page(info.root)
                 self.rows.begin_page(page.batch)
             row = self.rows.leaf(info, role, leaf)
             if alarms(row.flags, mark=row.packed[5], is_output=True, has_weights=False, input_flags=0):
@@ -337,7 +337,7 @@ class Hooks:
                     self._fields[Field.BATCHES_IDLE] += 1
                     self._fields[Field.BATCH] = root.batches - 1
                 return None
-            page = progress.begin_page(root, opens_batch)
+            page = progress.begin_page(root)
             self.rows.begin_page(page.batch)
             self._phase = Phase.FORWARD
         self._thread = threading.get_ident()
@@ -538,7 +538,7 @@ class Hooks:
         inside = bool(self._stack)
         if not inside:
             info.root.batches += 1
-            self.rows.begin_page(self.progress.begin_page(info.root, True).batch)
+            self.rows.begin_page(self.progress.begin_page(info.root).batch)
         page = self._recorder.page
         if page is None:
             return

@@ -44,10 +44,10 @@ class Progress:
             clock=clock(),
         )
 
-    def begin_page(self, root: RootInfo, new_batch: bool) -> OpenPage:
+    def begin_page(self, root: RootInfo) -> OpenPage:
         """The next page of a root; the one before it is complete."""
         before = root.page
-        if before is not None and (new_batch or before.ended):
+        if before is not None:
             self.recorder.end_page(before)
         self.batch = max(0, root.batches - 1)
         self.root = root

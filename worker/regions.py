@@ -70,7 +70,7 @@ class RegionPages:
         if under is not None and self._recorder.page is not None:
             return self._recorder.page
         root.batches += 1
-        page = self._progress.begin_page(root, True)
+        page = self._progress.begin_page(root)
         self._rows.begin_page(page.batch)
         return page
 

@@ -135,7 +135,7 @@ class Steps:
                 else:
                     name, cls = f"optimizer.param_groups[{index}]", type(optimizer).__name__
                     info, role = self._roots.place(name, self._progress.root, cls), f"grad params[{position}]"
-                page = self._resume(info) or self._progress.begin_page(info.root, True)
+                page = self._resume(info) or self._progress.begin_page(info.root)
                 row = self._rows.gradient(info, role, parameter.grad, mark, numbers)
                 bad |= self._put(info, page, Phase.COLLECTIVE, [(role, row)])
         return bad

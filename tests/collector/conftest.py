@@ -97,8 +97,8 @@ class Batch:
         self._values.append((low_bits, bits, meta))
         return len(self._values) - 1
 
-    def _module(self, name: str, cls: str | None = None) -> int:
-        """Its number. A parent is known by its name alone until its own call has returned."""
+    def module(self, name: str, cls: str | None = None) -> int:
+        """Its number. A parent is known by its name alone until its own call has returned, or it is defined."""
         number = self._modules.setdefault(name, len(self._modules))
         if cls is not None:
             self._definitions = [d for d in self._definitions if not (isinstance(d, ModuleDef) and d.id == number)]
@@ -177,8 +177,8 @@ class Batch:
         dtype="float32",
         shapes=None,
     ):
-        number = self._module(module, cls)
-        parent_number = layout.NOTHING if parent is None else self._module(parent)
+        number = self.module(module, cls)
+        parent_number = layout.NOTHING if parent is None else self.module(parent)
         first = len(self._rows)
         for role, value in roles:
             slot = self._slots.setdefault((number, role), len(self._slots))

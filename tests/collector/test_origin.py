@@ -347,6 +347,7 @@ def test_what_is_around_it_is_not_watched(make):
 def test_code_in_a_module_that_is_not_watched(make):
     """Between two calls that are: in the module around both, or handed to that."""
     batch = make.Batch()
+    batch.module("body", "Body")
     bad = batch.tensor(make.NAN)
     batch.call("body.a", "Linear", given=[batch.tensor()], returned=[batch.tensor()], parent="body")
     batch.call("body.b", "Linear", given=[bad], returned=[batch.tensor(make.NAN)], parent="body")

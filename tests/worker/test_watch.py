@@ -40,6 +40,15 @@ def hooks() -> int:
     return len(torch_module._global_forward_hooks) + len(torch_module._global_forward_pre_hooks)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Thousands of small batches: threads that wait for a busy core would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Where the recorders of the test are made."""
