@@ -181,16 +181,6 @@ def decode(bits: int, encoding: int) -> float:
     return math.nan
 
 
-def flags_from_bits(high: int, encoding: Encoding) -> NonFinite:
-    """What `high` alone tells: nan hides an inf beside it, and the sign of an inf is gone."""
-    if encoding == Encoding.INTEGER:
-        return NonFinite.NONE
-    inf = INF_BITS[encoding]
-    if high < inf:
-        return NonFinite.NONE
-    return NonFinite.INF if high == inf else NonFinite.NAN
-
-
 def name_of(flags: NonFinite) -> str:
     """The one word for a verdict: the worst that is there.
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch._dynamo import assume_constant_result, mark_static_address
 from torch._guards import CompileContext
 
 from ..core.frames import RowKind
@@ -233,7 +234,7 @@ class Regions:
 def _new_buffer(device: str) -> int:
     number = len(vars(BUFFERS))
     buffer = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
-    torch._dynamo.mark_static_address(buffer)
+    mark_static_address(buffer)
     setattr(BUFFERS, f"b{number}", buffer)
     if buffer.is_cpu:
         HOST[number] = buffer.numpy()
@@ -247,7 +248,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def _constant(call: C) -> C:
-    return torch._dynamo.assume_constant_result(call)  # type: ignore[no-any-return, no-untyped-call]  # it returns what it is given
+    return assume_constant_result(call)  # type: ignore[no-any-return, no-untyped-call]  # it returns what it is given
 
 
 @_constant

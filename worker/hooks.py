@@ -26,15 +26,15 @@ from ..core.recorder.layout import NOTHING, Field, RankPhase
 from ..core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ..core.records import Fault, Where
 from ..core.settings import WorkerSettings
+from . import traced
 from .arrivals import Arrivals
 from .collectives import issued
-from .compiled import Regions, traced_after, traced_before
 from .cost import CostMeter
 from .gradients import Gradients
+from .graphs import Graphs
 from .leaves import leaves_of
 from .policy import Policy, Sighting
 from .progress import Progress
-from .regions import RegionPages
 from .roots import ModuleInfo, Roots
 from .rows import Row, Rows
 from .scaler import Scalers
@@ -89,13 +89,18 @@ class Hooks:
         self._steps = Steps(self.progress, self.rows, self._roots, self.policy, self._gradients, self._fault)
         self._steps.only = only is not None
         self._scalers = Scalers(self.progress, self.policy, self._gradients, self._steps, self._fault)
-        self._regions = Regions(self._resolve, self._may_open_region, self._grads)
-        self._region_pages = RegionPages(
-            self._regions, self.progress, self._roots, self.rows, self.policy, self._gradients
+        self._graphs = Graphs(
+            self._resolve,
+            self._may_open_region,
+            self.progress,
+            self._roots,
+            self.rows,
+            self.policy,
+            self._gradients,
         )
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
-            self._gradients.before_parameter = self._region_pages.take_gradients
+            self._gradients.before_parameter = self._graphs.take_gradients
             self._roots.on_parameter = self._gradients.watch_parameter
 
     # -- in and out ---------------------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ class Hooks:
             self._gradients.attach()
             self._scalers.attach()
         if self._forward:
-            self._regions.attach()
+            self._graphs.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
@@ -131,7 +136,7 @@ class Hooks:
         self._handles = []
         self._gradients.detach()
         self._scalers.detach()
-        self._regions.detach()
+        self._graphs.detach()
 
     def _forget(self) -> None:
         """In a forked child (a DataLoader worker): the recorder belongs to the parent."""
@@ -155,7 +160,7 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script is over: look at what has come in since. True when nothing more is on its way."""
-        self._region_pages.take()
+        self._graphs.take()
         self._recorder.pause_page()
         if self._cost is not None:
             cost = self._cost.result(self.progress.where())
@@ -169,8 +174,8 @@ class Hooks:
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling():
-                traced_before(module)
+            if torch.compiler.is_dynamo_compiling() and traced.before is not None:
+                traced.before(module)
             return
         if self._idle_root is not None and self._stays_idle(module):
             return
@@ -186,11 +191,11 @@ class Hooks:
     def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
         if torch.compiler.is_compiling():
-            if torch.compiler.is_dynamo_compiling():
+            if torch.compiler.is_dynamo_compiling() and traced.after is not None:
                 if len(rest) == 2:
-                    traced_after(module, args, rest[0], rest[1])
+                    traced.after(module, args, rest[0], rest[1])
                 else:
-                    traced_after(module, args, {}, rest[0])
+                    traced.after(module, args, {}, rest[0])
             return
         if self._idle_root is not None:
             if self._idle_root() is module:
@@ -214,7 +219,7 @@ class Hooks:
         if torch.compiler.is_compiling():
             return None
         try:
-            self._region_pages.take()
+            self._graphs.take()
             self._arrivals.look()
         except Exception as error:
             self._fault("before the optimizer step", error)
@@ -321,7 +326,7 @@ class Hooks:
             self.rows.begin_page(page.batch)
             self._phase = Phase.RECOMPUTE
         else:
-            self._region_pages.take()
+            self._graphs.take()
             self._arrivals.look()
             self._gradients.batch_begins()
             if self._first_root is None:
@@ -370,7 +375,7 @@ class Hooks:
         if stack:
             fields[Field.MODULE] = stack[-1].id
             return False
-        self._region_pages.take()
+        self._graphs.take()
         self._recorder.pause_page()
         self._arrivals.look()
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
@@ -384,10 +389,10 @@ class Hooks:
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
         """A wrapper has no frame of its own, unless what is in it could not be seen."""
-        rootless = self._region_pages.take(info)
+        rootless = self._graphs.take(info)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == page.frames) and info.watched:
-            self._measure_row = self._region_pages.leaf
+            self._measure_row = self._graphs.leaf
             try:
                 unseen(self._take_frame, info, module, args, kwargs, output, raised)
             finally:

@@ -139,10 +139,6 @@ class Roots:
             self._recorder.append(ModuleDef(info.id, root.id, name, info.cls), name=True)
         return info
 
-    def label(self, root_id: int) -> str:
-        """The label of a root by its number."""
-        return self._roots[root_id][1].label if 0 <= root_id < len(self._roots) else ""
-
     def owner_of(self, parameter: torch.Tensor) -> tuple[ModuleInfo, str] | None:
         """The module that holds a parameter, and the parameter's name there; None for one that nobody has seen."""
         known = self._parameters.get(id(parameter))

@@ -22,7 +22,6 @@ from gpuwatch.core.values import (
     NonFinite,
     Value,
     decode,
-    flags_from_bits,
     headroom,
     name_of,
 )
@@ -90,19 +89,6 @@ def test_integers_decode_as_themselves():
 
 def test_an_encoding_of_a_later_version_is_nan_and_no_error():
     assert math.isnan(decode(12, 250))
-
-
-@pytest.mark.parametrize("encoding", FLOATS)
-def test_high_bits_alone_tell_finite_inf_and_nan_apart(encoding):
-    inf = INF_BITS[encoding]
-    assert flags_from_bits(inf - 1, encoding) == NonFinite.NONE
-    assert flags_from_bits(inf, encoding) == NonFinite.INF
-    assert flags_from_bits(inf + 1, encoding) == NonFinite.NAN
-    assert flags_from_bits(SIGN_MASK[encoding], encoding) == NonFinite.NAN
-
-
-def test_integers_are_always_finite():
-    assert flags_from_bits((1 << 63) - 1, Encoding.INTEGER) == NonFinite.NONE
 
 
 def test_a_value_splits_its_meta_into_flags_and_encoding():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -737,3 +739,13 @@ def test_the_inside_of_a_compiled_model_is_seen(watch):
     ]
     assert [(a.where.batch, a.module, a.role, a.value) for a in watched.anomalies] == [(1, "0.fc1", "weight", "nan")]
     torch._dynamo.reset()
+
+
+def test_dynamo_is_not_imported_before_the_script_does_it():
+    """It would read settings of the environment that the script has not made yet."""
+    code = (
+        "import sys, torch; from torch import nn; from gpuwatch.worker.watch import watch\n"
+        "with watch() as handle: nn.Linear(2, 2)(torch.ones(1, 2)); print('torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout == "False\n"
