@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
 
 def shipped(root: Path) -> list[Path]:
     """The package's files in a checkout, by its own rule: every folder at the root that is not in NOT_SHIPPED."""
-    files = sorted(path.relative_to(root) for path in root.glob("**/*.py"))
+    files = sorted(path.relative_to(root) for path in root.glob("**/*.py*") if path.suffix in (".py", ".pyi"))
     return [file for file in files if not NOT_SHIPPED.intersection(file.parts)]
 
 
@@ -61,9 +61,26 @@ def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
     assert wheel.name.startswith("gpuwatch_cluster-")
     names = zipfile.ZipFile(wheel).namelist()
 
-    in_wheel = sorted(name for name in names if ".dist-info/" not in name)
+    in_wheel = sorted(name for name in names if ".dist-info/" not in name and not name.endswith(".so"))
     assert in_wheel == sorted(["gpuwatch/py.typed", *(f"gpuwatch/{file.as_posix()}" for file in shipped(sources))])
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_wheel_holds_the_compiled_loops_and_the_sources_hold_the_code(wheel, installed, tmp_path):
+    elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
+    where = run("-c", "from gpuwatch.worker import fast; print(fast.__file__)", **elsewhere)
+    assert Path(where.strip()).parent == installed / "gpuwatch" / "worker"
+
+
+def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
+    copy = tmp_path / "checkout"
+    shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("*.so", "build", "dist"))
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=copy, CC="/nowhere/cc")
+    (wheel,) = (copy / "dist").iterdir()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "gpuwatch/worker/bits.py" in names
+    assert not [name for name in names if name.endswith(".so")]
 
 
 def test_the_root_of_the_checkout_ships_one_module_only(sources):

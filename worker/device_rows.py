@@ -223,7 +223,7 @@ def _flat(source: Source) -> torch.Tensor:
 def _encoding(dtype: torch.dtype) -> int:
     if not dtype.is_floating_point:
         return int(Encoding.INTEGER)
-    return FLOATS[dtype].encoding if dtype in FLOATS else int(Encoding.FLOAT32)
+    return FLOATS[dtype].meta >> 8 if dtype in FLOATS else int(Encoding.FLOAT32)
 
 
 def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
     normal = 0
     if part.dtype in FLOATS:
         float_ = FLOATS[part.dtype]
-        normal = MIN_NORMAL_BITS[Encoding(float_.encoding)]
+        normal = MIN_NORMAL_BITS[Encoding(float_.meta >> 8)]
     else:
         float_ = FLOATS[torch.float32]
         if count:
@@ -249,7 +249,7 @@ def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
         part = torch.where(part.isnan(), torch.nan, part)  # always the same one
     bits = part.view(float_.bits)
     sizes = bits.bitwise_and(float_.mask)
-    inf = INF_BITS[Encoding(float_.encoding)]
+    inf = INF_BITS[Encoding(float_.meta >> 8)]
     negative_inf = inf - float_.mask - 1
     zeros = (sizes == 0).sum() if count else nothing
     small = (sizes < normal).sum() - zeros if count else nothing

@@ -13,7 +13,7 @@ from ..core.recorder.layout import NOTHING
 from ..core.recorder.writer import RecorderWriter, RowTuple
 from ..core.records import ShapeDef, SlotDef
 from .device_page import DevicePages, DeviceRow
-from .measure import CODES, Numbers, measure
+from .measure import CODES, Float, Numbers, in_memory, measure, numbers_in_memory
 from .roots import ModuleInfo
 from .selection import Selection
 
@@ -24,6 +24,7 @@ COUNT_EVERY = 10
 
 
 _MEASURED = int(RowKind.MEASURED)
+_IGNORED, _PASSED_THROUGH = int(Mark.IGNORED), int(Mark.PASSED_THROUGH)
 
 
 class Row(NamedTuple):
@@ -37,36 +38,23 @@ class Row(NamedTuple):
     meta: int = 0
 
 
-class _Seen(NamedTuple):
-    tensor: Callable[[], Any]
-    version: int
-    row: Row
+_new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
+"""Makes a named tuple in a third of the time that its class takes."""
+
+_Seen = tuple[Callable[[], Any], int, Row]
+"""Weak reference to the tensor, its version, its row."""
 
 
-class _Weight(NamedTuple):
-    tensor: Callable[[], Any]
-    version: int
-    step: int
-    numbers: Numbers | DeviceRow
-    """Numbers, or the row on the device that holds them."""
+_Weight = tuple[Callable[[], Any], int, int, Numbers | DeviceRow]
+"""Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
     """Counts the changes in place; -1 for an inference tensor, which does not count them."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype] | None:
-    """Names the elements of a plain tensor in one piece: of two that are alive, the same name is the same elements."""
-    if type(tensor) is not torch.Tensor:
-        return None
     try:
-        if not tensor.is_contiguous():
-            return None
-        address = tensor.data_ptr()
-    except Exception:  # a layout without an address
-        return None
-    return (address, tensor.numel(), tensor.dtype) if address else None
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 class Rows:
@@ -79,7 +67,8 @@ class Rows:
         self._selection = selection
         self._on_fault = on_fault
         self._seen: dict[int, _Seen] = {}
-        self._by_memory: dict[tuple[int, int, torch.dtype], _Seen] = {}
+        self._by_memory: dict[tuple[int, int, int], _Seen] = {}
+        """(address, elements, dtype code): of two tensors that are alive, the same is the same elements."""
         self._weights: dict[int, _Weight] = {}
         self._shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
@@ -103,7 +92,7 @@ class Rows:
         self._excused.clear()
         self.spoilt.clear()
         if len(self._weights) > self._many:  # those of modules that a forward makes anew each time
-            self._weights = {key: known for key, known in self._weights.items() if known.tensor() is not None}
+            self._weights = {key: known for key, known in self._weights.items() if known[0]() is not None}
             self._many = 2 * max(_FEW, len(self._weights))
         self.count_in(batch)
 
@@ -127,11 +116,12 @@ class Rows:
 
     def _shape(self, tensor: torch.Tensor) -> int:
         try:
-            dims = tuple(tensor.shape)
+            dims: tuple[int, ...] = tensor.shape
         except RuntimeError:  # a nested tensor has no shape of its own
             return NOTHING
         shape = self._shapes.get(dims)
         if shape is None:
+            dims = tuple(dims)
             try:
                 numbers = tuple(int(dim) for dim in dims)
             except Exception:  # one of a jagged tensor's dimensions is no number
@@ -148,36 +138,48 @@ class Rows:
 
     def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
         """The row of an input, an output or a gradient."""
-        slot = self.slot(info, role)
-        if self.ignored and slot in self.ignored:
-            mark |= Mark.IGNORED
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = self.slot(info, role)
+        if slot in self.ignored:
+            mark |= _IGNORED
         if not isinstance(leaf, torch.Tensor):
-            kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
-            return Row((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
-        version = version_of(leaf)
+            return self._no_tensor(slot, leaf, mark)
+        try:
+            version = leaf._version
+        except RuntimeError:  # an inference tensor
+            version = -1
         known = self._seen.get(id(leaf))
-        if known is not None and known.version == version >= 0 and known.tensor() is leaf:
-            _, value, shape, dtype, kind_, _ = known.row.packed
+        if known is not None and known[1] == version >= 0 and known[0]() is leaf:
+            row = known[2]
+            _, value, shape, dtype, kind, _ = row[0]
             if value in self._excused:
-                mark |= Mark.PASSED_THROUGH
-            return Row((slot, value, shape, dtype, kind_, mark), known.row.flags, False)
-        memory = _memory_of(leaf)
-        alias = self._by_memory.get(memory) if memory is not None else None
-        if alias is not None and alias.version == version >= 0 and alias.tensor() is not None:
-            # another view of all the same elements: reshaped, or handed through an autograd function as FSDP does
-            value, dtype, kind_ = (alias.row.packed[at] for at in (1, 3, 4))
-            if value in self._excused:
-                mark |= Mark.PASSED_THROUGH
-            return Row((slot, value, self._shape(leaf), dtype, kind_, mark), alias.row.flags, False)
-        row = self._row(slot, leaf, mark)
-        if mark & Mark.IGNORED and is_output(role) and row.packed[1] != NOTHING:
-            self._excused.add(row.packed[1])
-        if row.flags and known is not None and not known.row.flags and known.tensor() is leaf:
-            self.spoilt.add(row.packed[1])
-        seen = self._seen[id(leaf)] = _Seen(weakref.ref(leaf), version, row)
+                mark |= _PASSED_THROUGH
+            return _new(Row, ((slot, value, shape, dtype, kind, mark), row[1], False, 0, 0))
+        place = in_memory(leaf)
+        memory = (place[0], place[1], place[2][0]) if place is not None and type(leaf) is torch.Tensor else None
+        if memory is not None:
+            alias = self._by_memory.get(memory)
+            if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
+                # another view of all the same elements: reshaped, or handed through an autograd function as FSDP does
+                _, value, _, dtype, kind, _ = alias[2][0]
+                if value in self._excused:
+                    mark |= _PASSED_THROUGH
+                return _new(Row, ((slot, value, self._shape(leaf), dtype, kind, mark), alias[2][1], False, 0, 0))
+        row = self._plain_row(slot, leaf, mark, place) if place is not None else self._row(slot, leaf, mark)
+        if mark & _IGNORED and row[0][1] != NOTHING and is_output(role):
+            self._excused.add(row[0][1])
+        if row[1] and known is not None and not known[2][1] and known[0]() is leaf:
+            self.spoilt.add(row[0][1])
+        seen = self._seen[id(leaf)] = (weakref.ref(leaf), version, row)
         if memory is not None:
             self._by_memory[memory] = seen
         return row
+
+    @staticmethod
+    def _no_tensor(slot: int, leaf: Any, mark: int) -> Row:
+        kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
+        return Row((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
 
     def forget(self) -> None:
         """Look at everything again."""
@@ -191,9 +193,14 @@ class Rows:
 
         `numbers` are those of a gradient that had to be looked at already, whatever device it is on.
         """
-        slot = self.slot(info, role)
-        if self.ignored and slot in self.ignored:
-            mark |= Mark.IGNORED
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = self.slot(info, role)
+        if slot in self.ignored:
+            mark |= _IGNORED
+        place = in_memory(gradient) if numbers is None else None
+        if place is not None:
+            return self._plain_row(slot, gradient, mark, place)
         return self._row(slot, gradient, mark, numbers)
 
     def traced(
@@ -211,8 +218,8 @@ class Rows:
         largest, and what is non-finite, in these three is so in the tensor. Or it is an earlier row about that tensor.
         """
         slot = self.slot(info, role)
-        if self.ignored and slot in self.ignored:
-            mark |= Mark.IGNORED
+        if slot in self.ignored:
+            mark |= _IGNORED
         code = CODES.get(dtype, 0) if dtype is not None else 0
         if isinstance(source, Row):
             return source._replace(packed=(slot, source.packed[1], NOTHING, code, int(kind), mark), fresh=False)
@@ -223,26 +230,29 @@ class Rows:
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""
-        slot = self.slot(info, name)
-        mark = Mark.IGNORED if self.ignored and slot in self.ignored else 0
+        slot = info.slots.get(name)
+        if slot is None:
+            slot = self.slot(info, name)
+        mark = _IGNORED if slot in self.ignored else 0
         version = version_of(parameter)
         seen = self._seen.get(id(parameter))
-        if seen is not None and seen.version == version and seen.tensor() is parameter:
-            return Row((slot, *seen.row.packed[1:5], mark), seen.row.flags, False)
+        if seen is not None and seen[1] == version and seen[0]() is parameter:
+            row = seen[2]
+            return _new(Row, ((slot, *row[0][1:5], mark), row[1], False, row[3], row[4]))
         known = self._weights.get(id(parameter))
         numbers: Numbers | DeviceRow | None
-        if known is not None and known.version == version and known.step == step and known.tensor() is parameter:
-            row = self._row(slot, parameter, mark, known.numbers)
+        if known is not None and known[1] == version and known[2] == step and known[0]() is parameter:
+            row = self._row(slot, parameter, mark, known[3])
         else:
             if not parameter.is_cpu:
                 row = self._row(slot, parameter, mark)
-                numbers = self.device_pages.last() if self.device_pages and row.packed[1] != NOTHING else None
+                numbers = self.device_pages.last() if self.device_pages and row[0][1] != NOTHING else None
             else:
                 numbers = measure(parameter)
                 row = self._row(slot, parameter, mark, numbers)
             if numbers is not None:
-                self._weights[id(parameter)] = _Weight(weakref.ref(parameter), version, step, numbers)
-        self._seen[id(parameter)] = _Seen(weakref.ref(parameter), version, row)
+                self._weights[id(parameter)] = (weakref.ref(parameter), version, step, numbers)
+        self._seen[id(parameter)] = (weakref.ref(parameter), version, row)
         return row
 
     def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
@@ -250,6 +260,12 @@ class Rows:
         self._seen.pop(id(parameter), None)
         self._weights.pop(id(parameter), None)
         return self.weight(info, name, parameter, step)
+
+    def _plain_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, Float]) -> Row:
+        """The row of a tensor for which `in_memory` has said where it is."""
+        low, high, meta, _ = numbers_in_memory(tensor, *place, self.count)
+        value = self._recorder.value(low, high, meta)
+        return _new(Row, ((slot, value, self._shape(tensor), place[2][0], 0, mark), meta & 0xFF, True, high, meta))
 
     def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: Numbers | DeviceRow | None = None) -> Row:
         value, flags, high, meta = NOTHING, 0, 0, 0
@@ -270,9 +286,8 @@ class Rows:
             if kind == _MEASURED:
                 value = self._recorder.value(low, high, meta)
                 flags = meta & 0xFF
-        return Row(
-            (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark), flags, True, high, meta
-        )
+        packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
+        return _new(Row, (packed, flags, True, high, meta))
 
     def _device_value(self, tensor: torch.Tensor) -> int | None:
         if self.device_pages is None:

@@ -101,6 +101,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from gpuwatch.worker import rows
 
     seen: list[Any] = []
-    real = rows.measure
-    monkeypatch.setattr(rows, "measure", lambda tensor, count=False: (seen.append(tensor), real(tensor, count))[1])
+
+    def noted(real: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda tensor, *rest: (seen.append(tensor), real(tensor, *rest))[1]
+
+    monkeypatch.setattr(rows, "measure", noted(rows.measure))
+    monkeypatch.setattr(rows, "numbers_in_memory", noted(rows.numbers_in_memory))
     return seen

@@ -9,8 +9,10 @@ import pytest
 import torch
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.values import NonFinite, Value
+from gpuwatch.worker import bits
 from gpuwatch.worker import measure as measure_module
-from gpuwatch.worker.measure import CHUNK, CODES, measure
+from gpuwatch.worker.bits import CHUNK
+from gpuwatch.worker.measure import CODES, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,18 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.f
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 NAN, INF = math.nan, math.inf
+
+
+@pytest.fixture(autouse=True, scope="module", params=["compiled", "numpy"])
+def loops(request):
+    """Everything here holds for either kind of loop."""
+    if request.param == "compiled" and bits.extremes is bits.slow_extremes:
+        pytest.skip("fast.c was not built where gpuwatch was installed")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(measure_module, "extremes", bits.slow_extremes)
+            patch.setattr(measure_module, "below", bits.slow_below)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -196,11 +210,11 @@ def test_any_values_shapes_and_strides(data, dtype, step, flip, expand, chunk):
         tensor = tensor.view(2, -1)
     tensor = tensor.t() if flip and tensor.dim() == 2 else tensor
     tensor = tensor.expand(3, *tensor.shape) if expand else tensor
-    before, measure_module.CHUNK = measure_module.CHUNK, chunk
+    before, bits.CHUNK = bits.CHUNK, chunk
     try:
         check(tensor)
     finally:
-        measure_module.CHUNK = before
+        bits.CHUNK = before
 
 
 # -- tensors that are not plain -----------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""Loops over the bits of host memory: `extremes` and `below` of fast.c, or the same in NumPy where it was not built.
+
+Not in torch: its loops wait for each other at the end of every operation, which takes milliseconds where data loaders
+keep the cores busy. These stay in the calling thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+CHUNK = 1 << 16
+"""Elements that are looked at in one go: the scratch stays in the cache and no temporary is as large as the tensor."""
+
+_SMALL = 1 << 13
+_TYPES = {2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+class _Memory:
+    """A stretch of memory, in the way that NumPy asks for it."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _array(address: int, count: int, size: int) -> Any:
+    """`count` integers of `size` bytes at an address, for as long as whoever owns it lives.
+
+    Not `tensor.numpy()`: that forbids the storage ever to be resized again, and FSDP resizes its storages.
+    """
+    if size not in _TYPES:
+        raise TypeError("expected elements of 2, 4 or 8 bytes")
+    return numpy.asarray(_Memory({"shape": (count,), "typestr": _TYPES[size], "data": (address, True), "version": 3}))
+
+
+_scratches: list[Any] = []
+"""Arrays of CHUNK elements that nobody uses: autograd may call from several threads."""
+
+
+def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
+    """Smallest and largest of `count` signed integers of `size` bytes each, the sign bit cleared. Raises TypeError."""
+    array = _array(address, count, size)
+    mask = (1 << (8 * size - 1)) - 1
+    if count <= _SMALL:
+        if not count:
+            return mask, 0
+        clear = array & mask
+        return int(clear.min()), int(clear.max())
+    scratch = _scratch(array.dtype)
+    low, high = mask, 0
+    step = -(-count // -(-count // CHUNK))  # equal parts: a small remainder would cost as much as a whole one
+    for start in range(0, count, step):
+        part = array[start : start + step]
+        clear = numpy.bitwise_and(part, mask, out=scratch[: part.size])
+        low = min(low, int(clear.min()))
+        high = max(high, int(clear.max()))
+    _scratches.append(scratch)
+    return low, high
+
+
+def slow_below(address: int, count: int, size: int, limit: int) -> tuple[int, int]:
+    """How many are zero, and how many below `limit` (zeros too), the sign bit cleared. Raises TypeError."""
+    array = _array(address, count, size)
+    mask = (1 << (8 * size - 1)) - 1
+    zeros = small = 0
+    for start in range(0, count, CHUNK):
+        clear = array[start : start + CHUNK] & mask
+        zeros += clear.size - int(numpy.count_nonzero(clear))
+        small += int(numpy.count_nonzero(clear < limit))
+    return zeros, small
+
+
+def _scratch(dtype: Any) -> Any:
+    for position, scratch in enumerate(_scratches):
+        if scratch.dtype == dtype:
+            try:
+                found = _scratches.pop(position)
+            except IndexError:  # another thread was faster
+                break
+            if found.dtype == dtype:
+                return found
+    return numpy.empty(CHUNK, dtype)
+
+
+try:
+    from .fast import below as below
+    from .fast import extremes as extremes
+except ImportError:  # there was no compiler where this was installed
+    below, extremes = slow_below, slow_extremes
