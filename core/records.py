@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .preflight import BandwidthRow, Finding, Grade, InventoryFacts
+
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
     """A root module: `ordinal` tells apart several roots of one class, in the order of their first call."""
@@ -170,6 +172,15 @@ class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
     code: int
 
 
+class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
+    """A stage of the preflight began on this rank. One that has not ended is where the rank hangs or has died."""
+
+    where: Where
+    stage: str
+    limit_s: float = 0.0
+    """What it may take here before it is ended."""
+
+
 class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
     """A stage of the preflight ended on this rank."""
 
@@ -178,6 +189,7 @@ class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
     ok: bool
     seconds: float
     detail: str = ""
+    grade: Grade = "ok"
 
 
 class PeerOutcome(msgspec.Struct, frozen=True):
@@ -200,7 +212,17 @@ class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     backend: str = ""
     device: str = ""
     peers: list[PeerOutcome] = []
-    """The other ranks, if not all went well: the first rank to end has torchrun stop those that have not written."""
+    """The other ranks for which not all went well: the first rank to end has torchrun stop those that have not
+    written."""
+    findings: list[Finding] = []
+    """What the preflight found in all ranks, the same list on each of them."""
+
+
+class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth"):
+    """What this rank measured in the bandwidth test, one row per size."""
+
+    where: Where
+    rows: list[BandwidthRow]
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
@@ -209,6 +231,7 @@ class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
     where: Where
     device: str
     versions: dict[str, str]
+    facts: InventoryFacts | None = None
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
@@ -245,8 +268,10 @@ WorkerEvent = (
     | Cost
     | ScriptError
     | ScriptExit
+    | PreflightBegan
     | PreflightStage
     | PreflightResult
+    | Bandwidth
     | Inventory
     | Fault
 )
