@@ -61,23 +61,32 @@ class InventoryFacts(msgspec.Struct, frozen=True):
     """GROUP_RANK of torchrun."""
     boot_id: str = ""
     device: str = "cpu"
+    """`cpu`, `cuda:3`; "" until somebody has looked."""
     device_name: str = ""
     uuid: str = ""
+    """Of the GPU (`GPU-...`), or of the part of it that is this rank's (`MIG-...`)."""
     pci_bus: str = ""
     driver: str = ""
     versions: dict[str, str] = {}
     """torch, python, gpuwatch, cuda, nccl"""
     environment: dict[str, str] = {}
-    """NCCL_*, TORCH_* and GLOO_* settings."""
+    """NCCL_*, TORCH_* and GLOO_* settings, NCCL's also from its configuration files; CUDA_VISIBLE_DEVICES."""
     interfaces: dict[str, list[str]] = {}
-    """name -> addresses"""
+    """name -> addresses with their prefix lengths (`10.0.0.3/24`), of those that are up"""
     memory_free: int | None = None
     """Bytes; of the host."""
     device_memory_free: int | None = None
     device_memory_total: int | None = None
     shm_free: int | None = None
     limits: dict[str, int] = {}
-    """Soft ulimits: nofile, memlock, nproc, stack; -1 is unlimited."""
+    """Soft ulimits: nofile, memlock, nproc, stack; -1 is unlimited, also memlock for who may exceed it (CAP_IPC_LOCK)."""
     script: str = ""
     script_digest: str = ""
     """sha256 of the script file; "" where there is none (-m, --no-python, check)."""
+    local_rank: int = 0
+    gpus_visible: int | None = None
+    """How many GPUs the rank could choose from."""
+    device_error: str = ""
+    """Why it has no GPU, or why nobody knows."""
+    rdma_devices: list[str] = []
+    """InfiniBand and RoCE adapters."""
