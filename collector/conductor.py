@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..core.messages import (
     Ack,
     AgentMessage,
+    Beat,
     Bye,
     CollectorMessage,
     EventMessage,
@@ -100,7 +101,8 @@ class Conductor:
         node.heard = now
         node.lost = False
         if message.n == 0:
-            return [Keep(agent, message), Send(agent, Ack(node.received))]
+            echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
+            return [Keep(agent, message), Send(agent, Ack(node.received, echo_ns=echo))]
         if message.n <= node.received:
             again: list[Action] = [Send(agent, Ack(node.received))]
             if isinstance(message.body, Hello):  # it has not heard the welcome

@@ -22,6 +22,8 @@ from ..core.records import (
     Anomaly,
     Cost,
     Fault,
+    GpuCounters,
+    GpuHealth,
     Ignored,
     Inventory,
     NodeSignal,
@@ -33,6 +35,7 @@ from ..core.records import (
     Warned,
     Where,
     WorkerExit,
+    Xid,
 )
 
 
@@ -96,6 +99,7 @@ class NodeFacts:
     signal: NodeSignal | None = None
     lost: bool = False
     """It went silent before its Bye."""
+    gpu_events: list[Xid | GpuCounters | GpuHealth] = field(default_factory=list)
 
 
 @dataclass
@@ -150,6 +154,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     for agent in lost_agents:
         if agent in facts.nodes:
             facts.nodes[agent].lost = True
+    for node in facts.nodes.values():
+        node.gpu_events.sort(key=lambda event: event.time_ns)
     for rank in facts.ranks.values():
         rank.anomalies.sort(key=lambda anomaly: (anomaly.where.time_ns, anomaly.where.page, anomaly.frame))
         rank.errors.sort(key=lambda error: error.where.time_ns)
@@ -175,6 +181,10 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
     event = message.event
     if isinstance(event, NodeSignal):
         node.signal = event
+        return
+    if isinstance(event, Xid | GpuCounters | GpuHealth):
+        if event not in node.gpu_events:
+            node.gpu_events.append(event)
         return
     rank = _rank(facts, agent, event.where.attempt, event.where.rank)
     lists: list[tuple[type, list]] = [  # type: ignore[type-arg]  # each list holds what its type says

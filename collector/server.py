@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 
 import zmq
+from msgspec import structs
 from msgspec.json import encode as to_json
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.exits import EXIT_OF_KIND, ExitCode
-from ..core.messages import MAX_MESSAGE_BYTES, CollectorMessage, Final, WireError, decode_agent, encode
+from ..core.messages import MAX_MESSAGE_BYTES, Ack, CollectorMessage, Final, WireError, decode_agent, encode
 from .conductor import Action, Conductor, Finish, Keep, Send
 from .finish import build, stamp, write_report
 from .paths import RunPaths
@@ -140,6 +141,8 @@ class Server:
         return any(isinstance(action, Finish) for action in actions)
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
+        if isinstance(message, Ack):
+            message = structs.replace(message, time_ns=time.time_ns())
         try:
             self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -260,6 +260,50 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     time_ns: int = 0
 
 
+class Xid(msgspec.Struct, frozen=True, tag="xid"):
+    """The driver reported an XID of a GPU while the run was watched. There is no history: only what came since then."""
+
+    device: str
+    """UUID of the whole GPU."""
+    number: int
+    time_ns: int = 0
+    meaning: str = ""
+    next: str = ""
+    grade: str = "unknown"
+    """What it says of the GPU: ok (the script's own fault), warn, fail, unknown."""
+    mig: str = ""
+    """`GPU instance/compute instance`, where it is about one."""
+
+
+class GpuCounters(msgspec.Struct, frozen=True, tag="gpu_counters"):
+    """The error counters of one GPU. What the run has added is the difference between two of them (core/gpu_health)."""
+
+    device: str
+    """UUID of the whole GPU."""
+    moment: str
+    """`before` the training, after an `anomaly`, or at the `end`."""
+    counters: dict[str, int]
+    unknown: dict[str, str] = {}
+    """Counter -> why it could not be read."""
+    time_ns: int = 0
+    mig: list[str] = []
+    """UUIDs of the MIG devices on it: a rank may know its GPU by one of them."""
+
+
+class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
+    """Whether the node's GPUs are watched through NVML: said when that begins, and once more if it ends too early."""
+
+    grade: str
+    """`ok`: they are; `unknown`: why not is in `detail`."""
+    detail: str = ""
+    driver: str = ""
+    devices: dict[str, str] = {}
+    """UUID -> name"""
+    unwatched: dict[str, str] = {}
+    """UUID -> why its XIDs could not be registered"""
+    time_ns: int = 0
+
+
 WorkerEvent = (
     Anomaly
     | Warned
@@ -275,5 +319,5 @@ WorkerEvent = (
     | Inventory
     | Fault
 )
-Event = WorkerEvent | WorkerExit | NodeSignal
+Event = WorkerEvent | WorkerExit | NodeSignal | Xid | GpuCounters | GpuHealth
 LogEntry = Definition | WorkerEvent

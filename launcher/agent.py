@@ -32,6 +32,7 @@ from ..core.messages import (
     EventMessage,
     Final,
     Hello,
+    RankState,
     Refused,
     Stop,
     Want,
@@ -54,6 +55,7 @@ from ..core.pipe import (
 )
 from ..core.records import Anomaly, NodeSignal, PreflightResult, WorkerExit
 from ..core.spool import write_spool
+from .clock import ClockOffset
 from .outbox import Outbox
 from .ranks import RankWatch
 from .scratch import adopt_scratch, remove_scratch
@@ -77,6 +79,7 @@ class Agent:
         self._folder = Path(config.recorder_dir)
         self._id = uuid.uuid4().hex
         self._outbox = Outbox()
+        self._clock = ClockOffset()
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._done: LaunchDone | None = None
         self._launch_gone = False
@@ -102,6 +105,7 @@ class Agent:
                 rdzv_id=config.rdzv_id,
                 cwd=str(Path.cwd()),
                 trace_batches=config.trace_batches,
+                check_only=config.check_only,
             )
         )
 
@@ -255,6 +259,7 @@ class Agent:
                 if self._told_unreachable:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
+                self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
                 self._outbox.acknowledged(message.n)
                 if message.resend:
                     self._outbox.send_again()
@@ -282,7 +287,7 @@ class Agent:
         if now - self._last_beat >= BEAT_S:
             self._last_beat = now
             states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
-            self._try_send(encode(AgentMessage(0, Beat(states, dict(self._outbox.pages_dropped)))))
+            self._try_send(encode(AgentMessage(0, self._beat(states))))
         if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:
             self._told_unreachable = True
             self._tell(
@@ -292,6 +297,16 @@ class Agent:
                     "or --collector-port PORT"
                 )
             )
+
+    def _beat(self, states: list[RankState]) -> Beat:
+        clock = self._clock.best
+        return Beat(
+            states,
+            dict(self._outbox.pages_dropped),
+            time.time_ns(),
+            clock.offset_ns if clock is not None else None,
+            clock.round_trip_ns if clock is not None else None,
+        )
 
     def _try_send(self, data: bytes) -> bool:
         try:
