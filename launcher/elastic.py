@@ -95,6 +95,8 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
                         prefix=str(restarts) if backend == "static" else "round",
                     )
                 except Exception as error:
+                    if settings.check_only:
+                        raise
                     listener.notice(f"the nodes could not agree on this attempt ({error}); training without preflight")
                     settings = replace(settings, preflight="off")
             if attempt:

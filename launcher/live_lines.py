@@ -1,0 +1,113 @@
+"""The preflight while it runs: a line per stage, live on a terminal, else one plain line per finished stage.
+
+preflight arrive       ok       16 of 16 ranks   0.3 s
+preflight compute      ...      12 of 16 ranks
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from ..core.pipe import PreflightOver, StageLine
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "yellow"}
+
+
+class LiveLines(Protocol):
+    """Where the lines go."""
+
+    def show(self, line: StageLine) -> None:
+        """A stage has moved."""
+
+    def over(self, end: PreflightOver) -> None:
+        """The last that is heard of the preflight."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called several times."""
+
+
+def live_lines(*, check_only: bool, out: IO[str] | None = None) -> LiveLines:
+    """The right ones for where stderr goes. A launch is to be left with one line, a check with one per stage."""
+    out = out or sys.stderr
+    if out.isatty():
+        return _TerminalLines(out, keep=check_only)
+    return _PlainLines(out, every_stage=check_only)
+
+
+class _PlainLines:
+    """For a file or a pipe."""
+
+    def __init__(self, out: IO[str], *, every_stage: bool) -> None:
+        self._out = out
+        self._every_stage = every_stage
+
+    def show(self, line: StageLine) -> None:
+        if self._every_stage and line.grade:
+            count = f"{line.done} of {line.ranks} ranks"
+            print(
+                f"gpuwatch: preflight {line.stage:<12} {line.grade:<8} {count:<18} {line.seconds:.1f} s".rstrip(),
+                file=self._out,
+                flush=True,
+            )
+
+    def over(self, end: PreflightOver) -> None:
+        _say_end(self._out, end)
+
+    def close(self) -> None:
+        pass
+
+
+class _TerminalLines:
+    """For a terminal: bars that fill. What others print meanwhile goes above them."""
+
+    def __init__(self, out: IO[str], *, keep: bool) -> None:
+        self._out = out
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._progress = Progress(
+            TextColumn("preflight {task.description:<12}"),
+            TextColumn("{task.fields[grade]:<8}", style="bold"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed} of {task.total} ranks"),
+            TimeElapsedColumn(),
+            console=Console(file=out, highlight=False),
+            transient=not keep,
+        )
+
+    def show(self, line: StageLine) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if not self._tasks:
+                self._progress.start()
+            if line.stage not in self._tasks:
+                self._tasks[line.stage] = self._progress.add_task(line.stage, grade="...", total=line.ranks)
+            task = self._tasks[line.stage]
+            style = _STYLES.get(line.grade)
+            grade = f"[{style}]{line.grade}[/]" if style else "..."
+            self._progress.update(task, completed=line.done, total=line.ranks, grade=grade)
+            if line.grade:
+                self._progress.stop_task(task)
+
+    def over(self, end: PreflightOver) -> None:
+        self.close()
+        _say_end(self._out, end)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._tasks:
+                self._tasks.clear()
+                self._progress.stop()
+
+
+def _say_end(out: IO[str], end: PreflightOver) -> None:
+    for line in [end.text, *end.warnings]:
+        if line:
+            print(f"gpuwatch: {line}", file=out, flush=True)
