@@ -32,7 +32,7 @@ class Finding(msgspec.Struct, frozen=True):
     grade: Grade
     subject: Subject
     ranks: list[int]
-    """Who is to blame; of a link or of a difference: both sides."""
+    """Who is to blame; of a link, or of a difference where neither side is the odd one: both sides."""
     hosts: list[str]
     sentence: str
     """What was found, with both values and both hosts where it is a difference. One sentence without its full stop."""

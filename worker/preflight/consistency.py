@@ -140,8 +140,9 @@ def _differs_inside_a_host(values: Mapping[int, str], facts: Facts) -> bool:
 def _finding(name: str, grade: Grade, sides: list[Side], facts: Facts, why: str, next_step: str) -> Finding | None:
     if len(sides) < 2:
         return None
-    hosts = hosts_of(odd_ranks(sides), facts)
     everyone = [rank for side in sides for rank in side.ranks]
+    odd = odd_ranks(sides)
+    hosts = hosts_of(odd, facts)
     look = f"; look at {hosts[0]} first" if len(hosts) == 1 and len(hosts_of(everyone, facts)) > 1 else ""
     sentence = f"{name} differs: {sides_text(sides, facts)}; {why}"
-    return finding(grade, subject_of(sides, facts), everyone, facts, sentence, next_step + look)
+    return finding(grade, subject_of(sides, facts), odd or everyone, facts, sentence, next_step + look)
