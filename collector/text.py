@@ -11,6 +11,7 @@ from rich.text import Text
 from ..core.frames import Frame, format_number
 from .frames_text import frames_text
 from .notices_text import print_notices
+from .preflight_text import print_findings, print_stages
 from .report import RankReport, Report
 
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow"}
@@ -25,8 +26,17 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
         file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False
     )
     _head(console, report)
+    preflight_first = report.run.check_only or report.verdict.kind == "preflight"
+    if preflight_first:
+        print_stages(console, report.preflight)
     _verdict(console, report)
+    if preflight_first:
+        print_findings(console, report.preflight, [report.verdict.statement, *report.verdict.evidence])
+        _faults(console, report)
+        return _text_of(out)
     _ranks(console, report)
+    _faults(console, report)
+    print_findings(console, report.preflight)
     print_notices(console, report)
     shown = _rank_to_show(report, rank)
     if shown is not None and (report.verdict.kind != "clean" or rank is not None):
@@ -34,6 +44,10 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
         _frames(console, shown)
     for traced in report.ranks if rank is None else [r for r in report.ranks if r.rank == rank]:
         _traces(console, traced)
+    return _text_of(out)
+
+
+def _text_of(out: io.StringIO) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip("\n")
 
 
@@ -94,6 +108,10 @@ def _ranks(console: Console, report: Report) -> None:
             style="bold" if rank.rank == report.verdict.rank else None,
         )
     console.print(table)
+
+
+def _faults(console: Console, report: Report) -> None:
+    """What went wrong in gpuwatch itself."""
     for rank in report.ranks:
         for fault in rank.faults:
             console.print(Text(f"gpuwatch's own fault on rank {rank.rank}: {fault}", style="yellow"))
