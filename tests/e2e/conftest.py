@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,9 @@ class Bench:
         return str(SCRIPTS / name)
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """What is put into PYTHONPATH comes before what the tests themselves were started with."""
+        if "PYTHONPATH" in environment and "PYTHONPATH" in os.environ:
+            environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=self.cwd,
@@ -130,3 +134,17 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         process.kill()
     assert not lines, f"left running: {lines}"
     assert scratch_folders(bench.pids) == []
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free and whose next is, outside of the range from which the kernel gives out ports."""
+    for candidate in range(20000 + os.getpid() % 5000, 30000, 2):
+        try:
+            for number in (candidate, candidate + 1):
+                with socket.socket() as probe:
+                    probe.bind(("", number))
+        except OSError:
+            continue
+        return candidate
+    pytest.fail("no free port")
