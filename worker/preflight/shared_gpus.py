@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ...core.preflight import Finding
-from .ranks_text import ranks_text
+from ...core.ranks_text import ranks_text
 from .sides import Facts, finding, have, place_text
 
 _MULTI_RANK_NCCL = (2, 30)

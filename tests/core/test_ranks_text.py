@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from gpuwatch.worker.preflight.ranks_text import ranks_text
+from gpuwatch.core.ranks_text import ranks_text
 from hypothesis import given
 from hypothesis import strategies as st
 
