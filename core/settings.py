@@ -64,6 +64,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """File with thresholds of the device health in place of the built-in ones; "" is none."""
     check_only: bool = False
     """End after the preflight: there is no script."""
+    node_hosts: list[str] = []
+    """The hosts of all nodes in their order, as the launches have told each other; [] if they have not."""
 
     def to_json(self) -> str:
         """The value of the environment variable."""
