@@ -59,12 +59,9 @@ class StageLines:
 
     def due(self) -> list[StageLine | PreflightOver]:
         """What has changed since this was last asked, in the order of the stages."""
-        if self._is_over:
-            return []
-        found: list[StageLine | PreflightOver] = list(self._changed(over=False))
         if self._results and len(self._results) >= self.ranks:
-            found += self.end()
-        return found
+            return self.end()
+        return [] if self._is_over else list(self._changed(over=False))
 
     def end(self) -> list[StageLine | PreflightOver]:
         """The last lines: no more will be heard of it."""
