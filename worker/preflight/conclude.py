@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ...core.preflight import Finding
+from ...core.ranks_text import ranks_text
 from . import blame as blaming
 from .attendance import missing_findings, roster_of
 from .bandwidth import below, slow_links, slowest
@@ -19,7 +20,6 @@ from .judge import judge_group
 from .lines import RankOutcome
 from .meeting import LEADER
 from .odd_ones import odd_digests, slow_devices
-from .ranks_text import ranks_text
 from .reports import Conclusion, PairTried, Report, Roster
 from .steps import Mode, is_local, stage_of, stays_local, step_after
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 
 import msgspec
@@ -30,6 +31,7 @@ def say(line: Line) -> None:
 
 def main() -> int:
     """Entry of `python -m gpuwatch.worker.preflight.coordinator`."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser()
     parser.add_argument("--script", default="", help="the file whose digest is to be the same on all ranks")
     parser.add_argument("--fallen", default="", help="only tell the others that this rank fell out in this step")
@@ -45,7 +47,7 @@ def main() -> int:
     from .course import Course, Fallen  # imports torch
 
     fallen = Fallen(options.fallen, options.stage, options.detail) if options.fallen else None
-    Course(identity, settings, deadlines, say, options.script, fallen).run()
+    Course(identity, settings, deadlines, say, began, options.script, fallen).run()
     return 0
 
 

@@ -49,7 +49,7 @@ class Fallen:
 
 
 class Course:
-    """`say` hears each line for the worker."""
+    """`say` hears each line for the worker; `began` is when the coordinator began, on the monotonic clock."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Course:
         settings: WorkerSettings,
         deadlines: Deadlines,
         say: Callable[[Line], None],
+        began: float,
         script: str = "",
         fallen: Fallen | None = None,
     ) -> None:
@@ -78,7 +79,7 @@ class Course:
         self._roster: Roster | None = None
         self._steps: list[str] = []
         self._arrived = identity.world_size
-        self._began = time.monotonic()
+        self._began = began
 
     def run(self) -> None:
         """To the end, whatever that is; the last line says it."""

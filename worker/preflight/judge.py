@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...core.preflight import Finding
-from .ranks_text import ranks_text
+from ...core.ranks_text import ranks_text
 from .reports import Report
 
 
