@@ -71,14 +71,14 @@ class Bench:
         self.pids.add(process.pid)
         return process
 
-    def finish(self, process: subprocess.Popen[str]) -> Run:
+    def finish(self, process: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> Run:
         try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             for left in self.processes():
                 left.kill()
             stdout, stderr = process.communicate()
-            pytest.fail(f"did not end within {TIMEOUT_S} s\n{stdout}\n{stderr}")
+            pytest.fail(f"did not end within {timeout_s:.0f} s\n{stdout}\n{stderr}")
         print(stderr)
         return Run(process.returncode, stdout, stderr, self.cwd)
 

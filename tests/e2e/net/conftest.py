@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no f
 from network import Network, Node, name_of_this_process, take_down_stale, why_not
 
 PORT = 29400
+"""Each node has all ports to itself. The collector takes the next one."""
 
 
 @pytest.fixture(scope="session")
@@ -38,33 +43,74 @@ def network(namespaces: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         network.down()
 
 
-@pytest.fixture
-def on_node(bench) -> Callable[..., subprocess.Popen[str]]:
-    """`on_node(node, "launch", ...)` starts gpuwatch there, with the bench's marks and checks."""
+@dataclass
+class Gate:
+    """Where a rank waits in its preflight, after its arrival and before its group, until the test lets it go on."""
 
-    def start(node: Node, *command: str, module: str = "gpuwatch.cli.main", **environment: str):
-        process = subprocess.Popen(
-            node.inside([sys.executable, "-m", module, *command]),
-            cwd=bench.cwd,
-            env={**bench.environment, **environment},
+    path: Path
+    _writer: Any = None
+
+    def reached(self) -> None:
+        """Returns once a rank stands there: a pipe can be opened for writing only when somebody reads."""
+        self._writer = self.path.open("w")
+
+    def open(self) -> None:
+        self._writer.close()
+
+
+@dataclass
+class Job:
+    """One job over all nodes of a network, its head on the first."""
+
+    bench: Any
+    network: Network
+    static: bool = False
+    """Without a rendezvous: every node has its number, and one that is missing keeps no other from starting."""
+    began: float = field(default_factory=time.monotonic)
+    processes: dict[Node, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, node: Node, command: str, *options: str, script: str = "", **environment: str) -> None:
+        count = len(self.network.nodes)
+        head = self.network.nodes[0].address
+        if self.static:
+            meet = ["--node-rank", str(node.number), "--master-addr", head, "--master-port", str(PORT)]
+        else:
+            meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{head}:{PORT}", "--rdzv-id", "a job"]
+        where = ["--nnodes", str(count), "--nproc-per-node", "1", *meet]
+        last = [self.bench.script(script)] if script else []
+        self.processes[node] = subprocess.Popen(
+            node.inside([sys.executable, "-m", "gpuwatch.cli.main", command, *where, *options, *last]),
+            cwd=self.bench.cwd,
+            env={**self.bench.environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        bench.pids.add(process.pid)
-        return process
+        self.bench.pids.add(self.processes[node].pid)
 
-    return start
+    def start_all(self, command: str, *options: str, **environment: str) -> None:
+        for node in self.network.nodes:
+            self.start(node, command, *options, **environment)
+
+    def gate(self, node: Node) -> tuple[Gate, dict[str, str]]:
+        """A gate and the environment of the node that is to wait at it."""
+        gate = Gate(self.bench.cwd / f"gate-{node.number}")
+        os.mkfifo(gate.path)
+        return gate, {"GATE": str(gate.path), "PYTHONPATH": _with_path(self.bench.script("gate"))}
+
+    def finish(self, within_s: float) -> list[Any]:
+        """The ended commands of all nodes that were started; all of them must end in this time."""
+        deadline = time.monotonic() + within_s
+        return [
+            self.bench.finish(process, max(1.0, deadline - time.monotonic())) for process in self.processes.values()
+        ]
+
+
+def _with_path(folder: str) -> str:
+    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @pytest.fixture
-def on_all(on_node) -> Callable[..., list[subprocess.Popen[str]]]:
-    """The same on all nodes, as one job with its head on the first; `options` come before the script."""
-
-    def start(nodes: list[Node], command: str, *options: str, script: str = "", nnodes: int | None = None, **kwargs):
-        where = ("--nnodes", str(nnodes or len(nodes)), "--nproc-per-node", "1", "--rdzv-id", "a job")
-        meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.213.78.1:{PORT}")
-        last = (script,) if script else ()
-        return [on_node(node, command, *where, *meet, *options, *last, **kwargs) for node in nodes]
-
-    return start
+def job(bench, network) -> Callable[..., Job]:
+    """`job(3)` is a job for three nodes, of which none has started yet."""
+    return lambda count, **kwargs: Job(bench, network(count), **kwargs)

@@ -107,10 +107,14 @@ class Network:
         self._lose(f"iifname {_port(node)}")
         self._lose(f"oifname {_port(node)}")
 
-    def drop(self, a: Node, b: Node) -> None:
-        """Between these two every packet is lost, in both directions; nobody is told."""
-        self._lose(f"ip saddr {a.address} ip daddr {b.address}")
-        self._lose(f"ip saddr {b.address} ip daddr {a.address}")
+    def drop(self, a: Node, b: Node, but: str = "") -> None:
+        """Between these two every packet is lost, in both directions; nobody is told.
+
+        `but` is a range of ports that a firewall lets pass, as `29400-29401`.
+        """
+        spared = f" tcp sport != {but} tcp dport != {but}" if but else ""
+        self._lose(f"ip saddr {a.address} ip daddr {b.address}{spared}")
+        self._lose(f"ip saddr {b.address} ip daddr {a.address}{spared}")
 
     def slow(self, a: Node, b: Node, rate: str = "1gbit", delay: str = "") -> None:
         """Between these two, packets pass at this rate at most and, where the kernel can, later by `delay`."""

@@ -95,6 +95,15 @@ def test_packets_are_dropped_between_two_only_until_it_is_restored(three):
     assert reached(a, b)
 
 
+def test_a_firewall_can_let_some_ports_pass(three):
+    a, b, _ = three.nodes
+    three.drop(a, b, but="7-8")
+
+    assert reached(a, b)
+    three.drop(a, b, but="8-9")
+    assert not reached(a, b)
+
+
 def test_a_node_that_is_cut_off_reaches_nobody_until_it_is_restored(three):
     a, b, c = three.nodes
     three.cut_off(b)
