@@ -1,11 +1,36 @@
-"""A process group over some ranks: do the collectives come through, and are their values right? If not: whose fault?"""
+"""A process group over some ranks: do the collectives come through, and are their values right? If not: whose fault?
+
+Every rank votes on what it saw, through the store, as the collectives are what is in doubt; the same votes give every
+rank the same verdict. If the sum is wrong, the transfers tell whether the values were; if they were not, pairs of ranks
+add by themselves until only those that are wrong with everybody are left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 
+import msgspec
 import torch
-from torch.distributed.distributed_c10d import Store
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from .blame import ROUNDS, PairResult, blame, next_pairs
+from .failure import ProbeFailure
+from .nccl_log import explain
+from .ranks_text import ranks_text
+from .votes import Judgement, Vote, judge, judge_sums_of_pairs
+
+SIZES = (4096, 1 << 20)
+"""float32: NCCL takes other protocols for 16 KiB than for 4 MiB."""
+MOST_TO_SEARCH = 16
+"""Groups of more ranks are not searched for who adds wrong: the pairs of their nodes are tried instead."""
+
+_PERIOD = 122
+_LEAST_S = 0.1
 
 
 def check_group(
@@ -21,5 +46,220 @@ def check_group(
 
     `store` is a PrefixStore of this one test: no other may use its prefix. `say` hears each step as it begins.
     Raises ProbeFailure: peers None is this rank's own fault, peers [] is nobody's by name, else the ranks to blame.
+
+    For a process of its own with a deadline above `timeout_s`, to be ended by os._exit: a group of which one rank went
+    away can hang when it is taken down.
     """
-    raise NotImplementedError
+    deadline = time.monotonic() + timeout_s
+    if len(ranks) == 1:
+        return "one rank: nothing to test"
+    join(store, device, backend, ranks, rank, timeout_s, say)
+    vote = _Round(store, device, ranks, rank, say).run()
+    say("votes")
+    votes = exchange(PrefixStore("votes", store), ranks, rank, vote, deadline)
+    verdict = judge(votes)
+    if verdict is not None and verdict.search and len(ranks) <= MOST_TO_SEARCH:
+        verdict = judge_sums_of_pairs(votes, _search(store, device, ranks, rank, deadline, say))
+    if verdict is not None:
+        raise _failure(verdict, rank)
+    return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
+
+
+def join(
+    store: Store,
+    device: torch.device,
+    backend: str,
+    ranks: Sequence[int],
+    rank: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> None:
+    """Make the process group of this process, with a first small sum: NCCL connects at the first one."""
+    say("init")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # a collective that times out raises here; else torch's watchdog would end the process, which names nobody
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    with told("init"):
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=list(ranks).index(rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+
+
+@contextmanager
+def told(step: str) -> Iterator[None]:
+    """What torch raises in a collective, in words: the known cause if there is one, and whose it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        causes = explain(str(error))
+        if causes:
+            raise ProbeFailure(
+                f"{step}: {causes[0].sentence}", peers=None if causes[0].own else [], next=causes[0].next
+            ) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ProbeFailure(f"{step}: {lines[0][:300]}", peers=[]) from error
+
+
+def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline: float) -> dict[int, Vote]:
+    """Every rank's vote. Raises ProbeFailure with the ranks that give none in time."""
+    store.set(str(rank), msgspec.json.encode(mine).decode())
+    keys = [str(one) for one in ranks]
+    try:
+        store.wait(keys, timedelta(seconds=max(_LEAST_S, deadline - time.monotonic())))
+    except RuntimeError as error:
+        silent = [one for one in ranks if not store.check([str(one)])]
+        if not silent:
+            raise
+        raise ProbeFailure(f"{ranks_text(silent)} did not say what came out of the test", peers=silent) from error
+    return {one: msgspec.json.decode(found, type=Vote) for one, found in zip(ranks, store.multi_get(keys), strict=True)}
+
+
+class _Round:
+    """One run of the collectives, and what this rank saw."""
+
+    def __init__(
+        self, store: Store, device: torch.device, ranks: Sequence[int], rank: int, say: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._device = device
+        self._ranks = list(ranks)
+        self._rank = rank
+        self._say = say
+
+    def run(self) -> Vote:
+        steps: list[tuple[str, Callable[[], Vote]]] = [
+            ("all_reduce", self._all_reduce),
+            ("all_gather", self._all_gather),
+            ("broadcast", self._broadcast),
+            ("barrier", self._barrier),
+        ]
+        seen = Vote()
+        for name, step in steps:
+            self._say(name)
+            with told(name):
+                found = step()
+            seen = msgspec.structs.replace(
+                seen, **{field: value for field, value in msgspec.structs.asdict(found).items() if value}
+            )
+        return seen
+
+    def _all_reduce(self) -> Vote:
+        errors = [sum_error(self._device, self._ranks, self._rank, count, None) for count in SIZES]
+        return Vote(sum_error=next((error for error in errors if error), ""))
+
+    def _all_gather(self) -> Vote:
+        mine = values_of(self._rank, SIZES[0]).to(self._device)
+        gathered = [torch.empty_like(mine) for _ in self._ranks]
+        dist.all_gather(gathered, mine)
+        wrong = [
+            one
+            for one, got in zip(self._ranks, gathered, strict=True)
+            if not torch.equal(got.cpu(), values_of(one, SIZES[0]))
+        ]
+        return Vote(gather_errors=wrong)
+
+    def _broadcast(self) -> Vote:
+        wrong = []
+        for root in (self._ranks[0], self._ranks[-1]):
+            due = values_of(root, SIZES[0])
+            got = (due if root == self._rank else torch.zeros_like(due)).to(self._device)
+            dist.broadcast(got, src=self._ranks.index(root))
+            if not torch.equal(got.cpu(), due):
+                wrong.append(root)
+        return Vote(broadcast_errors=wrong)
+
+    def _barrier(self) -> Vote:
+        self._store.add("entered", 1)
+        dist.barrier(device_ids=[self._device.index]) if self._device.type == "cuda" else dist.barrier()
+        entered = self._store.add("entered", 0)
+        if entered < len(self._ranks):
+            return Vote(barrier_error=f"{entered} of {len(self._ranks)} ranks had reached it")
+        return Vote()
+
+
+def sum_error(
+    device: torch.device, ranks: Sequence[int], rank: int, count: int, group: dist.ProcessGroup | None
+) -> str:
+    """How the sum over a group came out wrong at this rank, compared on the host; "" if it is right."""
+    total = values_of(rank, count).to(device)
+    dist.all_reduce(total, group=group)
+    got, due = total.cpu(), sum_of(ranks, count)
+    if torch.equal(got, due):
+        return ""
+    wrong = (got != due).nonzero().flatten()
+    first = int(wrong[0])
+    return (
+        f"all_reduce over {len(ranks)} ranks gave {got[first].item():g} where {due[first].item():g} was due "
+        f"({len(wrong)} of {count} numbers wrong)"
+    )
+
+
+def values_of(rank: int, count: int) -> torch.Tensor:
+    """What a rank puts in: float32, whole numbers so small that sums over 50,000 ranks are exact in any order.
+
+    The rank's low byte is in every even number, its high byte in every odd one.
+    """
+    return _repeated([_value(rank, place) for place in range(_PERIOD)], count)
+
+
+def sum_of(ranks: Sequence[int], count: int) -> torch.Tensor:
+    """What the sum must be."""
+    return _repeated([sum(_value(rank, place) for rank in ranks) for place in range(_PERIOD)], count)
+
+
+def _value(rank: int, place: int) -> int:
+    return (rank >> 8 * (place % 2) & 0xFF) + place % 61 + 1
+
+
+def _repeated(pattern: list[int], count: int) -> torch.Tensor:
+    return torch.tensor(pattern, dtype=torch.float32).repeat(count // _PERIOD + 1)[:count]
+
+
+def _search(
+    store: Store,
+    device: torch.device,
+    ranks: Sequence[int],
+    rank: int,
+    deadline: float,
+    say: Callable[[str], None],
+) -> list[int]:
+    """Who adds wrong: pairs of ranks add by themselves, as many at once as there are; see blame.py."""
+    say("pairs")
+    results: list[PairResult] = []
+    for number in range(ROUNDS):
+        pairs = next_pairs(results, ranks)
+        if not pairs:
+            break
+        error = ""
+        for pair in pairs:  # every rank makes every group, in one order: torch wants it so
+            with told("pairs"):
+                group = dist.new_group([list(ranks).index(one) for one in pair])
+                if rank in pair:
+                    error = sum_error(device, pair, rank, SIZES[0], group)
+        votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, Vote(sum_error=error), deadline)
+        for a, b in pairs:
+            found = votes[a].sum_error or votes[b].sum_error
+            results.append(PairResult(a, b, not found, found))
+    nodes = {one: [one] for one in ranks}
+    findings = blame(results, nodes, {one: f"rank {one}" for one in ranks})
+    return [one for finding in findings if finding.subject == "node" for one in finding.ranks]
+
+
+def _failure(verdict: Judgement, rank: int) -> ProbeFailure:
+    guilty = list(verdict.guilty)
+    if rank in guilty:
+        guilty_or_own: list[int] | None = None
+    else:
+        guilty_or_own = guilty
+    next_ = (
+        f"Leave out the GPU or host of {ranks_text(guilty)}: it answers, but with wrong numbers."
+        if guilty
+        else "Run `gpuwatch check` with other nodes: the wrong numbers stay with the device or link that makes them."
+    )
+    return ProbeFailure(verdict.sentence, peers=guilty_or_own, next=next_)
