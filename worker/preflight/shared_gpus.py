@@ -73,12 +73,12 @@ def _next(ranks: list[int], facts: Facts) -> str:
 
 
 def ranks_without_gpu(facts: Facts) -> list[Finding]:
-    """Ranks on the CPU while others of the job have a GPU; and ranks whose GPU could not be looked at."""
-    ranks = sorted(facts)
-    with_gpu = [rank for rank in ranks if facts[rank].device.startswith("cuda")]
-    blind = [rank for rank in ranks if facts[rank].device == "cpu" and facts[rank].gpus_visible == 0]
-    too_many = [rank for rank in ranks if facts[rank].device == "cpu" and facts[rank].gpus_visible]
-    unknown = [rank for rank in ranks if not facts[rank].device]
+    """Ranks on the CPU while others of the job have a GPU; also those whose GPU could not be looked at."""
+    without = [rank for rank in sorted(facts) if not facts[rank].device.startswith("cuda")]
+    with_gpu = [rank for rank in sorted(facts) if facts[rank].device.startswith("cuda")]
+    blind = [rank for rank in without if facts[rank].gpus_visible == 0]
+    stuck = [rank for rank in without if facts[rank].gpus_visible is None and facts[rank].device_error]
+    too_many = [rank for rank in without if facts[rank].gpus_visible]
     found = []
     if with_gpu and blind:
         sentence = (
@@ -90,6 +90,13 @@ def ranks_without_gpu(facts: Facts) -> list[Finding]:
             "enough for this torch"
         )
         found.append(finding("fail", "node", blind, facts, sentence, next_step))
+    if with_gpu and stuck:
+        sentence = (
+            f"{place_text(stuck, facts)} cannot use {'its' if len(stuck) == 1 else 'their'} GPU{_why(stuck, facts)}, "
+            f"{place_text(with_gpu, facts)} can"
+        )
+        next_step = "Run nvidia-smi there: if it hangs or reports an error, too, the GPU or the node needs a reset"
+        found.append(finding("fail", "rank", stuck, facts, sentence, next_step))
     if too_many:
         most = max(facts[rank].gpus_visible or 0 for rank in too_many)
         sentence = (
@@ -98,9 +105,6 @@ def ranks_without_gpu(facts: Facts) -> list[Finding]:
         )
         next_step = f"Start at most {most} per node (--nproc-per-node {most}), unless the script is to run on the CPU"
         found.append(finding("warn", "node", too_many, facts, sentence, next_step))
-    if unknown:
-        sentence = f"which GPU {place_text(unknown, facts)} {have(unknown)} is not known{_why(unknown, facts)}"
-        found.append(finding("unknown", "rank", unknown, facts, sentence))
     return found
 
 

@@ -280,9 +280,11 @@ def test_a_job_without_any_gpu_is_as_it_should_be():
     assert compare(no_gpu(job(), range(16), 0, "no NVIDIA driver")) == []
 
 
-def test_a_gpu_that_could_not_be_looked_at_is_unknown():
-    one = only(compare(changed(job(), [5], device="", uuid="", device_error="hung for 20 s")))
-    assert (one.grade, one.sentence) == ("unknown", "which GPU rank 5 (node a) has is not known (hung for 20 s)")
+def test_a_gpu_that_could_not_be_looked_at_stops_a_job_that_has_gpus():
+    one = only(compare(no_gpu(job(), [5], None, "hung for 20 s")))
+    assert (one.grade, one.subject, one.ranks) == ("fail", "rank", [5])
+    assert one.sentence == ("rank 5 (node a) cannot use its GPU (hung for 20 s), ranks 0-4, 6-15 (nodes a, b) can")
+    assert compare(no_gpu(job(), range(16), None, "hung for 20 s")) == []
 
 
 # -- limits and networks ---------------------------------------------------------------------------------------------
