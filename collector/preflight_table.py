@@ -148,12 +148,15 @@ def _outcome(ranks: list[RankFacts]) -> str:
 
 def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[Finding]) -> list[NodeRow]:
     blamed = _blamed(findings, {rank.rank for rank in ranks})
+    victims = {(finding.stage, rank) for finding in findings for rank in finding.victims} - set(blamed)
     rows = []
     for node in facts.nodes.values():
         mine = [rank for rank in ranks if rank.agent == node.agent]
         if not mine and node.hello is None:
             continue
-        stages = {stage: cell for stage in _reached(mine, blamed) if (cell := _cell(stage, mine, blamed)) is not None}
+        stages = {
+            stage: cell for stage in _reached(mine, blamed) if (cell := _cell(stage, mine, blamed, victims)) is not None
+        }
         rows.append(
             NodeRow(
                 host=node.hello.host if node.hello is not None else "",
@@ -166,12 +169,11 @@ def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[Finding]) -> 
 
 
 def _blamed(findings: list[Finding], everyone: set[int]) -> dict[tuple[str, int], Finding]:
-    """(stage, rank) -> what was found of it. A difference has both sides in it: one of all ranks marks none."""
+    """(stage, rank) -> what was found of it. What is of the whole job is of all its ranks."""
     found: dict[tuple[str, int], Finding] = {}
     for finding in findings:
-        if finding.subject != "job" and not (len(finding.ranks) > 1 and everyone <= set(finding.ranks)):
-            for rank in finding.ranks:
-                found.setdefault((finding.stage, rank), finding)
+        for rank in finding.ranks or everyone:
+            found.setdefault((finding.stage, rank), finding)
     return found
 
 
@@ -182,9 +184,15 @@ def _reached(ranks: list[RankFacts], blamed: dict[tuple[str, int], Finding]) -> 
     return sorted(stages, key=stage_order)
 
 
-def _cell(stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], Finding]) -> StageCell | None:
+def _cell(
+    stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], Finding], victims: set[tuple[str, int]]
+) -> StageCell | None:
     """The worst of a node's ranks, and the time of the slowest."""
-    graded = [(found[0], rank.rank, found[1]) for rank in ranks if (found := _grade(stage, rank, blamed)) is not None]
+    graded = []
+    for rank in ranks:
+        found = _grade(stage, rank, blamed.get((stage, rank.rank)), (stage, rank.rank) in victims)
+        if found is not None:
+            graded.append((found[0], rank.rank, found[1]))
     if not graded:
         return None
     grade = worst(found for found, _, _ in graded)
@@ -202,9 +210,8 @@ def _cell(stage: str, ranks: list[RankFacts], blamed: dict[tuple[str, int], Find
     )
 
 
-def _grade(stage: str, rank: RankFacts, blamed: dict[tuple[str, int], Finding]) -> tuple[str, str] | None:
-    """(grade, why) of one rank; None where it has not been."""
-    finding = blamed.get((stage, rank.rank))
+def _grade(stage: str, rank: RankFacts, finding: Finding | None, is_victim: bool) -> tuple[str, str] | None:
+    """(grade, why) of one rank; None where it has not been. `finding` is what blames it."""
     ended = next((event for event in rank.stages if event.stage == stage), None)
     begun = any(event.stage == stage for event in rank.begun)
     if ended is None and not begun and finding is None:
@@ -218,7 +225,8 @@ def _grade(stage: str, rank: RankFacts, blamed: dict[tuple[str, int], Finding]) 
         grade, detail = "unknown", "not ended"
         if result is not None and result.stage == stage:
             grade, detail = {"failed": "fail", "victim": "victim"}.get(result.outcome, "unknown"), result.detail
-    if grade == "fail" and result is not None and result.outcome == "victim" and finding is None:
+    is_victim = is_victim or (result is not None and result.outcome == "victim" and finding is None)
+    if is_victim and grade in ("fail", "unknown"):
         grade = "victim"
     if finding is not None and GRADES.index(finding.grade) > GRADES.index(grade):
         grade, detail = finding.grade, finding.sentence

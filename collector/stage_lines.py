@@ -73,8 +73,10 @@ class StageLines:
     def _changed(self, *, over: bool) -> list[StageLine]:
         ranks = self.ranks
         lines = []
+        furthest = max((stage_order(name) for name in self._stages), default=0)
         for name, stage in sorted(self._stages.items(), key=lambda pair: stage_order(pair[0])):
-            finished = over or len(stage.ended) >= ranks
+            # what all ranks together make of a stage is known when they go on to the next, or end
+            finished = over or (len(stage.ended) >= ranks and stage_order(name) < furthest)
             line = StageLine(
                 stage=name,
                 done=len(stage.ended),

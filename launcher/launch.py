@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import signal
@@ -76,6 +77,7 @@ def check(arguments: list[str]) -> int:
     plan = make_plan(args, _matches_machine_hostname)
     args.max_restarts = 0
     limit_rendezvous(args)
+    logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`
     return _run(args, plan, ["gpuwatch", "check", *arguments])
 
 

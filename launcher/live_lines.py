@@ -11,7 +11,8 @@ import threading
 from typing import IO, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
 from ..core.pipe import PreflightOver, StageLine
 
@@ -45,9 +46,11 @@ class _PlainLines:
     def __init__(self, out: IO[str], *, every_stage: bool) -> None:
         self._out = out
         self._every_stage = every_stage
+        self._told: set[str] = set()
 
     def show(self, line: StageLine) -> None:
-        if self._every_stage and line.grade:
+        if self._every_stage and line.grade and (line.stage not in self._told or line.grade == "fail"):
+            self._told.add(line.stage)
             count = f"{line.done} of {line.ranks} ranks"
             print(
                 f"gpuwatch: preflight {line.stage:<12} {line.grade:<8} {count:<18} {line.seconds:.1f} s".rstrip(),
@@ -62,6 +65,14 @@ class _PlainLines:
         pass
 
 
+class _Seconds(ProgressColumn):
+    """How long a stage has been running; once it is over, how long its slowest rank took."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.fields.get("seconds") or task.elapsed or 0.0
+        return Text(f"{seconds:.1f} s")
+
+
 class _TerminalLines:
     """For a terminal: bars that fill. What others print meanwhile goes above them."""
 
@@ -72,10 +83,10 @@ class _TerminalLines:
         self._closed = False
         self._progress = Progress(
             TextColumn("preflight {task.description:<12}"),
-            TextColumn("{task.fields[grade]:<8}", style="bold"),
+            TextColumn("{task.fields[grade]}"),
             BarColumn(bar_width=24),
             TextColumn("{task.completed} of {task.total} ranks"),
-            TimeElapsedColumn(),
+            _Seconds(),
             console=Console(file=out, highlight=False),
             transient=not keep,
         )
@@ -90,9 +101,10 @@ class _TerminalLines:
                 self._tasks[line.stage] = self._progress.add_task(line.stage, grade="...", total=line.ranks)
             task = self._tasks[line.stage]
             style = _STYLES.get(line.grade)
-            grade = f"[{style}]{line.grade}[/]" if style else "..."
+            grade = f"[{style}]{line.grade:<8}[/]" if style else f"{'...':<8}"
             self._progress.update(task, completed=line.done, total=line.ranks, grade=grade)
             if line.grade:
+                self._progress.update(task, seconds=line.seconds)
                 self._progress.stop_task(task)
 
     def over(self, end: PreflightOver) -> None:

@@ -20,7 +20,17 @@ def test_a_stage_is_told_as_it_begins_as_ranks_end_it_and_when_it_is_over(make):
     lines.hear(make.stage(0, "arrive", 0.5))
     assert lines.due() == [StageLine("arrive", 1, 2, "", 0.5)]
     lines.hear(make.stage(1, "arrive", 0.7, "warn"))
-    assert lines.due() == [StageLine("arrive", 2, 2, "warn", 0.7)]
+    assert lines.due() == [StageLine("arrive", 2, 2, "", 0.7)]
+    lines.hear(make.began(1, "consistency"))
+    assert lines.due() == [StageLine("arrive", 2, 2, "warn", 0.7), StageLine("consistency", 0, 2)]
+
+
+def test_a_stage_after_which_the_preflight_stops_is_not_called_good_first(make):
+    """What is wrong with it is only known when all ranks have been compared."""
+    lines = heard(make.hello(nproc=1, check_only=True), make.stage(0, "bandwidth"))
+    assert [line.grade for line in lines.due()] == [""]
+    lines.hear(make.concluded(0, [make.found("bandwidth", "fail", "job", [0], ["h"], "slow")]))
+    assert [line.grade for line in lines.due()] == ["fail", "fail"]
 
 
 def test_all_nodes_are_counted_before_they_are_heard(make):

@@ -71,18 +71,13 @@ def test_a_cell_has_the_worst_of_its_ranks_and_says_which(make):
 
 
 def test_a_rank_that_was_dragged_along_is_a_victim_and_no_failure(make):
-    finding = make.found("node group", "fail", "rank", [1], ["gpu-000"], "rank 1 sums wrong", victims=[0])
-    marks = {("node group", 0): "fail", ("node group", 1): "fail", ("node group", 3): "fail"}
-    outcomes = {
-        1: ("failed", "node group", "wrong sum"),
-        0: ("victim", "node group", "rank 1 went away"),
-        3: ("victim", "node group", "rank 1 went away"),
-    }
-    preflight = report_of(check(make, findings=[finding], marks=marks, outcomes=outcomes)).preflight
+    finding = make.found("node group", "fail", "rank", [1], ["gpu-000"], "rank 1 sums wrong", victims=[0, 4])
+    marks = {("node group", rank): "fail" for rank in (0, 1, 3, 4)}
+    outcomes = {1: ("failed", "node group", "wrong sum"), 3: ("victim", "node group", "rank 1 went away")}
+    preflight = report_of(check(make, 3, 2, [finding], marks, outcomes)).preflight
 
-    first, second = (node.stages["node group"] for node in preflight.nodes)
-    assert (first.grade, first.rank) == ("fail", 1)
-    assert (second.grade, second.rank) == ("victim", 3)
+    cells = [node.stages["node group"] for node in preflight.nodes]
+    assert [(cell.grade, cell.rank) for cell in cells] == [("fail", 1), ("victim", 3), ("victim", 4)]
 
 
 def test_a_stage_that_was_not_ended_is_not_a_good_one(make):
@@ -105,10 +100,11 @@ def test_a_rank_that_was_killed_in_a_stage_leaves_it_open(make):
     assert (report.ranks[0].preflight["outcome"], report.ranks[0].preflight["stage"]) == ("unfinished", "compute")
 
 
-def test_a_difference_between_all_ranks_marks_no_node(make):
-    finding = make.found("consistency", "warn", "rank", [3, 0, 1, 2], ["gpu-001", "gpu-000"], "NCCL_X differs")
+def test_what_is_of_the_whole_job_is_of_every_node(make):
+    finding = make.found("bandwidth", "fail", "job", [], [], "too slow")
     preflight = report_of(check(make, findings=[finding])).preflight
-    assert {node.grade for node in preflight.nodes} == {"ok"}
+    assert {node.stages["bandwidth"].grade for node in preflight.nodes} == {"fail"}
+    assert preflight.stages[-1].grade == "fail"
 
 
 def test_a_node_that_was_heard_and_whose_ranks_were_not_has_a_row(make):
