@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -56,6 +56,7 @@ from ..core.pipe import (
 from ..core.records import Anomaly, NodeSignal, PreflightResult, WorkerExit
 from ..core.spool import write_spool
 from .clock import ClockOffset
+from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
 from .scratch import adopt_scratch, remove_scratch
@@ -80,8 +81,10 @@ class Agent:
         self._id = uuid.uuid4().hex
         self._outbox = Outbox()
         self._clock = ClockOffset()
+        self._gpus = GpuWatch(time.monotonic())
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._done: LaunchDone | None = None
+        self._said_goodbye = False
         self._launch_gone = False
         self._final: Final | None = None
         self._welcomed = False
@@ -133,6 +136,8 @@ class Agent:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(launch.fd, zmq.POLLIN)
+        if self._gpus.fd is not None:
+            poller.register(self._gpus.fd, zmq.POLLIN)
         try:
             while not self._finished(time.monotonic()):
                 ready = dict(poller.poll(int(TICK_S * 1000)))
@@ -146,11 +151,14 @@ class Agent:
                 if self._socket in ready:
                     self._hear_collector(now)
                 self._poll_ranks(now)
+                self._poll_gpus(poller, ready, now)
+                self._say_goodbye(now)
                 self._send(now)
             self._conclude()
         finally:
             for watch in self._ranks.values():
                 watch.close()
+            self._gpus.close()
             self._socket.close(linger=1000)
             self._context.term()
             if self._launch_gone:
@@ -199,9 +207,9 @@ class Agent:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
         if done.signal:
             self._put(EventMessage(NodeSignal(done.signal, time.time_ns())))
-        self._put(Bye(done.outcome, done.signal))
         self._done = done
         self._done_at = now
+        self._gpus.end(now)
         if self._worst is ExitCode.CLEAN and done.outcome == "failed":
             self._worst = ExitCode.SCRIPT_FAILED
 
@@ -214,6 +222,24 @@ class Agent:
                 if not psutil.pid_exists(watch.pid):
                     self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
             self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+
+    def _say_goodbye(self, now: float) -> None:
+        """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
+        if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
+            self._said_goodbye = True
+            self._put(Bye(self._done.outcome, self._done.signal))
+
+    # -- the GPUs -----------------------------------------------------------------------------------------------
+
+    def _poll_gpus(self, poller: zmq.Poller, ready: dict[Any, int], now: float) -> None:
+        fd = self._gpus.fd
+        if fd is not None and fd in ready:
+            self._gpus.hear()
+        self._gpus.tick(now)
+        if fd is not None and self._gpus.fd is None:
+            poller.unregister(fd)
+        for event in self._gpus.events():
+            self._put(EventMessage(event))
 
     # -- the ranks ----------------------------------------------------------------------------------------------
 
@@ -230,6 +256,8 @@ class Agent:
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
         event = message.event
+        if isinstance(event, Anomaly):
+            self._gpus.anomaly(time.monotonic())
         if isinstance(event, PreflightResult) and event.stops:
             self._worst = ExitCode.PREFLIGHT_FAILED
         elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
