@@ -40,7 +40,7 @@ def before_import_of(name, spoil):
 
 if "RANK" in os.environ:
     if os.environ["RANK"] == "1" and "=" in WAY:
-        os.environ.update([WAY.split("=")])
+        os.environ.update(setting.split("=") for setting in WAY.split(","))
     if os.environ["RANK"] == "1" and WAY == "another torch":
         before_import_of("gpuwatch.worker.preflight.inventory", report_another_torch)
     if WAY == "one GPU":
