@@ -23,6 +23,8 @@ from .odd_ones import odd_digests, slow_devices
 from .reports import Conclusion, PairTried, Report, Roster
 from .steps import Mode, is_local, stage_of, stays_local, step_after
 
+_REPORT_IT = "Please report it, with this line."
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -46,6 +48,17 @@ class Heard:
     reports: Mapping[int, Report]
     silent: list[int]
     leader_failed: bool = False
+
+
+def conclude_softly(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
+    """What follows; an error of ours in finding it out ends the preflight, and not the job."""
+    try:
+        return conclude(terms, heard, before, roster)
+    except Exception as error:
+        sentence = f"no conclusion could be drawn, an error of gpuwatch: {type(error).__name__}: {error}"
+        finding = Finding(stage_of(heard.step), "unknown", "job", [], [], sentence, _REPORT_IT)
+        arrived = before.arrived or len(heard.reports)
+        return Conclusion(findings=[*before.findings, finding], outcomes=before.outcomes, arrived=arrived)
 
 
 def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
@@ -87,7 +100,7 @@ def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | No
 def _attendance(terms: Terms, heard: Heard, now: Conclusion) -> Conclusion:
     present = {rank: report.attendance for rank, report in heard.reports.items() if report.attendance is not None}
     now = replace(now, arrived=len(heard.reports))
-    if heard.leader_failed and LEADER not in heard.silent:
+    if heard.leader_failed and not heard.silent:
         now = _no_conclusion(heard, now, present[LEADER].host if LEADER in present else "")
     if heard.silent:
         found = missing_findings(heard.silent, present, terms.world_size, terms.node_hosts, terms.timeout_s)
@@ -104,7 +117,7 @@ def _attendance(terms: Terms, heard: Heard, now: Conclusion) -> Conclusion:
 
 def _silent(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
     """Ranks that had arrived, and then gave no word: with its worker, also the process that would tell us has gone."""
-    if heard.leader_failed and LEADER not in heard.silent:
+    if heard.leader_failed and not heard.silent:  # else it may be waiting for them, too
         return _no_conclusion(heard, now, roster.hosts[LEADER] if roster else "")
     if not heard.silent or roster is None:
         return now
@@ -184,7 +197,7 @@ def _faults(heard: Heard, now: Conclusion, faults: Mapping[int, str], roster: Ro
         ranks=sorted(faults),
         hosts=sorted({roster.hosts[rank] for rank in faults}) if roster else [],
         sentence=f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}",
-        next="Please report it, with this line.",
+        next=_REPORT_IT,
     )
     return _blame(now, [finding])
 
@@ -195,7 +208,7 @@ def _softly(step: str, find: Callable[[], list[Finding]]) -> list[Finding]:
         return find()
     except Exception as error:
         sentence = f"what the ranks found could not be compared, an error of gpuwatch: {type(error).__name__}: {error}"
-        return [Finding(stage_of(step), "unknown", "job", [], [], sentence, "Please report it, with this line.")]
+        return [Finding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)]
 
 
 def _of_compute(terms: Terms, heard: Heard, roster: Roster) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from ...core.host import host_name
 from ...core.preflight import Finding, Grade
 from ...core.settings import WorkerSettings
 from ..identity import Identity
-from .conclude import Heard, Terms, conclude
+from .conclude import Heard, Terms, conclude_softly
 from .deadlines import Deadlines
 from .lines import (
     At,
@@ -41,11 +42,13 @@ _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
 
 @dataclass(frozen=True)
 class Fallen:
-    """This rank's coordinator died or hung, and all that is left is to tell the others."""
+    """This rank goes no further, and all that is left is to tell the others."""
 
     step: str
     stage: str
     detail: str
+    ours: bool = False
+    """By an error of gpuwatch; else its coordinator died or hung."""
 
 
 class Course:
@@ -83,22 +86,33 @@ class Course:
 
     def run(self) -> None:
         """To the end, whatever that is; the last line says it."""
-        inventory = Report() if self._fallen else self._inventory()
-        now = Conclusion(next=self._fallen.step if self._fallen else "arrive", findings=inventory.findings)
-        step = now.next
+        now = Conclusion(next=self._fallen.step if self._fallen else "arrive")
         try:
-            try:
-                self._meeting = self._connect()
-                while now.next:
-                    step = now.next
-                    now = self._take(step, now, inventory)
-                self._leave(now)
-            except StoreLost as lost:
-                now = self._end_alone(now, step, self._lost(step, lost))
+            inventory = Report() if self._fallen else self._inventory()
+            self._meeting = self._connect()
+            while now.next:
+                now = self._take_softly(now, inventory)
+            self._leave(now)
+        except StoreLost as lost:
+            now = self._end_alone(now, self._lost(now.next, lost))
         except NoConclusion:
-            now = self._end_alone(now, step, self._no_conclusion(step))
+            now = self._end_alone(now, self._no_conclusion(now.next))
         backend = self._roster.backend if self._roster else ""
         self._say(Concluded(now.findings, now.outcomes, backend, self._parts.facts.device))
+
+    def _take_softly(self, now: Conclusion, inventory: Report) -> Conclusion:
+        """One step; an error of ours ends the preflight of all ranks, and no more than that."""
+        try:
+            return self._take(now.next, now, inventory)
+        except (StoreLost, NoConclusion):
+            raise
+        except Exception as error:
+            if self._fallen is not None:
+                raise
+            traceback.print_exc()
+            stage = stage_of(now.next)
+            self._fallen = Fallen(now.next, stage, f"{type(error).__name__}: {error}", ours=True)
+            return self._take(now.next, now, inventory)
 
     # -- one step -----------------------------------------------------------------------------------------------
 
@@ -144,7 +158,7 @@ class Course:
         def draw(found: Reports) -> bytes:
             reports = {rank: msgspec.json.decode(data, type=Report) for rank, data in found.by_rank.items()}
             heard = Heard(step, reports, found.silent, found.leader_failed)
-            return msgspec.json.encode(conclude(self._terms, heard, before, self._roster))
+            return msgspec.json.encode(conclude_softly(self._terms, heard, before, self._roster))
 
         data = self._meeting.meet(
             step,
@@ -221,6 +235,8 @@ class Course:
         assert self._fallen is not None
         me = self._me
         here = Attendance(host_name(), 0, me.local_rank, me.local_world_size, "")
+        if self._fallen.ours:
+            return Report("fault", self._fallen.detail, attendance=here)
         return Report("fallen", self._fallen.detail, said=self._fallen.stage or stage, attendance=here)
 
     def _begin(self, stage: str, step: str = "arrive") -> None:
@@ -232,12 +248,12 @@ class Course:
 
     # -- without the others ---------------------------------------------------------------------------------------
 
-    def _end_alone(self, now: Conclusion, step: str, finding: Finding) -> Conclusion:
+    def _end_alone(self, now: Conclusion, finding: Finding) -> Conclusion:
         rank = self._me.rank
         own = next((outcome for outcome in now.outcomes if outcome.rank == rank), None)
         if own is None:
-            own = RankOutcome(rank, "failed" if rank in finding.ranks else "victim", stage_of(step), finding.sentence)
-        if self._fallen is not None:
+            own = RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
+        if self._fallen is not None and not self._fallen.ours:
             own = RankOutcome(rank, "failed", self._fallen.stage, self._fallen.detail)
         others = [outcome for outcome in now.outcomes if outcome.rank != rank]
         return Conclusion(findings=[*now.findings, finding], outcomes=[*others, own])

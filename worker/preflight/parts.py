@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from ...core.amount import parse_amount
+from ...core.gpu_health.whose import gpu_of_rank
 from ...core.preflight import Finding, InventoryFacts
 from ...core.settings import WorkerSettings
 from ..identity import Identity
@@ -24,7 +25,7 @@ from .deadlines import Deadlines
 from .device_facts import DeviceFacts, gather_device, with_device
 from .forked import Ending, Say, run_forked
 from .group import check_group
-from .health import HealthResult, check_health, cuda_load, gpu_of_rank
+from .health import HealthResult, check_health, cuda_load
 from .inventory import gather
 from .meeting import group_store
 from .nccl_log import explain
@@ -71,7 +72,7 @@ class Parts:
     def health(self) -> Report:
         """What the driver says of this rank's GPU. What cannot be read is unknown."""
         me, deadline_s = self.identity, self.deadlines.work("health")
-        uuid = gpu_of_rank(self.facts.uuid, me.local_rank)
+        uuid = gpu_of_rank(self.facts.uuid, me.local_rank, os.environ)
         if not uuid and self.facts.device == "cpu":
             return Report(detail="no GPU in use")
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from ...core.host import host_name
 from ...core.preflight import Finding
 from ...core.records import (
     Bandwidth,
@@ -183,13 +184,14 @@ def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> 
     _follow(session, teller)
     if teller.concluded is not None:
         return teller.concluded
+    host = host_name()
     finding = Finding(
         stage=fell.stage,
         grade="fail",
         subject="rank",
         ranks=[identity.rank],
-        hosts=[],
-        sentence=f"rank {identity.rank} {detail}; it could not tell the others",
+        hosts=[host],
+        sentence=f"rank {identity.rank} ({host}) {detail}; it could not tell the others",
     )
     return Concluded([finding], [RankOutcome(identity.rank, "failed", fell.stage, detail)])
 
