@@ -257,7 +257,7 @@ def _of_groups(terms: Terms, heard: Heard, before: Conclusion, now: Conclusion, 
     elif heard.step.startswith("pairs "):
         return _of_pairs(heard, before, now, roster)
     else:
-        judgement = judge_group(stage, heard.reports, roster.hosts_by_rank)
+        judgement = judge_group(stage, heard.reports, roster.hosts_by_rank, one_node=len(nodes) == 1)
         if judgement.failed:
             now = _blame(now, judgement.findings)
             now = _victims(now, judgement.victims, stage)
@@ -271,8 +271,9 @@ def _of_groups(terms: Terms, heard: Heard, before: Conclusion, now: Conclusion, 
 
 
 def _inside_nodes(stage: str, heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
+    hosts = roster.hosts_by_rank
     for node, ranks in roster.ranks_by_node.items():
-        judgement = judge_group(stage, {rank: heard.reports[rank] for rank in ranks}, roster.hosts_by_rank)
+        judgement = judge_group(stage, {rank: heard.reports[rank] for rank in ranks}, hosts, one_node=True)
         if not judgement.failed:
             continue
         findings = judgement.findings or [_of_node(stage, node, ranks, roster, judgement.detail)]

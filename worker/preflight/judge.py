@@ -1,7 +1,8 @@
 """One process group was tried: who is to blame if it failed? Pure.
 
-A rank is to blame that died, found a fault of its own, is accused by others, or hangs while the others gave up. A rank
-whose peers went away, or that timed out, is a victim. If all are victims, nobody is named: perhaps it is the network.
+A rank is to blame that died, found a fault of its own, or is accused by others; inside a node also one that hangs while
+the others gave up. A rank whose peers went away, or that timed out, is a victim. If all are victims, nobody is named: it
+may be the network, which between nodes also makes a rank hang where torch's timeout does not reach, as when it connects.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Judgement:
         return most[0][0] if most else ""
 
 
-def judge_group(stage: str, members: Mapping[int, Report], hosts: Mapping[int, str]) -> Judgement:
+def judge_group(
+    stage: str, members: Mapping[int, Report], hosts: Mapping[int, str], *, one_node: bool = False
+) -> Judgement:
     """`members` are the reports of the ranks that were in the group."""
     bad = {rank: report for rank, report in members.items() if report.kind not in ("ok", "idle")}
     if not bad:
         return Judgement(False)
-    reasons = _own_faults(bad) or _accused(bad) or _hangs_alone(bad)
+    reasons = _own_faults(bad) or _accused(bad) or (_hangs_alone(bad) if one_node else {})
     victims = {rank: _seen(report) for rank, report in bad.items() if rank not in reasons}
     findings = []
     for number, (rank, (sentence, next_)) in enumerate(sorted(reasons.items())):
