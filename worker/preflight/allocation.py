@@ -82,7 +82,7 @@ def count_wrong_words(block: torch.Tensor) -> int:
     step = min(_CHUNK // _WORD, block.numel())
     # the factor makes all bits of neighbouring words differ; the chunk's number tells a chunk from its copy elsewhere
     pattern = torch.arange(step, dtype=torch.int64, device=block.device).mul_(-7046029254386353131)
-    chunks = block.split(step)
+    chunks = torch.split(block, step)
     wrong = 0
     for _ in range(2):
         for number, chunk in enumerate(chunks):

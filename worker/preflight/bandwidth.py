@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ...core.preflight import BandwidthRow, Finding
-from .group import join, told
+from .device_timer import DeviceTimer
+from .group import join
 
 STAGE = "bandwidth"
 CPU_LARGEST = 16 << 20
@@ -70,21 +71,19 @@ def measure(
     for size in sizes_up_to(largest):
         step = f"all_reduce of {size_text(size)}"
         say(step)
-        with told(step):
-            row_began = time.monotonic()
-            rows.append(meter.all_reduce(size))
-            # all ranks go by the same, longest times, so that all stop at the same size
-            longest_s[size] = meter.longest(rows[-1].time_us / 1e6)
-            next_s = meter.longest(time.monotonic() - row_began) * _STEP * 2
-            left_s = timeout_s - meter.longest(time.monotonic() - began)
+        row_began = time.monotonic()
+        rows.append(meter.all_reduce(size))
+        # all ranks go by the same, longest times, so that all stop at the same size
+        longest_s[size] = meter.longest(rows[-1].time_us / 1e6)
+        next_s = meter.longest(time.monotonic() - row_began) * _STEP * 2
+        left_s = timeout_s - meter.longest(time.monotonic() - began)
         if next_s > left_s - timeout_s * (1 - _SHARE_FOR_ROWS):
             break
     fitting = [size for size, seconds in longest_s.items() if seconds * _SWAPS < left_s]
     links: list[LinkSpeed] = []
     for pairs in neighbours(len(ranks)):
         say("links")
-        with told("links"):
-            found = meter.links(pairs, list(ranks).index(rank), fitting[-1] if fitting else rows[0].size_bytes)
+        found = meter.links(pairs, list(ranks).index(rank), fitting[-1] if fitting else rows[0].size_bytes)
         links += [LinkSpeed(ranks[first], ranks[second], gbs) for first, second, gbs in found]
     return Measured(rows, links)
 
@@ -283,13 +282,10 @@ class _Meter:
     def _timed(self, call: Callable[[], object], repeats: int) -> float:
         """Seconds of one call, on the device's own clock where it has one."""
         if self._device.type == "cuda":
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began.record()
+            timer = DeviceTimer()
             for _ in range(repeats):
                 call()
-            ended.record()
-            ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1e3 / repeats
+            return timer.seconds() / repeats
         began_s = time.perf_counter()
         for _ in range(repeats):
             call()

@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 import torch
 
+from .device_facts import device_uuid
+from .device_timer import DeviceTimer
 from .failure import ProbeFailure
 
 CUDA_SIZE = 8192
@@ -32,6 +34,8 @@ class ComputeResult(msgspec.Struct, frozen=True):
     digest: str
     milliseconds: float
     device_type: str
+    uuid: str = ""
+    """Of the GPU."""
 
 
 def compute(device: torch.device) -> ComputeResult:
@@ -58,7 +62,8 @@ def compute(device: torch.device) -> ComputeResult:
             break
     # The host's other work only ever adds to a time on the CPU; a GPU that throttles shows it in the middle one.
     taken = statistics.median(times) if device.type == "cuda" else min(times)
-    return ComputeResult(digest_of(product), round(taken, 4), device_type(device))
+    uuid = device_uuid(torch.cuda.current_device()) if device.type == "cuda" else ""
+    return ComputeResult(digest_of(product), round(taken, 4), device_type(device), uuid)
 
 
 def seeded(size: int, device: torch.device, seed: int) -> torch.Tensor:
@@ -78,7 +83,7 @@ def seeded(size: int, device: torch.device, seed: int) -> torch.Tensor:
 def digest_of(tensor: torch.Tensor) -> str:
     """Of the exact bits, hashed by the host: the device that may be wrong does not check itself."""
     on_host = tensor.contiguous().view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(memoryview(on_host), digest_size=8).hexdigest()
+    return hashlib.blake2b(on_host.data, digest_size=8).hexdigest()
 
 
 def device_type(device: torch.device) -> str:
@@ -93,12 +98,9 @@ def device_type(device: torch.device) -> str:
 def _timed(first: torch.Tensor, second: torch.Tensor, product: torch.Tensor) -> float:
     """Milliseconds of one matmul."""
     if first.is_cuda:
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record()
+        timer = DeviceTimer()
         torch.matmul(first, second, out=product)
-        ended.record()
-        ended.synchronize()
-        return float(began.elapsed_time(ended))
+        return timer.seconds() * 1e3
     began_s = time.perf_counter()
     torch.matmul(first, second, out=product)
     return (time.perf_counter() - began_s) * 1e3

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -18,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ...core.ranks_text import ranks_text
 from .blame import ROUNDS, PairResult, blame, next_pairs
 from .failure import ProbeFailure
-from .nccl_log import explain
-from .ranks_text import ranks_text
 from .votes import Judgement, Vote, judge, judge_sums_of_pairs
 
 SIZES = (4096, 1 << 20)
@@ -45,7 +43,8 @@ def check_group(
     """Run every kind of collective among `ranks` (global numbers, this is `rank`); what was done, in words.
 
     `store` is a PrefixStore of this one test: no other may use its prefix. `say` hears each step as it begins.
-    Raises ProbeFailure: peers None is this rank's own fault, peers [] is nobody's by name, else the ranks to blame.
+    Raises ProbeFailure if a value is wrong: peers None is this rank's own fault, peers [] is nobody's by name, else the
+    ranks to blame. What torch raises when a collective breaks is left as it is.
 
     For a process of its own with a deadline above `timeout_s`, to be ended by os._exit: a group of which one rank went
     away can hang when it is taken down.
@@ -59,7 +58,10 @@ def check_group(
     votes = exchange(PrefixStore("votes", store), ranks, rank, vote, deadline)
     verdict = judge(votes)
     if verdict is not None and verdict.search and len(ranks) <= MOST_TO_SEARCH:
-        verdict = judge_sums_of_pairs(votes, _search(store, device, ranks, rank, deadline, say))
+        try:
+            verdict = judge_sums_of_pairs(votes, _search(store, device, ranks, rank, deadline, say))
+        except (RuntimeError, ProbeFailure):
+            pass  # what is known without the pairs is worth more than that they could not be tried
     if verdict is not None:
         raise _failure(verdict, rank)
     return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
@@ -80,30 +82,14 @@ def join(
         torch.cuda.set_device(device)
         # a collective that times out raises here; else torch's watchdog would end the process, which names nobody
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    with told("init"):
-        dist.init_process_group(
-            backend,
-            store=PrefixStore("group", store),
-            rank=list(ranks).index(rank),
-            world_size=len(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
-
-
-@contextmanager
-def told(step: str) -> Iterator[None]:
-    """What torch raises in a collective, in words: the known cause if there is one, and whose it is."""
-    try:
-        yield
-    except RuntimeError as error:
-        causes = explain(str(error))
-        if causes:
-            raise ProbeFailure(
-                f"{step}: {causes[0].sentence}", peers=None if causes[0].own else [], next=causes[0].next
-            ) from error
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ProbeFailure(f"{step}: {lines[0][:300]}", peers=[]) from error
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=list(ranks).index(rank),
+        world_size=len(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
 
 
 def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline: float) -> dict[int, Vote]:
@@ -142,8 +128,7 @@ class _Round:
         seen = Vote()
         for name, step in steps:
             self._say(name)
-            with told(name):
-                found = step()
+            found = step()
             seen = msgspec.structs.replace(
                 seen, **{field: value for field, value in msgspec.structs.asdict(found).items() if value}
             )
@@ -238,10 +223,9 @@ def _search(
             break
         error = ""
         for pair in pairs:  # every rank makes every group, in one order: torch wants it so
-            with told("pairs"):
-                group = dist.new_group([list(ranks).index(one) for one in pair])
-                if rank in pair:
-                    error = sum_error(device, pair, rank, SIZES[0], group)
+            group = dist.new_group([list(ranks).index(one) for one in pair])
+            if rank in pair:
+                error = sum_error(device, pair, rank, SIZES[0], group)
         votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, Vote(sum_error=error), deadline)
         for a, b in pairs:
             found = votes[a].sum_error or votes[b].sum_error

@@ -6,15 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ...core.preflight import Finding, Grade, Subject
+from ...core.ranks_text import ranks_text
 from .compute import ComputeResult
-from .ranks_text import ranks_text
 
 STAGE = "compute"
 
 
-def odd_digests(
-    results: Mapping[int, ComputeResult], hosts: Mapping[int, str], uuids: Mapping[int, str] | None = None
-) -> list[Finding]:
+def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) -> list[Finding]:
     """Ranks whose bits are not those of most ranks with the same device type. Grade fail.
 
     Two that agree are right, as two wrong ones do not err in the same bits: ranks 0 and 1 have `a`, rank 2 has `b`, so
@@ -32,16 +30,11 @@ def odd_digests(
         if len(camps[0]) == len(camps[1]):
             found.append(_undetermined(camps, device_type, hosts))
         else:
-            found += [_odd(rank, camps[0], results, hosts, uuids or {}) for camp in camps[1:] for rank in camp]
+            found += [_odd(rank, camps[0], results, hosts) for camp in camps[1:] for rank in camp]
     return found
 
 
-def slow_devices(
-    results: Mapping[int, ComputeResult],
-    hosts: Mapping[int, str],
-    factor: float = 1.5,
-    uuids: Mapping[int, str] | None = None,
-) -> list[Finding]:
+def slow_devices(results: Mapping[int, ComputeResult], hosts: Mapping[int, str], factor: float = 1.5) -> list[Finding]:
     """Ranks that took more than `factor` times the median of all. Grade warn."""
     if len(results) < 2:
         return []
@@ -63,7 +56,7 @@ def slow_devices(
             if _is_gpu(result)
             else "Every step waits for it: look for other load on this host and at the rank's CPU limits."
         )
-        found.append(_finding("warn", _subject(result), [rank], hosts, sentence, next_, (uuids or {}).get(rank, "")))
+        found.append(_finding("warn", _subject(result), [rank], hosts, sentence, next_, result.uuid))
     return found
 
 
@@ -72,17 +65,15 @@ def _odd(
     right: list[int],
     results: Mapping[int, ComputeResult],
     hosts: Mapping[int, str],
-    uuids: Mapping[int, str],
 ) -> Finding:
     mine = results[rank]
     sentence = (
         f"{_who(rank, hosts)} computes another matmul: its bits ({mine.digest}) are not those on which "
         f"{ranks_text(right)} with the same kind of device agree ({results[right[0]].digest})"
     )
-    device = uuids.get(rank, "")
-    thing = f"GPU {device}" if device else "this GPU" if _is_gpu(mine) else "this host's CPU"
+    thing = f"GPU {mine.uuid}" if mine.uuid else "this GPU" if _is_gpu(mine) else "this host's CPU"
     next_ = f"Take {thing} out of service: it computes wrong numbers without any error."
-    return _finding("fail", _subject(mine), [rank], hosts, sentence, next_, device)
+    return _finding("fail", _subject(mine), [rank], hosts, sentence, next_, mine.uuid)
 
 
 def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[int, str]) -> Finding:

@@ -7,11 +7,11 @@ rank 1 sends wrong. If only rank 0 got them wrong, it is rank 0, rank 1 or the w
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from .ranks_text import ranks_text
+from ...core.ranks_text import ranks_text
 
 
 class Vote(msgspec.Struct, frozen=True):
@@ -74,18 +74,20 @@ def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int
     sending = {
         sender
         for sender, to in receivers.items()
-        if (sender, sender) in errors or (others >= 2 and len(to) * 2 > others)
+        if to and ((sender, sender) in errors or (others >= 2 and len(to) * 2 > others))
     }
     if sending:
         sees = max((receivers[sender] for sender in sending), key=len)
-        seen = f" as {ranks_text(sees)} got {'it' if len(sees) == 1 else 'them'}" if sees else ""
         verb = "sends" if len(sending) == 1 else "send"
-        return Judgement(f"{ranks_text(sending)} {verb} wrong values in {kind}{seen}", tuple(sorted(sending)))
+        return Judgement(
+            f"{ranks_text(sending)} {verb} wrong values in {kind} (seen by {ranks_text(sees)})", tuple(sorted(sending))
+        )
     # a broadcast has one or two roots: who gets one wrong that others get right is the one to name
     receiving = {
         to
         for to, of in senders.items()
-        if others >= 2 and (len(of) * 2 > others or (kind == "broadcast" and not of & _of_others(to, senders)))
+        if (to, to) in errors
+        or (others >= 2 and (len(of) * 2 > others or (kind == "broadcast" and not of & _of_others(to, senders))))
     }
     if receiving:
         verb = "gets" if len(receiving) == 1 else "get"
@@ -107,18 +109,14 @@ def _judge_sums(votes: Mapping[int, Vote]) -> Judgement | None:
     wrong = [rank for rank in sorted(votes) if votes[rank].sum_error]
     if not wrong:
         return None
-    if len(votes) > 2:  # one that adds wrong spoils the sum of others: try it in pairs
-        found = _wrong_alone(wrong[0], votes) if len(wrong) == 1 else _sum_undetermined(wrong, votes)
-        return Judgement(found.sentence, found.guilty, search=True)
-    return _wrong_alone(wrong[0], votes) if len(wrong) == 1 else _sum_undetermined(wrong, votes)
+    found = _wrong_alone(wrong[0], votes) if len(wrong) == 1 else _sum_undetermined(wrong, votes)
+    # one that adds wrong spoils the sums of others, too, and only pairs tell; two ranks are one pair
+    return replace(found, search=len(votes) > 2)
 
 
 def _wrong_alone(rank: int, votes: Mapping[int, Vote]) -> Judgement:
-    others = [other for other in votes if other != rank]
-    right = "s is" if len(others) == 1 else "s are"
-    return Judgement(
-        f"rank {rank} adds wrong: {votes[rank].sum_error}, while {ranks_text(others)}'{right} right", (rank,)
-    )
+    others = ranks_text(other for other in votes if other != rank)
+    return Judgement(f"rank {rank} adds wrong: {votes[rank].sum_error}, while {others} got it right", (rank,))
 
 
 def _sum_undetermined(wrong: list[int], votes: Mapping[int, Vote], why: str = "") -> Judgement:
