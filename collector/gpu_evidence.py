@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ..core.gpu_health.difference import GpuSincePreflight, since_preflight
+from ..core.gpu_health.whose import gpu_of_rank
 from ..core.records import Xid
 from .answer import Verdict
 from .facts import RankFacts, RunFacts
@@ -16,9 +17,8 @@ def gpu_of(facts: RunFacts, rank: RankFacts) -> GpuSincePreflight | None:
     """The GPU of a rank since the preflight; None if it had none, or nobody knows which."""
     known = rank.inventory.facts if rank.inventory is not None else None
     node = facts.nodes.get(rank.agent)
-    if known is None or not known.uuid or node is None:
-        return None
-    return since_preflight(node.gpu_events, known.uuid)
+    uuid = gpu_of_rank(known.uuid, known.local_rank, known.environment) if known is not None else ""
+    return since_preflight(node.gpu_events, uuid) if uuid and node is not None else None
 
 
 def with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:

@@ -11,7 +11,7 @@ import msgspec
 
 from ..core.frames import Frame, Page
 from ..core.gpu_health.difference import GpuSincePreflight
-from ..core.records import PreflightResult
+from ..core.records import GpuHealth, PreflightResult, Xid
 from .answer import Verdict
 from .facts import RankFacts, RunFacts
 from .gpu_evidence import gpu_of
@@ -112,6 +112,13 @@ class NodeReport(msgspec.Struct, frozen=True):
     nproc: int
     state: str
     ranks: list[int]
+    clock_offset_ns: int | None = None
+    """By how much the collector's clock is ahead of the node's; uncertain by half the round trip. Decides nothing."""
+    clock_round_trip_ns: int | None = None
+    gpus: list[GpuHealth] = []
+    """Whether its GPUs were watched through NVML, and why not; the first is from before the training."""
+    xids: list[Xid] = []
+    """Of all its GPUs, also of those that no rank used."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -288,6 +295,10 @@ def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
                 nproc=node.hello.nproc if node.hello is not None else 0,
                 state=state,
                 ranks=[rank.rank for rank in facts.of_attempt(attempt) if rank.agent == node.agent],
+                clock_offset_ns=node.clock[0] if node.clock is not None else None,
+                clock_round_trip_ns=node.clock[1] if node.clock is not None else None,
+                gpus=[event for event in node.gpu_events if isinstance(event, GpuHealth)],
+                xids=[event for event in node.gpu_events if isinstance(event, Xid)],
             )
         )
     return sorted(reports, key=lambda node: node.ranks)

@@ -23,6 +23,7 @@ import zmq
 
 from ..core import host
 from ..core.exits import ExitCode
+from ..core.gpu_health.child import KILLED_S
 from ..core.messages import (
     Ack,
     AgentBody,
@@ -158,7 +159,7 @@ class Agent:
         finally:
             for watch in self._ranks.values():
                 watch.close()
-            self._gpus.close()
+            self._gpus.close(KILLED_S)
             self._socket.close(linger=1000)
             self._context.term()
             if self._launch_gone:

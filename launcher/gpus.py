@@ -92,8 +92,7 @@ class GpuWatch:
 
     def tick(self, now: float) -> None:
         """Notice a child that does not answer."""
-        if self._killed is not None and self._killed.poll() is not None:
-            self._killed = None
+        self._reap(0.0)
         if self._child is None:
             return
         if self._watching is None and now - self._began > BEGIN_S:
@@ -106,11 +105,12 @@ class GpuWatch:
         events, self._events = self._events, []
         return events
 
-    def close(self) -> None:
-        """End the child, without waiting for it: it may be stuck in the driver."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """End the child. Only the end of the agent waits for it, and not for long: it may be stuck in the driver."""
         child, self._child = self._child, None
         self._asked.clear()
         if child is None:
+            self._reap(wait_s)
             return
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
@@ -119,8 +119,17 @@ class GpuWatch:
                 except BrokenPipeError:
                     pass
         child.kill()
-        if child.poll() is None:
-            self._killed = child
+        self._killed = child
+        self._reap(wait_s)
+
+    def _reap(self, wait_s: float) -> None:
+        if self._killed is None:
+            return
+        try:
+            self._killed.wait(wait_s)
+            self._killed = None
+        except subprocess.TimeoutExpired:
+            pass
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
 from ..core.amount import parse_amount, parse_size
+from ..core.errors import UsageError
+from ..core.gpu_health.thresholds import load_thresholds
 from ..core.settings import Watched
 from .plan import is_number
 
@@ -122,9 +123,10 @@ def amount(text: str) -> str:
     return text.strip()
 
 
-def file(text: str) -> str:
-    """The absolute path of a file that can be read."""
-    path = Path(text).absolute()
-    if not path.is_file() or not os.access(path, os.R_OK):
-        raise argparse.ArgumentTypeError(f"expected a file that can be read, found {text!r}")
-    return str(path)
+def thresholds(text: str) -> str:
+    """The absolute path of a file of health thresholds, which every node reads for itself."""
+    try:
+        load_thresholds(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return str(Path(text).absolute())

@@ -58,7 +58,7 @@ def add_preflight_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--health-thresholds",
         "--health_thresholds",
-        type=parsers.file,
+        type=parsers.thresholds,
         default=None,
         metavar="FILE",
         help="TOML or JSON file with limits of the GPUs' health, in place of the built-in ones",

@@ -48,7 +48,9 @@ def main() -> int:
     """Entry of `python -m gpuwatch.core.gpu_health`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", action="append", default=[], help="UUID; default: all")
-    parser.add_argument("--loaded", action="store_true", help="the GPU is at work: look at clocks and links, too")
+    parser.add_argument(
+        "--loaded", action="store_true", help="the GPU is at work: look at its clocks and its PCIe link, and only there"
+    )
     parser.add_argument("--watch", action="store_true", help="tell XIDs as they come, and counters when asked on stdin")
     options = parser.parse_args()
     if options.watch:

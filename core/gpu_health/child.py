@@ -6,7 +6,6 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 from .facts import Answer, parse
 
@@ -19,10 +18,8 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", __package__, *arguments]
 
 
-def ask_nvml(
-    devices: list[str], deadline_s: float, *, loaded: bool = False, meanwhile: Callable[[], None] | None = None
-) -> Answer:
-    """Read the GPUs with these UUIDs, or all. `meanwhile` is called over and over until the child has ended: the load.
+def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> Answer:
+    """Read the GPUs with these UUIDs, or all; `loaded`: they are at work, and only what shows then is read.
 
     What had been told until the deadline is in the answer, with `trouble` saying what the driver was asked last.
     """
@@ -36,7 +33,7 @@ def ask_nvml(
     answer = Answer()
     in_time = False
     try:
-        in_time = _follow(child, answer, time.monotonic() + deadline_s, meanwhile)
+        in_time = _follow(child, answer, time.monotonic() + deadline_s)
     finally:
         code = _end(child, by_itself=in_time)
     if answer.finished:
@@ -50,7 +47,7 @@ def ask_nvml(
     return answer
 
 
-def _follow(child: subprocess.Popen[bytes], answer: Answer, end: float, meanwhile: Callable[[], None] | None) -> bool:
+def _follow(child: subprocess.Popen[bytes], answer: Answer, end: float) -> bool:
     """Take its lines until it has said all, or closes its output: True; False at the deadline."""
     pipe = child.stdout
     assert pipe is not None
@@ -61,9 +58,7 @@ def _follow(child: subprocess.Popen[bytes], answer: Answer, end: float, meanwhil
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            if not selector.select(0 if meanwhile is not None else left):
-                if meanwhile is not None:
-                    meanwhile()
+            if not selector.select(left):
                 continue
             data = pipe.read1(1 << 16)  # type: ignore[attr-defined]  # a BufferedReader
             if not data:

@@ -11,12 +11,12 @@ answered until then is kept.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
 NO_ANSWER_YET = "not asked"
-NOT_LOADED = "not under load"
 
 
 class OtherProcess(msgspec.Struct, frozen=True):
@@ -132,8 +132,16 @@ class Reading:
         self.pci_bus = told.pci_bus or self.pci_bus
         self.parent = told.parent or self.parent
         self.values.update(told.values)
-        self.unknown.update(told.unknown)
+        self.unknown = {**self.unknown, **told.unknown}
+        for name in told.values:
+            self.unknown.pop(name, None)
         self.processes += told.processes
+
+    def forget(self, names: Iterable[str], why: str) -> None:
+        """These were read, and mean nothing."""
+        for name in names:
+            self.values.pop(name, None)
+            self.unknown[name] = why
 
     def why_unknown(self, fact: str) -> str:
         """Why a fact is not in `values`."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..preflight import Finding, Grade
-from .facts import NO_ANSWER_YET, NOT_LOADED, Answer, Reading
-from .thresholds import CHECKS, Check, Limits
+from .facts import NO_ANSWER_YET, Answer, Reading
+from .thresholds import CHECKS, LOADED_FACTS, Check, Limits
 
 STAGE = "health"
 
@@ -50,8 +50,10 @@ def judge(reading: Reading, limits: Mapping[str, Limits]) -> list[Judgement]:
         if not missing:
             judged.append(_compare(check, check.value_of(facts), limits[check.name], reading))
         elif check.moot_with not in facts:
-            why = reading.why_unknown(missing[0])
-            judged.append(Judgement(check.name, "unknown", why, optional=check.optional or why == NOT_LOADED))
+            why, optional = reading.why_unknown(missing[0]), check.optional
+            if missing[0] in LOADED_FACTS and missing[0] not in reading.unknown:
+                why, optional = "not under load", True
+            judged.append(Judgement(check.name, "unknown", why, optional=optional))
     return judged
 
 

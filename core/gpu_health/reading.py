@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pynvml
 
-from .facts import NOT_LOADED, OtherProcess, Told
+from .facts import OtherProcess, Told
 from .job import is_of_this_job
 from .nvml import NotKnown, ask, constant, field_value, mig_devices, text, uuid_of, whole_gpu
 
@@ -246,27 +246,20 @@ def _processes(device: Any, whole: Any, asked: Asked) -> None:
         asked.values["other_processes"] = len(asked.processes)
 
 
-def _idle_clocks(device: Any, whole: Any, asked: Asked) -> None:
-    """Without load, clocks and PCIe links rest, and nothing can be said of them."""
-    for name in (*CLOCK_REASONS, "pcie_generation", "pcie_width"):
-        asked.unknown[name] = NOT_LOADED
-
-
-def _loaded_clocks(device: Any, whole: Any, asked: Asked) -> None:
-    """Half a second under load: what holds the clocks back most of the time, and the best that the PCIe link did."""
+def _clocks_and_link(device: Any, whole: Any, asked: Asked) -> None:
+    """For half a second: what holds the clocks back most of the time, and the best that the PCIe link did."""
     reasons: list[int] = []
     generations: list[int] = []
     widths: list[int] = []
-    with asked.facts("pcie_generation", "pcie_width", *CLOCK_REASONS):
-        for number in range(_LOADED_SAMPLES):
-            if number:
-                time.sleep(_LOADED_STEP_S)
-            with asked.facts(*CLOCK_REASONS):
-                reasons.append(_clock_reasons(whole))
-            with asked.facts("pcie_generation"):
-                generations.append(ask("nvmlDeviceGetCurrPcieLinkGeneration", whole))
-            with asked.facts("pcie_width"):
-                widths.append(ask("nvmlDeviceGetCurrPcieLinkWidth", whole))
+    for number in range(_LOADED_SAMPLES):
+        if number:
+            time.sleep(_LOADED_STEP_S)
+        with asked.facts(*CLOCK_REASONS):
+            reasons.append(_clock_reasons(whole))
+        with asked.facts("pcie_generation"):
+            generations.append(ask("nvmlDeviceGetCurrPcieLinkGeneration", whole))
+        with asked.facts("pcie_width"):
+            widths.append(ask("nvmlDeviceGetCurrPcieLinkWidth", whole))
     if reasons:
         for name, bit in CLOCK_REASONS.items():  # a change of the clocks is reported as a slowdown, for a moment
             asked.values[name] = int(sum(bool(found & bit) for found in reasons) * 2 > len(reasons))
@@ -299,10 +292,9 @@ _GROUPS: tuple[tuple[str, Group], ...] = (
 )
 
 
-def questions(loaded: bool) -> Iterator[tuple[str, Group]]:
+def questions(loaded: bool) -> tuple[tuple[str, Group], ...]:
     """All groups, in the order in which they are asked: what tells most comes first, should the driver hang."""
-    yield from _GROUPS
-    yield ("clocks and PCIe under load", _loaded_clocks) if loaded else ("clocks", _idle_clocks)
+    return (("clocks and PCIe under load", _clocks_and_link),) if loaded else _GROUPS
 
 
 def ask_group(uuid: str, device: Any, group: Group) -> Told:

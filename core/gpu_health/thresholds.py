@@ -29,7 +29,16 @@ DCGM = "https://docs.nvidia.com/datacenter/dcgm/ (health checks)"
 HEALTH_VALIDATION = "https://docs.nvidia.com/health-validation/reference/checks/"
 OURS = "gpuwatch's own choice"
 
-FLAG = "--health-thresholds"
+LOADED_FACTS = (
+    "clocks_hw_slowdown",
+    "clocks_hw_thermal",
+    "clocks_hw_power_brake",
+    "clocks_sw_thermal",
+    "clocks_sw_power_cap",
+    "pcie_generation",
+    "pcie_width",
+)
+"""Without load, clocks and PCIe links rest, and nothing can be said of them."""
 
 Facts = Mapping[str, int]
 
@@ -454,11 +463,11 @@ def load_thresholds(path: str) -> dict[str, Limits]:
         return dict(DEFAULTS)
     found = _parse(Path(path))
     if not isinstance(found, dict):
-        raise UsageError(f"{FLAG}: expected a table per check in {path}, found {type(found).__name__}")
+        raise UsageError(f"expected a table per check in {path}, found {type(found).__name__}")
     limits = dict(DEFAULTS)
     for name, row in found.items():
         if name not in DEFAULTS:
-            raise UsageError(f"{FLAG}: expected checks out of {', '.join(DEFAULTS)} in {path}, found {name!r}")
+            raise UsageError(f"expected checks out of {', '.join(DEFAULTS)} in {path}, found {name!r}")
         limits[name] = _limits(path, name, row, limits[name])
     return limits
 
@@ -467,27 +476,27 @@ def _parse(path: Path) -> Any:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{FLAG}: expected a file to read, found {str(path)!r}: {error.strerror}") from error
+        raise UsageError(f"expected a file that can be read, found {str(path)!r}: {error.strerror}") from error
     try:
         if path.suffix == ".json":
             return msgspec.json.decode(data)
         return _toml().loads(data.decode())
     except (ValueError, msgspec.DecodeError) as error:  # of TOML, of JSON, of UTF-8
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise UsageError(f"{FLAG}: expected {kind} in {path}, found: {error}") from error
+        raise UsageError(f"expected {kind} in {path}, found: {error}") from error
 
 
 def _toml() -> ModuleType:
     try:
         return import_module("tomllib")
     except ImportError as error:
-        raise UsageError(f"{FLAG}: expected a .json file: this Python, older than 3.11, reads no TOML") from error
+        raise UsageError("expected a .json file: this Python, older than 3.11, reads no TOML") from error
 
 
 def _limits(path: str, name: str, row: Any, default: Limits) -> Limits:
     if not isinstance(row, dict) or not row or row.keys() - {"warn", "fail"}:
         found = ", ".join(map(str, row)) if isinstance(row, dict) and row else repr(row)
-        raise UsageError(f"{FLAG}: expected warn, fail or both for {name} in {path}, found {found}")
+        raise UsageError(f"expected warn, fail or both for {name} in {path}, found {found}")
     limits = {"warn": default.warn, "fail": default.fail}
     for key, value in row.items():
         if value is False:
@@ -495,7 +504,5 @@ def _limits(path: str, name: str, row: Any, default: Limits) -> Limits:
         elif isinstance(value, int | float) and value is not True and value == value:
             limits[key] = float(value)
         else:
-            raise UsageError(
-                f"{FLAG}: expected a number, or false for never, as {name}.{key} in {path}, found {value!r}"
-            )
+            raise UsageError(f"expected a number, or false for never, as {name}.{key} in {path}, found {value!r}")
     return Limits(**limits)

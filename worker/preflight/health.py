@@ -6,16 +6,20 @@ stage its deadline and nothing else.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.gpu_health.child import ask_nvml
-from ...core.gpu_health.grade import grade_answer
-from ...core.gpu_health.thresholds import load_thresholds
+from ...core.gpu_health.facts import Reading, Told
+from ...core.gpu_health.grade import STAGE, grade_answer
+from ...core.gpu_health.thresholds import LOADED_FACTS, load_thresholds
 from ...core.preflight import Finding
 
 _LOAD_SIZE = 4096
+_SAMPLING_S = 5.0
+"""What must be left of the deadline to look at a GPU under load."""
 _TRANSFER_BYTES = 64 << 20
 
 
@@ -27,34 +31,82 @@ class HealthResult:
     detail: str
 
 
-def gpu_of_rank(uuid: str, local_rank: int, environ: Mapping[str, str] = os.environ) -> str:
-    """UUID of the rank's GPU: as CUDA tells it, or else the one that CUDA_VISIBLE_DEVICES gives it by UUID.
-
-    The second is what is left when CUDA does not work at all, which is when the GPU's health matters most.
-    """
-    if uuid:
-        return uuid
-    visible = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if local_rank < len(visible) and visible[local_rank].startswith(("GPU-", "MIG-")):
-        return visible[local_rank]
-    return ""
-
-
 def check_health(
     uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, load: Callable[[], None] | None = None
 ) -> HealthResult:
-    """Look at one GPU. `load` keeps it at work for a moment and is called over and over; without one, what only shows
-    under load stays unknown. `thresholds` is the file of --health-thresholds. Raises UsageError for a bad one."""
+    """Look at one GPU. `load` keeps it at work for a moment and is called over and over, in a thread; without one, what
+    only shows under load stays unknown. `thresholds` is the file of --health-thresholds. Raises UsageError for a bad
+    one."""
     limits = load_thresholds(thresholds)
     if not uuid:
-        return HealthResult([], "no GPU in use")
-    answer = ask_nvml([uuid], deadline_s, loaded=load is not None, meanwhile=load)
+        sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not tell its UUID"
+        return HealthResult([Finding(STAGE, "unknown", "rank", [rank], [host], sentence)], "not asked")
+    end = time.monotonic() + deadline_s
+    answer = ask_nvml([uuid], deadline_s)
+    reading = answer.readings.get(uuid)
+    if load is not None and reading is not None and answer.finished and not answer.trouble:
+        _read_under_load(reading, load, end)
     findings, detail = grade_answer(answer, uuid, limits, [rank], host)
     return HealthResult(findings, detail)
 
 
+def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> None:
+    """What the GPU's clocks and its link do when it works. `end` is monotonic time."""
+    at_work = _AtWork(load)
+    trouble = at_work.wait(end - time.monotonic() - _SAMPLING_S)
+    if not trouble:
+        answer = ask_nvml([reading.device], end - time.monotonic(), loaded=True)
+        told = answer.readings.get(reading.device, Reading(reading.device))
+        reading.take(Told(reading.device, told.values, told.unknown))
+        trouble = at_work.error or answer.trouble
+    at_work.enough()
+    if trouble:
+        reading.forget(LOADED_FACTS, trouble)
+
+
+class _AtWork:
+    """A load in a thread of its own: CUDA may hang on a sick GPU, which must not hide what NVML says of it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.error = ""
+        self._work = work
+        self._began, self._enough = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="gpuwatch-load").start()
+
+    def _run(self) -> None:
+        try:
+            while not self._enough.is_set():
+                self._work()
+                self._began.set()
+        except Exception as error:  # of CUDA, or of a GPU that has no room left, which the allocation will tell
+            self.error = f"the load failed: {str(error).strip().partition(chr(10))[0]}"
+            self._began.set()
+
+    def wait(self, seconds: float) -> str:
+        """Until it works: "", or why it does not."""
+        if not self._began.wait(max(0.0, seconds)):
+            return f"the load did not begin within {max(0.0, seconds):.0f} s"
+        return self.error
+
+    def enough(self) -> None:
+        """No more; whoever waits for CUDA goes on waiting, and is nobody's concern."""
+        self._enough.set()
+
+
 def cuda_load(index: int) -> Callable[[], None]:
     """Work for a CUDA device: each call a few milliseconds of matrix products and of copies over PCIe."""
+    work: Callable[[], None] | None = None
+
+    def do() -> None:
+        nonlocal work
+        if work is None:  # with no room left, or a GPU that is lost, this is what fails
+            work = _prepare(index)
+        work()
+
+    return do
+
+
+def _prepare(index: int) -> Callable[[], None]:
     import torch
 
     device = torch.device("cuda", index)

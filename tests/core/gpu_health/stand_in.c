@@ -132,8 +132,11 @@ int nvmlDeviceGetCurrPcieLinkWidth(Device *device, u32 *out) { return look32(dev
 int nvmlDeviceGetMaxPcieLinkWidth(Device *device, u32 *out) { return look32(device, "pcie_width_max", out, 16); }
 int nvmlDeviceGetPcieReplayCounter(Device *device, u32 *out) { return look32(device, "pcie_replays", out, 0); }
 int nvmlDeviceGetCurrentClocksThrottleReasons(Device *device, u64 *reasons) {
+    static int asked;
     *reasons = 4; /* the power limit, as usual under load */
-    return look(device, "clock_reasons", reasons);
+    int answer = look(device, "clock_reasons", reasons);
+    if (answer == SUCCESS && asked++ < 4) answer = look(device, "clock_reasons_at_first", reasons);
+    return answer;
 }
 int nvmlDeviceGetRetiredPages(Device *device, int cause, u32 *count, u64 *addresses) {
     u64 pages = 0;
