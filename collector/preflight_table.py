@@ -68,15 +68,6 @@ class RankInventory(msgspec.Struct, frozen=True):
     facts: InventoryFacts
 
 
-class NodeClock(msgspec.Struct, frozen=True):
-    """How a node's clock stood to the collector's at the end. Shown, and used for nothing."""
-
-    host: str
-    offset_ms: float
-    """By how much the collector's was ahead."""
-    uncertain_by_ms: float
-
-
 class PreflightReport(msgspec.Struct, frozen=True):
     """report.json's `preflight`."""
 
@@ -90,7 +81,6 @@ class PreflightReport(msgspec.Struct, frozen=True):
     """The worst first; what is `ok` is left out."""
     bandwidth: list[BandwidthSize] = []
     inventory: list[RankInventory] = []
-    clocks: list[NodeClock] = []
 
 
 def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:
@@ -110,7 +100,6 @@ def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:
             for rank in ranks
             if rank.inventory is not None and rank.inventory.facts is not None
         ],
-        clocks=_clocks(facts),
     )
 
 
@@ -189,10 +178,11 @@ def _cell(
 ) -> StageCell | None:
     """The worst of a node's ranks, and the time of the slowest."""
     graded = []
-    for rank in ranks:
-        found = _grade(stage, rank, blamed.get((stage, rank.rank)), (stage, rank.rank) in victims)
+    for member in ranks:
+        key = (stage, member.rank)
+        found = _grade(stage, member, blamed.get(key), key in victims)
         if found is not None:
-            graded.append((found[0], rank.rank, found[1]))
+            graded.append((found[0], member.rank, found[1]))
     if not graded:
         return None
     grade = worst(found for found, _, _ in graded)
@@ -262,13 +252,3 @@ def _bandwidth(facts: RunFacts, ranks: list[RankFacts]) -> list[BandwidthSize]:
         best = max(row[3] for row in rows)
         sizes.append(BandwidthSize(size, len(rows), time_us, algbw, busbw, rank.rank, facts.host(rank), best))
     return sizes
-
-
-def _clocks(facts: RunFacts) -> list[NodeClock]:
-    found = []
-    for node in facts.nodes.values():
-        if node.clock is not None:
-            offset, round_trip = node.clock
-            host = node.hello.host if node.hello is not None else ""
-            found.append(NodeClock(host, round(offset / 1e6, 3), round(round_trip / 2e6, 3)))
-    return sorted(found, key=lambda clock: clock.host)

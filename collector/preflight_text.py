@@ -81,16 +81,12 @@ def _cell(cell: StageCell | None) -> Text:
 
 
 def print_findings(console: Console, preflight: PreflightReport, told: Iterable[str] = ()) -> None:
-    """What was found and is not in the verdict already (`told`), the bandwidth, and the clocks."""
+    """What was found and is not in the verdict already (`told`), and the bandwidth."""
     told_already = " ".join(told)
     left = [finding for finding in preflight.findings if finding.sentence not in told_already]
     _list(console, "Differences between ranks", [f for f in left if f.stage == "consistency"])
     _bandwidth(console, preflight.bandwidth)
     _list(console, "Also found by the preflight", [f for f in left if f.stage != "consistency"])
-    far = [clock for clock in preflight.clocks if abs(clock.offset_ms) - clock.uncertain_by_ms > 1000]
-    for clock in far[:_MAX_FINDINGS]:
-        off = f"{-clock.offset_ms / 1000:+.1f} s (within {clock.uncertain_by_ms:.0f} ms)"
-        console.print(Text(f"the clock of {clock.host} is {off} off the collector's: mind it when comparing logs"))
 
 
 def _list(console: Console, title: str, findings: list[Finding]) -> None:

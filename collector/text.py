@@ -17,6 +17,7 @@ from .report import RankReport, Report
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow"}
 _MAX_COLUMNS = 8
 _MAX_MATRIX_ROWS = 12
+_CLOCK_OFF_S = 1.0
 
 
 def render_text(report: Report, *, width: int = 110, color: bool = False, rank: int | None = None) -> str:
@@ -32,9 +33,11 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
     _verdict(console, report)
     if preflight_first:
         print_findings(console, report.preflight, [report.verdict.statement, *report.verdict.evidence])
+        _clocks(console, report)
         _faults(console, report)
         return _text_of(out)
     _ranks(console, report)
+    _clocks(console, report)
     _faults(console, report)
     print_findings(console, report.preflight)
     print_notices(console, report)
@@ -108,6 +111,16 @@ def _ranks(console: Console, report: Report) -> None:
             style="bold" if rank.rank == report.verdict.rank else None,
         )
     console.print(table)
+
+
+def _clocks(console: Console, report: Report) -> None:
+    """Clocks that would mislead whoever compares the logs of two hosts."""
+    for node in report.nodes:
+        if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
+            off = -node.clock_offset_ns / 1e9
+            console.print(
+                Text(f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs", "yellow")
+            )
 
 
 def _faults(console: Console, report: Report) -> None:

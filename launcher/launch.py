@@ -373,7 +373,7 @@ class _Launch:
             print(verdict.text, file=sys.stderr, flush=True)
         elif self._args.format == "text":
             print(verdict.text, flush=True)
-        elif self._plan.hosts or self._args.collector is not None:  # of several nodes one prints it, for one reader
+        elif self._run_dir is not None or self._args.collector is not None:  # of several nodes one: for one reader
             try:
                 print(Path(verdict.report).read_text(), flush=True)
             except OSError:
