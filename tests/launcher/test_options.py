@@ -352,7 +352,9 @@ def test_an_option_about_a_script_is_one_sentence_too(option):
         get_check_parser().parse_args([option])
 
 
-@pytest.mark.parametrize("line", ["--on-overflow abort", "--on-preflight-failure stop", "--every 3", "--no-such-option"])
+@pytest.mark.parametrize(
+    "line", ["--on-overflow abort", "--on-preflight-failure stop", "--every 3", "--no-such-option"]
+)
 def test_an_option_that_only_training_has_is_refused_by_a_check(line):
     with pytest.raises(UsageError, match=r"unrecognized arguments.*gpuwatch check --help"):
         get_check_parser().parse_args(line.split())
