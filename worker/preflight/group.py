@@ -24,8 +24,9 @@ from .votes import Judgement, Vote, judge, judge_sums_of_pairs
 
 SIZES = (4096, 1 << 20)
 """float32: NCCL takes other protocols for 16 KiB than for 4 MiB."""
-MOST_TO_SEARCH = 16
-"""Groups of more ranks are not searched for who adds wrong: the pairs of their nodes are tried instead."""
+SMALL = 16
+"""In a group of so many ranks each one broadcasts, and it is searched for who adds wrong. In a larger one two broadcast,
+and the pairs of its nodes are tried instead."""
 
 _PERIOD = 122
 _LEAST_S = 0.1
@@ -57,7 +58,7 @@ def check_group(
     say("votes")
     votes = exchange(PrefixStore("votes", store), ranks, rank, vote, deadline)
     verdict = judge(votes)
-    if verdict is not None and verdict.search and len(ranks) <= MOST_TO_SEARCH:
+    if verdict is not None and verdict.search and len(ranks) <= SMALL:
         try:
             verdict = judge_sums_of_pairs(votes, _search(store, device, ranks, rank, deadline, say))
         except (RuntimeError, ProbeFailure):
@@ -151,7 +152,7 @@ class _Round:
 
     def _broadcast(self) -> Vote:
         wrong = []
-        for root in (self._ranks[0], self._ranks[-1]):
+        for root in self._ranks if len(self._ranks) <= SMALL else (self._ranks[0], self._ranks[-1]):
             due = values_of(root, SIZES[0])
             got = (due if root == self._rank else torch.zeros_like(due)).to(self._device)
             dist.broadcast(got, src=self._ranks.index(root))

@@ -82,7 +82,7 @@ def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int
         return Judgement(
             f"{ranks_text(sending)} {verb} wrong values in {kind} (seen by {ranks_text(sees)})", tuple(sorted(sending))
         )
-    # a broadcast has one or two roots: who gets one wrong that others get right is the one to name
+    # of a broadcast all get the same: who gets one wrong that all others get right is the one to name
     receiving = {
         to
         for to, of in senders.items()
