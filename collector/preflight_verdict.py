@@ -23,7 +23,9 @@ def preflight_verdict(facts: RunFacts) -> Verdict | None:
     failures = [finding for finding in findings_of(ranks) if finding.grade == "fail"]
     if failures:
         return _of_findings(facts, ranks, failures)
-    return _of_outcomes(facts, ranks)
+    if any(rank.preflight is not None and rank.preflight.outcome in ("failed", "victim") for rank in ranks):
+        return _of_outcomes(facts, ranks)
+    return _of_silence(facts, silent_of(facts, ranks))
 
 
 def check_verdict(facts: RunFacts) -> Verdict | None:
@@ -33,15 +35,7 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
     ranks = facts.of_attempt(facts.last_attempt)
     silent = silent_of(facts, ranks)
     if silent:
-        return Verdict(
-            kind="preflight",
-            statement=f"Preflight: {silent}.",
-            certainty="established" if _nodes_missing(facts) else "unknown",
-            attempt=facts.last_attempt,
-            stage="arrive",
-            evidence=[f"heard: {_names(sorted(node_name(node) for node in facts.nodes.values()))}"],
-            next=["Look whether gpuwatch check was started there with the same options, and what it printed."],
-        )
+        return _of_silence(facts, silent)
     if any(node.bye is None or node.bye.outcome != "ok" for node in facts.nodes.values()):
         return None
     findings = findings_of(ranks)
@@ -63,6 +57,19 @@ def check_verdict(facts: RunFacts) -> Verdict | None:
         attempt=facts.last_attempt,
         evidence=[_line(finding) for finding in findings[:_MAX_LINES]],
         next=list(dict.fromkeys(finding.next for finding in findings if finding.next))[:_MAX_LINES],
+    )
+
+
+def _of_silence(facts: RunFacts, silent: str) -> Verdict:
+    missing = _nodes_missing(facts)
+    return Verdict(
+        kind="preflight",
+        statement=f"Preflight: {silent or 'it was stopped, and nobody said why'}.",
+        certainty="established" if missing else "unknown",
+        attempt=facts.last_attempt,
+        stage="arrive" if missing else None,
+        evidence=[f"heard: {_names(sorted(node_name(node) for node in facts.nodes.values()))}"],
+        next=["Look whether it was started on every node with the same options, and what it printed there."],
     )
 
 

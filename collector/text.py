@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.frames import Frame, format_number
+from ..core.ranks_text import ranks_text
+from .answer import Cascade
 from .frames_text import frames_text
 from .notices_text import print_notices
 from .preflight_text import print_findings, print_stages
@@ -17,6 +19,7 @@ from .report import RankReport, Report
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow"}
 _MAX_COLUMNS = 8
 _MAX_MATRIX_ROWS = 12
+_MAX_CASCADE = 8
 _CLOCK_OFF_S = 1.0
 
 
@@ -72,9 +75,26 @@ def _verdict(console: Console, report: Report) -> None:
         ]
         _list(console, "At the same time", others)
     if verdict.cascade:
-        _list(console, "Because of it", [f"rank {c.rank} {c.how}" for c in verdict.cascade])
+        _list(console, "Because of it", _cascade(verdict.cascade))
     _list(console, "Next", verdict.next)
     console.print()
+
+
+def _cascade(cascade: list[Cascade]) -> list[str]:
+    """Ranks that ended in the same way share a line: there can be hundreds of them."""
+    alike: dict[str, list[int]] = {}
+    for entry in cascade:
+        alike.setdefault(entry.how, []).append(entry.rank)
+    lines = [f"{ranks_text(ranks)} {how if len(ranks) == 1 else _plural(how)}" for how, ranks in alike.items()]
+    left = sum(map(len, list(alike.values())[_MAX_CASCADE:]))
+    return [*lines[:_MAX_CASCADE], *([f"and {left} more ranks"] if left else [])]
+
+
+def _plural(how: str) -> str:
+    for one, many in (("is a victim", "are victims"), ("was stopped", "were stopped")):
+        if how.startswith(one):
+            return many + how.removeprefix(one)
+    return how
 
 
 def _list(console: Console, title: str, items: list[str]) -> None:

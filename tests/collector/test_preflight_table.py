@@ -212,6 +212,16 @@ def test_many_nodes_with_the_same_trouble_share_a_row(make):
     assert rows[-1][:3] == ["20", "nodes", "0-19"]
 
 
+def test_hundreds_of_victims_share_a_line(make):
+    victims = [rank for rank in range(512) if rank != 77]
+    finding = make.found("cross group", "fail", "rank", [77], ["gpu-009"], "rank 77 hangs", victims=victims)
+    report = report_of(check(make, 64, 8, [finding]))
+    assert len(report.verdict.cascade) == 511
+    text = render_text(report)
+    assert "  - ranks 0-76, 78-511 are victims of what failed in stage cross group" in text
+    assert len(text.splitlines()) < 40
+
+
 def test_what_the_verdict_says_is_not_said_twice(make):
     finding = make.found("compute", "fail", "rank", [1], ["gpu-000"], "rank 1 computes another matmul")
     difference = make.found("consistency", "warn", "node", [2, 3], ["gpu-001"], "NCCL_DEBUG differs")

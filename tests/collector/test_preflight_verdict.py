@@ -159,8 +159,9 @@ def test_a_node_that_was_never_heard_fails_a_check(make):
 
 
 @pytest.mark.parametrize("outcome", ["ok", "failed"])
-def test_a_rank_without_a_result_fails_a_check(make, outcome):
-    skipped = make.concluded(1, [], "skipped", detail="no store", stops=False)
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_rank_without_a_result_fails_a_check(make, outcome, stops):
+    skipped = make.concluded(1, [], "skipped", detail="no store", stops=stops)
     verdict, code = checked(make, make.concluded(0), skipped, outcome=outcome)
     assert (verdict.kind, verdict.certainty, code) == ("preflight", "unknown", 3)
     assert "rank 1 gave no result (no store)" in verdict.statement
