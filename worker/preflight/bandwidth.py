@@ -135,12 +135,6 @@ def slowest(measured: Mapping[int, Measured]) -> tuple[int, BandwidthRow] | None
     return rank, rows[rank]
 
 
-def slowest_link(measured: Mapping[int, Measured]) -> LinkSpeed | None:
-    """The link with the least bandwidth."""
-    links = [link for one in measured.values() for link in one.links]
-    return min(links, key=lambda link: (link.gbs, link.first), default=None)
-
-
 def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw: float) -> Finding | None:
     """Grade fail if the slowest rank's bus bandwidth at the largest size is below `min_busbw` GB/s."""
     found = slowest(measured)
@@ -152,12 +146,11 @@ def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw:
         f"{row.busbw_gbs:g} GB/s, below the {min_busbw:g} GB/s of --min-busbw"
     )
     next_ = "Look at the links and at what NCCL chose (--nccl-debug): the transport, the interface, GPUDirect RDMA."
-    guilty = slow_links(measured, hosts)
-    if guilty:
-        return msgspec.structs.replace(guilty[0], grade="fail", sentence=f"{sentence}: {guilty[0].sentence}")
-    link = slowest_link(measured)
-    if link is not None:
-        sentence += f"; the slowest link is {_link_text(link, hosts)} with {link.gbs:g} GB/s each way"
+    links = slow_links(measured, hosts)
+    if links:
+        sentence += f"; {links[0].sentence}"
+        if links[0].grade == "warn":
+            return msgspec.structs.replace(links[0], grade="fail", sentence=sentence)
     ranks = sorted(measured)
     return Finding(STAGE, "fail", "job", ranks, _hosts(ranks, hosts), sentence, next_)
 
@@ -165,12 +158,14 @@ def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw:
 def slow_links(measured: Mapping[int, Measured], hosts: Mapping[int, str], factor: float = 3.0) -> list[Finding]:
     """Links that are slow beside the best one of their kind (inside a host, between hosts). Grade warn.
 
-    If all links of a host to others are slow and those of the rest are not, it is the host that is named.
+    If all links of a host to others are slow and those of the rest are not, it is the host that is named. If none is
+    slow, the slowest one is told all the same, with grade ok.
     """
     links = [link for one in measured.values() for link in one.links]
     inside = [link for link in links if hosts.get(link.first) == hosts.get(link.second)]
     between = [link for link in links if hosts.get(link.first) != hosts.get(link.second)]
-    return [*_slow(inside, hosts, factor), *_slow_between(between, hosts, factor)]
+    found = [*_slow(inside, hosts, factor), *_slow_between(between, hosts, factor)]
+    return found or _none_slow(between or inside, hosts)
 
 
 def size_text(size: int) -> str:
@@ -218,6 +213,18 @@ def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: 
                 )
             ]
     return found
+
+
+def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[Finding]:
+    if not links:
+        return []
+    slow, fast = (choose(links, key=lambda link: link.gbs) for choose in (min, max))
+    range_text = f" (the fastest of {len(links)}: {fast.gbs:g})" if len(links) > 1 else ""
+    which = "slowest link is between" if len(links) > 1 else "link between"
+    verb = ", with" if len(links) > 1 else " moves"
+    sentence = f"the {which} {_link_text(slow, hosts)}{verb} {slow.gbs:g} GB/s each way{range_text}"
+    ranks = [slow.first, slow.second]
+    return [Finding(STAGE, "ok", "link", ranks, _hosts(ranks, hosts), sentence)]
 
 
 def _link_text(link: LinkSpeed, hosts: Mapping[int, str]) -> str:

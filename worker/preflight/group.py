@@ -25,8 +25,8 @@ from .votes import Judgement, Vote, judge, judge_sums_of_pairs
 SIZES = (4096, 1 << 20)
 """float32: NCCL takes other protocols for 16 KiB than for 4 MiB."""
 SMALL = 16
-"""In a group of so many ranks each one broadcasts, and it is searched for who adds wrong. In a larger one two broadcast,
-and the pairs of its nodes are tried instead."""
+"""In a group of so many ranks each one broadcasts, and it is searched for who adds wrong. In a larger one, two do,
+and the pairs of its nodes are tried."""
 
 _PERIOD = 122
 _LEAST_S = 0.1

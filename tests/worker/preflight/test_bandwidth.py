@@ -13,7 +13,6 @@ from gpuwatch.worker.preflight.bandwidth import (
     sizes_up_to,
     slow_links,
     slowest,
-    slowest_link,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,7 +103,7 @@ def test_below_the_wanted_bandwidth_is_a_failure():
     assert below(measured, HOSTS, 2.0) is None
     assert (finding.grade, finding.subject, finding.ranks) == ("fail", "job", [0, 1, 2])
     assert "bus bandwidth of 2 GB/s, below the 2.5 GB/s of --min-busbw" in finding.sentence
-    assert "slowest link is rank 1 (b) and rank 2 (c) with 0.9 GB/s" in finding.sentence
+    assert "the slowest link is between rank 1 (b) and rank 2 (c), with 0.9 GB/s" in finding.sentence
 
 
 def test_a_slow_link_is_to_blame_for_it():
@@ -125,8 +124,16 @@ def test_a_slow_link_is_named_beside_good_ones_of_its_kind():
     found = slow_links(of(1.0, 0.2, 1.1, 1.0), HOSTS)
 
     assert [(one.grade, one.subject, one.ranks) for one in found] == [("warn", "link", [1, 2])]
-    assert slowest_link(of(1.0, 0.2, 1.1, 1.0)) == LinkSpeed(1, 2, 0.2)
-    assert slow_links(of(1.0, 0.5, 1.1, 1.0), HOSTS) == []
+
+
+def test_where_none_is_slow_the_slowest_is_told():
+    (of_four,) = slow_links(of(1.0, 0.5, 1.1, 1.0), HOSTS)
+    (of_one,) = slow_links({0: Measured([], [LinkSpeed(0, 1, 0.5)]), 1: Measured([])}, HOSTS)
+
+    assert (of_four.grade, of_four.ranks) == ("ok", [1, 2])
+    assert of_four.sentence.endswith("rank 1 (b) and rank 2 (c), with 0.5 GB/s each way (the fastest of 4: 1.1)")
+    assert of_one.sentence == "the link between rank 0 (a) and rank 1 (b) moves 0.5 GB/s each way"
+    assert slow_links({}, HOSTS) == []
 
 
 def test_a_host_whose_links_are_all_slow_is_named():
@@ -136,4 +143,6 @@ def test_a_host_whose_links_are_all_slow_is_named():
 
 
 def test_links_inside_a_host_and_between_hosts_are_not_compared():
-    assert slow_links(of(100.0, 1.0, 100.0, 1.0), {0: "a", 1: "a", 2: "b", 3: "b"}) == []
+    (finding,) = slow_links(of(100.0, 1.0, 100.0, 1.0), {0: "a", 1: "a", 2: "b", 3: "b"})
+
+    assert (finding.grade, finding.hosts) == ("ok", ["a", "b"])
