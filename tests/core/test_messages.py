@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from gpuwatch.core import messages, records
 from gpuwatch.core.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, Hello, WireError
+from gpuwatch.core.preflight import BandwidthRow
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -37,6 +38,8 @@ EVENTS = [
     records.Cost(HERE, 1_000_000, 1_020_000, 50, 49),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),
+    records.PreflightBegan(HERE, "bandwidth", 30.0),
+    records.Bandwidth(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
     records.PreflightStage(HERE, "all_reduce", True, 0.25, "ring"),
     records.PreflightResult(HERE, "failed", "device", "no device", True, "nccl", "H100"),
     records.Inventory(HERE, "cpu", {"torch": "2.13.0"}),

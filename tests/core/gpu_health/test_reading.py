@@ -14,13 +14,15 @@ from gpuwatch.core.gpu_health.grade import grade, grade_answer, judge
 from gpuwatch.core.gpu_health.thresholds import CHECKS, DEFAULTS
 
 DEADLINE_S = 20.0
+NO_RETIREMENT = "* no_retirement error 3"
+"""An H100 remaps rows."""
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, GPU_IS_LOST = 3, 4, 9, 15
 
 
 @pytest.fixture
 def first(nvml):
     """UUID of the first GPU, which row remapping makes one without page retirement."""
-    nvml.says("* no_retirement error 3")
+    nvml.says(NO_RETIREMENT)
     return nvml.gpus[0]
 
 
@@ -120,7 +122,7 @@ SICK = [
     ("nvlinks_inactive 2", "nvlinks_down_on_fabric", "fail", "down: 2"),
     ("nvlink_recovery_errors 1", "nvlink_recovery_errors", "warn", "recoveries"),
     ("nvlink_replay_errors 9", "nvlink_replay_errors", "warn", "replays"),
-    ("fabric_state 2", "fabric_not_ready", "fail", "not joined"),
+    ("fabric_state 2", "fabric_not_ready", "warn", "not joined"),
     ("fabric_status 999", "fabric_error", "fail", "error of NVML: 999"),
     ("fabric_health 0x1a9", "fabric_degraded_bandwidth", "warn", "bandwidth"),
     ("fabric_health 0x19a", "fabric_route_unhealthy", "fail", "unhealthy"),
@@ -133,7 +135,7 @@ SICK = [
 
 @pytest.mark.parametrize(("line", "check", "expected", "words"), SICK, ids=[line for line, *_ in SICK])
 def test_each_sickness_is_found_on_the_gpu_that_has_it_and_only_there(nvml, line, check, expected, words):
-    nvml.says("* no_retirement error 3", f"1 {line}")
+    nvml.says(NO_RETIREMENT, f"1 {line}")
     answer = ask_nvml(list(nvml.gpus), DEADLINE_S)
     well, sick = (answer.readings[uuid] for uuid in nvml.gpus)
     if check.startswith(("clocks", "pcie")):
@@ -165,6 +167,13 @@ def test_a_slowdown_for_a_moment_is_a_change_of_the_clocks_and_no_finding(nvml, 
     assert grades(read(nvml.gpus[0], loaded=True))["clocks_hw_slowdown"] == grade_
 
 
+def test_a_gpu_that_is_not_part_of_the_fabric_beside_it_may_have_no_links(nvml):
+    """One GPU of eight, given to a virtual machine."""
+    nvml.says(NO_RETIREMENT, "0 fabric_state 1", "0 nvlinks_inactive 18")
+    found = grades(read(nvml.gpus[0]))
+    assert (found["nvlinks_down"], found["nvlinks_down_on_fabric"], found["fabric_not_ready"]) == ("ok", "ok", "warn")
+
+
 def test_a_lost_gpu_fails_and_says_so(nvml):
     nvml.says(f"1 handle error {GPU_IS_LOST}")
     findings, _ = grade_answer(ask_nvml([nvml.gpus[1]], DEADLINE_S), nvml.gpus[1], DEFAULTS, [1], "n0")
@@ -178,7 +187,7 @@ def test_a_gpu_that_is_lost_while_it_is_asked_fails_too(nvml):
 
 
 def test_nvlink_5_counts_its_errors_elsewhere(nvml, first):
-    nvml.says("* no_retirement error 3", "* nvlink_counters error 3", "0 nvlink5_errors 6")
+    nvml.says(NO_RETIREMENT, "* nvlink_counters error 3", "0 nvlink5_errors 6")
     values = read(first).values
     assert (values["nvlink_crc_errors"], values["nvlink_recovery_errors"]) == (6, 6)
 
@@ -197,10 +206,10 @@ def stranger():
 
 
 def test_a_process_of_somebody_else_is_named(nvml, first, stranger):
-    nvml.says("* no_retirement error 3", f"0 process {stranger.pid}")
+    nvml.says(NO_RETIREMENT, f"0 process {stranger.pid}")
     (finding,) = grade(read(first), DEFAULTS, [0], "n0")
     assert (finding.grade, finding.sentence.endswith(f"sleep (pid {stranger.pid})")) == ("warn", True)
-    nvml.says("* no_retirement error 3", f"0 process {stranger.pid}", "0 compute_mode 3")
+    nvml.says(NO_RETIREMENT, f"0 process {stranger.pid}", "0 compute_mode 3")
     assert grades(read(first))["exclusive_and_taken"] == "fail"
 
 
@@ -209,7 +218,7 @@ def test_a_process_of_the_same_torchrun_is_not_another(nvml, first, monkeypatch)
     monkeypatch.setenv("MASTER_PORT", "29500")
     process = subprocess.Popen(["sleep", "60"])
     try:
-        nvml.says("* no_retirement error 3", f"0 process {process.pid}")
+        nvml.says(NO_RETIREMENT, f"0 process {process.pid}")
         assert read(first).values["other_processes"] == 0
     finally:
         process.kill()
@@ -219,7 +228,7 @@ def test_a_process_of_the_same_torchrun_is_not_another(nvml, first, monkeypatch)
 def test_a_process_that_is_not_to_be_seen_from_here_is_unknown_and_accused_of_nothing(nvml, first):
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     process.wait()
-    nvml.says("* no_retirement error 3", f"0 process {process.pid}")
+    nvml.says(NO_RETIREMENT, f"0 process {process.pid}")
     reading = read(first)
     assert "container" in reading.unknown["other_processes"]
     assert grade(reading, DEFAULTS, [0], "n0") == []
@@ -229,16 +238,14 @@ def test_a_process_that_is_not_to_be_seen_from_here_is_unknown_and_accused_of_no
 
 
 def test_not_supported_is_unknown_and_not_healthy(nvml, first):
-    nvml.says(
-        "* no_retirement error 3", *(f"0 ecc_{name} error {NOT_SUPPORTED}" for name in ("mode", "corrected_volatile"))
-    )
+    nvml.says(NO_RETIREMENT, *(f"0 ecc_{name} error {NOT_SUPPORTED}" for name in ("mode", "corrected_volatile")))
     (finding,) = grade(read(first), DEFAULTS, [2], "n0")
     assert (finding.grade, finding.ranks) == ("unknown", [2])
     assert "ecc_corrected_volatile, ecc_disabled (Not Supported)" in finding.sentence
 
 
 def test_what_only_root_may_read_is_no_finding_and_is_told_in_the_summary(nvml, first):
-    nvml.says("* no_retirement error 3", f"0 sram_threshold_exceeded error {NO_PERMISSION}")
+    nvml.says(NO_RETIREMENT, f"0 sram_threshold_exceeded error {NO_PERMISSION}")
     findings, detail = grade_answer(ask_nvml([first], DEADLINE_S), first, DEFAULTS, [0], "n0")
     assert findings == []
     assert "sram_threshold_exceeded (Insufficient Permissions)" in detail
