@@ -14,7 +14,7 @@ from ...core.preflight import Finding, Grade
 from ...core.settings import WorkerSettings
 from ..identity import Identity
 from .conclude import Heard, Terms, conclude_softly
-from .deadlines import Deadlines
+from .deadlines import DEPUTY_S, Deadlines
 from .lines import (
     At,
     BandwidthLine,
@@ -30,7 +30,7 @@ from .lines import (
 from .meeting import LEADER, Meeting, NoConclusion, Reports, StoreLost, connect
 from .parts import Parts
 from .reports import Attendance, Conclusion, Report, Roster
-from .steps import stage_of
+from .steps import is_local, stage_of
 
 STORE_S = 20.0
 """For torchrun's store to take us."""
@@ -153,7 +153,7 @@ class Course:
     def _meet(self, step: str, report: Report, before: Conclusion) -> Conclusion:
         deadlines, stage = self._deadlines, stage_of(step)
         self._steps.append(step)
-        self._say(Waits(step, deadlines.backstop_of_wait(stage)))
+        self._say(Waits(step, deadlines.wait(stage)))
 
         def draw(found: Reports) -> bytes:
             reports = {rank: msgspec.json.decode(data, type=Report) for rank, data in found.by_rank.items()}
@@ -166,7 +166,7 @@ class Course:
             draw,
             reports_s=deadlines.reports(stage),
             conclusion_s=deadlines.conclusion(stage),
-            deputy_s=deadlines.deputy(stage),
+            deputy_s=DEPUTY_S,
         )
         return msgspec.json.decode(data, type=Conclusion)
 
@@ -198,7 +198,7 @@ class Course:
         return Report(attendance=here, findings=inventory.findings)
 
     def _takes_part(self, step: str, before: Conclusion) -> bool:
-        return step in ("consistency", "health", "allocation", "compute") or len(self._members(step, before)) > 1
+        return is_local(step) or len(self._members(step, before)) > 1
 
     def _members(self, step: str, before: Conclusion) -> list[int]:
         """The ranks of the process group that this rank is to join; [] if it joins none."""
@@ -220,8 +220,13 @@ class Course:
         self._begin(stage, step)
         if step == "consistency":  # compared by who hears all; its end is the conclusion
             return Report(facts=self._parts.facts)
-        if step in ("health", "allocation", "compute"):
-            report = getattr(self._parts, step)()
+        if is_local(step):
+            alone = {
+                "health": self._parts.health,
+                "allocation": self._parts.allocation,
+                "compute": self._parts.compute,
+            }
+            report = alone[step]()
         else:
             assert self._roster is not None
             test = self._parts.bandwidth if step == "bandwidth" else self._parts.group

@@ -21,6 +21,8 @@ _TABLE_S = {
 }
 _NEWS_S = 15.0
 _CONCLUSION_S = 8.0
+DEPUTY_S = 2 * _CONCLUSION_S
+"""For the rank that takes the leader's place."""
 _TORCH_SHARE = 0.7
 """Of a group's deadline is torch's own timeout: who only waits gives up first, then who hangs is killed."""
 
@@ -47,14 +49,6 @@ class Deadlines:
         """For the conclusion to be there, from the end of a rank's own part."""
         return self.reports(stage) + _CONCLUSION_S
 
-    def deputy(self, stage: str) -> float:
-        """For the conclusion of the rank that takes the leader's place."""
-        return 2 * _CONCLUSION_S
-
-    def backstop_of_work(self, stage: str) -> float:
-        """After which a coordinator that should have ended its part has itself hung."""
-        return self.work(stage) + 5.0
-
-    def backstop_of_wait(self, stage: str) -> float:
-        """After which a coordinator that waits for the others has itself hung."""
-        return self.conclusion(stage) + self.deputy(stage) + 5.0
+    def wait(self, stage: str) -> float:
+        """For the conclusion of the rank that takes the leader's place, if it comes to that: then it is over."""
+        return self.conclusion(stage) + DEPUTY_S

@@ -172,6 +172,7 @@ def _run_child(call: Callable[[Say], Any], pipe: int, output: int, parent: int) 
         os.dup2(nothing, 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
         def tell(message: msgspec.Struct) -> None:
             os.write(pipe, msgspec.json.encode(message) + b"\n")

@@ -1,8 +1,8 @@
 """One process group was tried: who is to blame if it failed? Pure.
 
 A rank is to blame that died, found a fault of its own, or is accused by others; inside a node also one that hangs while
-the others gave up. A rank whose peers went away, or that timed out, is a victim. If all are victims, nobody is named: it
-may be the network, which between nodes also makes a rank hang where torch's timeout does not reach, as when it connects.
+the others gave up. A rank whose peers went away, or that timed out, is a victim. If all are victims, nobody is named.
+Between nodes the network also makes a rank hang, where torch's timeout does not reach: as when it connects.
 """
 
 from __future__ import annotations

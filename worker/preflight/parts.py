@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +113,7 @@ class Parts:
 
     def bandwidth(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> Report:
         """How fast all_reduce is."""
-        largest = self.settings.bandwidth_size
-
-        def call(*args: Any) -> Measured:
-            return measure(*args, largest_bytes=largest)
+        call = partial(measure, largest_bytes=self.settings.bandwidth_size)
 
         def report(ending: Ending) -> Report:
             measured = msgspec.json.decode(ending.value, type=Measured)
