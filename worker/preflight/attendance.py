@@ -68,8 +68,8 @@ def missing_findings(
                 hosts=[host] if host else [],
                 sentence=f"{ranks_text(ranks)}{place} did not arrive within {timeout_s:.0f} s",
                 next=(
-                    f"Look at {host or 'the node of these ranks'}: is it up, does torchrun run there, does it reach the "
-                    "others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
+                    f"Look at {host or 'the node of these ranks'}: is it up, does torchrun run there, does it reach "
+                    "the others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
                 ),
                 victims=sorted(present),
             )

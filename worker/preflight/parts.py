@@ -141,6 +141,7 @@ class Parts:
 
         def call(say: Say) -> Any:
             if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
                 os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(log))
             store = group_store(self.identity, self.prefix, name, timeout_s)
             return test(store, device, backend, ranks, rank, timeout_s, say)

@@ -49,8 +49,8 @@ _MARGIN_S = 5.0
 """For a coordinator to notice that a test of its own has hung, and to end it."""
 _TELLER_S = 30.0
 """For a second coordinator to import torch and to join the store."""
-MOST_FINDINGS = 100
-"""Are written down; each rank writes them."""
+MOST_WRITTEN = 100
+"""Findings, and other ranks that did not come through: each rank writes them down, and there may be many ranks."""
 
 
 class CoordinatorRun:
@@ -152,7 +152,10 @@ def run_preflight(session: Session, identity: Identity, script: str = "") -> str
         recorder.append(PreflightResult(session.where(), "skipped", detail=detail, stops=settings.check_only))
         return f"nothing was checked: {detail}" if settings.check_only else None
     limit_s = Deadlines(settings.preflight_timeout_s).work("inventory") + _MARGIN_S
-    coordinator = CoordinatorRun(session, ["--script", script], limit_s)
+    try:
+        coordinator = CoordinatorRun(session, ["--script", script], limit_s)
+    except OSError as error:  # no memory or no process to be had: nor will the script have one
+        return _decide(session, identity, _unheard(identity, "inventory", f"could not start its preflight: {error}"))
     _follow(session, coordinator)
     concluded = coordinator.concluded
     if concluded is None:
@@ -180,20 +183,26 @@ def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> 
     """This rank has fallen out: say so in the store, and hear what follows."""
     detail = fell.how_it_fell()
     arguments = ["--fallen", fell.step, "--stage", fell.stage, "--detail", detail]
-    teller = CoordinatorRun(session, arguments, _TELLER_S)
+    try:
+        teller = CoordinatorRun(session, arguments, _TELLER_S)
+    except OSError:
+        return _unheard(identity, fell.stage, detail)
     _follow(session, teller)
-    if teller.concluded is not None:
-        return teller.concluded
+    return teller.concluded or _unheard(identity, fell.stage, detail)
+
+
+def _unheard(identity: Identity, stage: str, detail: str) -> Concluded:
+    """What this rank knows alone: the others only find that it is missing."""
     host = host_name()
     finding = Finding(
-        stage=fell.stage,
+        stage=stage,
         grade="fail",
         subject="rank",
         ranks=[identity.rank],
         hosts=[host],
         sentence=f"rank {identity.rank} ({host}) {detail}; it could not tell the others",
     )
-    return Concluded([finding], [RankOutcome(identity.rank, "failed", fell.stage, detail)])
+    return Concluded([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
 
 
 def _decide(session: Session, identity: Identity, concluded: Concluded) -> str | None:
@@ -201,6 +210,7 @@ def _decide(session: Session, identity: Identity, concluded: Concluded) -> str |
     failures = [finding for finding in concluded.findings if finding.grade == "fail"]
     stops = bool(failures) and session.settings.on_preflight_failure == "stop"
     mine = next((one for one in concluded.outcomes if one.rank == rank), RankOutcome(rank, "ok"))
+    peers = sorted((o for o in concluded.outcomes if o.rank != rank), key=lambda o: o.standing)  # failed, then victims
     session.recorder.append(
         PreflightResult(
             session.where(),
@@ -210,8 +220,8 @@ def _decide(session: Session, identity: Identity, concluded: Concluded) -> str |
             stops,
             concluded.backend,
             concluded.device,
-            [PeerOutcome(o.rank, o.standing, o.stage, o.detail) for o in concluded.outcomes if o.rank != rank],
-            concluded.findings[:MOST_FINDINGS],
+            [PeerOutcome(o.rank, o.standing, o.stage, o.detail) for o in peers[:MOST_WRITTEN]],
+            concluded.findings[:MOST_WRITTEN],
         )
     )
     return _sentence(failures, check_only=session.settings.check_only) if stops else None
