@@ -79,7 +79,8 @@ class StageLines:
             finished = over or (len(stage.ended) >= ranks and stage_order(name) < furthest)
             line = StageLine(
                 stage=name,
-                done=len(stage.ended),
+                # who waits for the others has arrived
+                done=len(stage.begun if name == "arrive" and not finished else stage.ended),
                 ranks=ranks,
                 grade=self._grade(name, stage) if finished else "",
                 seconds=round(max((event.seconds for event in stage.ended.values()), default=0.0), 3),

@@ -32,37 +32,52 @@ class LiveLines(Protocol):
         """Leave the terminal as it was. May be called several times."""
 
 
-def live_lines(*, check_only: bool, out: IO[str] | None = None) -> LiveLines:
-    """The right ones for where stderr goes. A launch is to be left with one line, a check with one per stage."""
+def live_lines(*, check_only: bool, out: IO[str] | None = None, patience_s: float = 10.0) -> LiveLines:
+    """The right ones for where stderr goes. A launch is to be left with one line, a check with one per stage.
+
+    In a file, a stage that takes longer than `patience_s` is told before it is over.
+    """
     out = out or sys.stderr
     if out.isatty():
         return _TerminalLines(out, keep=check_only)
-    return _PlainLines(out, every_stage=check_only)
+    return _PlainLines(out, every_stage=check_only, patience_s=patience_s)
 
 
 class _PlainLines:
     """For a file or a pipe."""
 
-    def __init__(self, out: IO[str], *, every_stage: bool) -> None:
+    def __init__(self, out: IO[str], *, every_stage: bool, patience_s: float) -> None:
         self._out = out
         self._every_stage = every_stage
+        self._patience_s = patience_s
         self._told: set[str] = set()
+        self._last: StageLine | None = None
+        self._timer: threading.Timer | None = None
 
     def show(self, line: StageLine) -> None:
+        if self._last is None or self._last.stage != line.stage:
+            self.close()
+            self._timer = threading.Timer(self._patience_s, self._say_that_it_takes_long)
+            self._timer.daemon = True
+            self._timer.start()
+        self._last = line
         if self._every_stage and line.grade and (line.stage not in self._told or line.grade == "fail"):
             self._told.add(line.stage)
             count = f"{line.done} of {line.ranks} ranks"
-            print(
-                f"gpuwatch: preflight {line.stage:<12} {line.grade:<8} {count:<18} {line.seconds:.1f} s".rstrip(),
-                file=self._out,
-                flush=True,
-            )
+            _say(self._out, f"preflight {line.stage:<12} {line.grade:<8} {count:<18} {line.seconds:.1f} s")
+
+    def _say_that_it_takes_long(self) -> None:
+        line = self._last
+        if line is not None and not line.grade:
+            _say(self._out, f"preflight {line.stage}: {line.done} of {line.ranks} ranks so far, still waiting")
 
     def over(self, end: PreflightOver) -> None:
+        self.close()
         _say_end(self._out, end)
 
     def close(self) -> None:
-        pass
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Seconds(ProgressColumn):
@@ -122,4 +137,9 @@ class _TerminalLines:
 def _say_end(out: IO[str], end: PreflightOver) -> None:
     for line in [end.text, *end.warnings]:
         if line:
-            print(f"gpuwatch: {line}", file=out, flush=True)
+            _say(out, line)
+
+
+def _say(out: IO[str], text: str) -> None:
+    out.write(f"gpuwatch: {text}\n")  # in one piece: the ranks write to the same file
+    out.flush()

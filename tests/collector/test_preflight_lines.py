@@ -14,15 +14,20 @@ def heard(*bodies) -> StageLines:
 
 
 def test_a_stage_is_told_as_it_begins_as_ranks_end_it_and_when_it_is_over(make):
-    lines = heard(make.hello(nproc=2), make.began(0, "arrive"))
-    assert lines.due() == [StageLine("arrive", 0, 2)]
+    lines = heard(make.hello(nproc=2), make.began(0, "health"))
+    assert lines.due() == [StageLine("health", 0, 2)]
     assert lines.due() == []
-    lines.hear(make.stage(0, "arrive", 0.5))
-    assert lines.due() == [StageLine("arrive", 1, 2, "", 0.5)]
-    lines.hear(make.stage(1, "arrive", 0.7, "warn"))
-    assert lines.due() == [StageLine("arrive", 2, 2, "", 0.7)]
-    lines.hear(make.began(1, "consistency"))
-    assert lines.due() == [StageLine("arrive", 2, 2, "warn", 0.7), StageLine("consistency", 0, 2)]
+    lines.hear(make.stage(0, "health", 0.5))
+    assert lines.due() == [StageLine("health", 1, 2, "", 0.5)]
+    lines.hear(make.stage(1, "health", 0.7, "warn"))
+    assert lines.due() == [StageLine("health", 2, 2, "", 0.7)]
+    lines.hear(make.began(1, "compute"))
+    assert lines.due() == [StageLine("health", 2, 2, "warn", 0.7), StageLine("compute", 0, 2)]
+
+
+def test_who_waits_for_the_others_has_arrived(make):
+    lines = heard(make.hello(nproc=3), make.began(0, "arrive"), make.began(2, "arrive"))
+    assert lines.due() == [StageLine("arrive", 2, 3)]
 
 
 def test_a_stage_after_which_the_preflight_stops_is_not_called_good_first(make):
@@ -35,7 +40,7 @@ def test_a_stage_after_which_the_preflight_stops_is_not_called_good_first(make):
 
 def test_all_nodes_are_counted_before_they_are_heard(make):
     lines = heard(make.hello("a0", nproc=8, nodes=4), make.began(0, "arrive"))
-    assert lines.due() == [StageLine("arrive", 0, 32)]
+    assert lines.due() == [StageLine("arrive", 1, 32)]
 
 
 def test_stages_come_in_their_order(make):

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import threading
 
 import pytest
 from gpuwatch.core.pipe import PreflightOver, StageLine
@@ -88,6 +89,26 @@ def test_a_launch_writes_one_line_at_the_end_and_its_warnings():
 
 def test_a_launch_without_a_preflight_writes_nothing():
     assert on_file(PreflightOver(), check_only=False) == []
+
+
+@pytest.mark.parametrize("check_only", [False, True])
+def test_a_stage_that_takes_long_is_told_before_it_is_over(check_only):
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "w") as out, os.fdopen(read_end) as told:
+        lines = live_lines(check_only=check_only, out=out, patience_s=0.01)
+        lines.show(StageLine("arrive", 7, 8))
+        assert told.readline() == "gpuwatch: preflight arrive: 7 of 8 ranks so far, still waiting\n"
+        lines.close()
+
+
+def test_a_stage_that_is_over_keeps_nobody_waiting():
+    out = io.StringIO()
+    before = set(threading.enumerate())
+    lines = live_lines(check_only=False, out=out, patience_s=0.01)
+    lines.show(OVER)
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert out.getvalue() == ""
 
 
 def test_on_a_terminal_the_stages_of_a_check_stay(terminal):
