@@ -19,7 +19,6 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from gpuwatch.core.amount import Amount
 from gpuwatch.worker.preflight.allocation import allocate
 from gpuwatch.worker.preflight.bandwidth import measure
 from gpuwatch.worker.preflight.compute import compute
@@ -29,7 +28,7 @@ from gpuwatch.worker.preflight.group import check_group
 CPU = torch.device("cpu")
 
 
-def spoil(way: str) -> None:
+def spoil(way: str, store: dist.Store | None) -> None:
     """Make this rank wrong, in the collectives themselves, as a bad device or network would be."""
     reduce, gather, broadcast, matmul = dist.all_reduce, dist.all_gather, dist.broadcast, torch.matmul
     calls = []
@@ -64,6 +63,15 @@ def spoil(way: str) -> None:
         if src == dist.get_rank():
             tensor[5] = -1
         broadcast(tensor, src)
+
+    def comes_late_from_the_broadcast(tensor, src):
+        broadcast(tensor, src)
+        if src == dist.get_world_size() - 1:
+            store.wait(["votes/0"])  # rank 0 votes when it is through the barrier
+
+    def with_one_thread(first, second, out):
+        assert torch.get_num_threads() == 1
+        matmul(first, second, out=out)
 
     def another_matmul(first, second, out):
         matmul(first, second, out=out)
@@ -108,6 +116,12 @@ def spoil(way: str) -> None:
         torch.matmul = is_slow
     elif way == "four threads":
         torch.set_num_threads(4)
+        torch.matmul = with_one_thread
+    elif way == "skips barrier":
+        dist.barrier = lambda: None
+    elif way == "comes late to the barrier":
+        dist.barrier = lambda: None
+        dist.broadcast = comes_late_from_the_broadcast
     elif way == "full":
         full()
     else:
@@ -117,16 +131,16 @@ def spoil(way: str) -> None:
 def run_rank(request, rank, port, said):
     def call(say):
         way = request.get("faults", {}).get(str(rank))
-        if way:
-            spoil(way)
-        if request["call"] == "compute":
-            return compute(CPU)
-        if request["call"] == "allocate":
-            return allocate(CPU, Amount(size=request["size"]) if "size" in request else None, quick=request["quick"])
+        if request["call"] in ("compute", "allocate"):
+            if way:
+                spoil(way, None)
+            return compute(CPU) if request["call"] == "compute" else allocate(CPU, None, quick=request["quick"])
         client = dist.TCPStore(
             "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
         )
         store = dist.PrefixStore("test", client)
+        if way:
+            spoil(way, store)
         test = {"group": check_group, "bandwidth": measure}[request["call"]]
         return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
 

@@ -12,6 +12,7 @@ from gpuwatch.core.amount import Amount
 from gpuwatch.worker.preflight.allocation import allocate, count_wrong_words, largest_block
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -51,6 +52,29 @@ def test_memory_that_shows_at_two_addresses_is_wrong():
 
     del block
     libc.munmap(address, 2 * size)
+
+
+class StuckBit(TorchDispatchMode):
+    """The lowest bit of the first word is what it is, whatever is written there."""
+
+    def __init__(self, block: torch.Tensor, is_set: bool) -> None:
+        super().__init__()
+        self._first = block[:1].numpy()
+        self._is_set = is_set
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.bitwise_xor.Scalar_out:  # what writes the pattern
+            self._first[0] = self._first[0] | 1 if self._is_set else self._first[0] & ~1
+        return result
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_bit_that_is_stuck_is_found_whatever_it_is_stuck_at(is_set):
+    block = torch.empty(100, dtype=torch.int64)
+
+    with StuckBit(block, is_set):
+        assert count_wrong_words(block) == 1
 
 
 @pytest.mark.parametrize(

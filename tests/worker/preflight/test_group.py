@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gpuwatch.worker.peer_failures import is_peer_failure
 from gpuwatch.worker.preflight.group import sum_of, values_of
 
 
@@ -79,12 +80,19 @@ def test_one_wrong_transfer_between_two_ranks_leaves_open_which(run_ranks):
     assert "the values of rank 0 came out wrong at rank 2 in all_gather; undetermined" in outcomes[3]["detail"]
 
 
+def test_a_barrier_that_is_none_is_told(run_ranks):
+    outcomes = run_ranks("group", [0, 1], {0: "skips barrier", 1: "comes late to the barrier"})
+
+    assert "rank 0 came through the barrier too early: 1 of 2 ranks had reached it" in outcomes[0]["detail"]
+    assert [outcome["peers"] for outcome in outcomes.values()] == [None, [0]]
+
+
 def test_a_rank_that_dies_leaves_errors_of_torch(run_ranks):
     outcomes = run_ranks("group", [0, 1], {1: "dies"}, timeout_s=5.0)
 
     assert outcomes[1]["kind"] == "died"
     assert (outcomes[0]["kind"], outcomes[0]["known"]) == ("raised", False)
-    assert "Connection closed by peer" in outcomes[0]["detail"]
+    assert is_peer_failure(outcomes[0]["detail"])
     assert outcomes[0]["said"][-1] == "all_gather"
 
 
