@@ -136,8 +136,7 @@ class _Round:
         return seen
 
     def _all_reduce(self) -> Vote:
-        errors = [sum_error(self._device, self._ranks, self._rank, count, None) for count in SIZES]
-        return Vote(sum_error=next((error for error in errors if error), ""))
+        return Vote(sum_error=sum_error(self._device, self._ranks, self._rank))
 
     def _all_gather(self) -> Vote:
         mine = values_of(self._rank, SIZES[0]).to(self._device)
@@ -169,21 +168,21 @@ class _Round:
         return Vote()
 
 
-def sum_error(
-    device: torch.device, ranks: Sequence[int], rank: int, count: int, group: dist.ProcessGroup | None
-) -> str:
-    """How the sum over a group came out wrong at this rank, compared on the host; "" if it is right."""
-    total = values_of(rank, count).to(device)
-    dist.all_reduce(total, group=group)
-    got, due = total.cpu(), sum_of(ranks, count)
-    if torch.equal(got, due):
-        return ""
-    wrong = (got != due).nonzero().flatten()
-    first = int(wrong[0])
-    return (
-        f"all_reduce over {len(ranks)} ranks gave {got[first].item():g} where {due[first].item():g} was due "
-        f"({len(wrong)} of {count} numbers wrong)"
-    )
+def sum_error(device: torch.device, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None = None) -> str:
+    """How a sum over a group, of either size, came out wrong at this rank; "" if both are right."""
+    errors = []
+    for count in SIZES:  # always both: the others take part in both
+        total = values_of(rank, count).to(device)
+        dist.all_reduce(total, group=group)
+        got, due = total.cpu(), sum_of(ranks, count)
+        if not torch.equal(got, due):
+            wrong = (got != due).nonzero().flatten()
+            first = int(wrong[0])
+            errors.append(
+                f"all_reduce over {len(ranks)} ranks gave {got[first].item():g} where {due[first].item():g} was due "
+                f"({len(wrong)} of {count} numbers wrong)"
+            )
+    return errors[0] if errors else ""
 
 
 def values_of(rank: int, count: int) -> torch.Tensor:
@@ -226,7 +225,7 @@ def _search(
         for pair in pairs:  # every rank makes every group, in one order: torch wants it so
             group = dist.new_group([list(ranks).index(one) for one in pair])
             if rank in pair:
-                error = sum_error(device, pair, rank, SIZES[0], group)
+                error = sum_error(device, pair, rank, group)
         votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, Vote(sum_error=error), deadline)
         for a, b in pairs:
             found = votes[a].sum_error or votes[b].sum_error

@@ -41,6 +41,10 @@ def spoil(way: str, store: dist.Store | None) -> None:
         total[7] += 1
         reduce(total, *arguments, **more)
 
+    def puts_in_wrong_in_large_messages(total, *arguments, **more):
+        total[7] += total.numel() > 1 << 16
+        reduce(total, *arguments, **more)
+
     def adds_wrong_in_large_groups(total, *arguments, group=None):
         if group is None:
             total[7] += 1
@@ -94,6 +98,8 @@ def spoil(way: str, store: dist.Store | None) -> None:
         dist.all_reduce = adds_wrong
     elif way == "puts in wrong":
         dist.all_reduce = puts_in_wrong
+    elif way == "puts in wrong in large messages":
+        dist.all_reduce = puts_in_wrong_in_large_messages
     elif way == "adds wrong in large groups":
         dist.all_reduce = adds_wrong_in_large_groups
     elif way == "sends wrong":

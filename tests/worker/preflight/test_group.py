@@ -34,6 +34,7 @@ def test_one_rank_is_no_group(run_ranks):
         ([0, 1], "adds wrong", "rank 1 adds wrong: all_reduce over 2 ranks gave"),
         ([0, 1, 2], "adds wrong", "rank 1 adds wrong: all_reduce over 3 ranks gave"),
         ([0, 1, 2], "puts in wrong", "rank 1 adds wrong"),
+        ([0, 1, 2], "puts in wrong in large messages", "rank 1 adds wrong"),
         ([0, 1, 2, 3, 4], "puts in wrong", "in every pair, while the other ranks add right with each other"),
         ([0, 1, 2], "adds wrong in large groups", None),
         ([0, 1], "sends wrong", "rank 1 sends wrong values in all_gather (seen by rank 0)"),
