@@ -34,6 +34,7 @@ ALL_CHANGED = WorkerSettings(
     nccl_debug="/runs/a b/logs",
     health_thresholds="/etc/limits.toml",
     check_only=True,
+    node_hosts=["gpu-1", "gpu-2"],
 )
 
 

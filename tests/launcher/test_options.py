@@ -116,7 +116,7 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
     )
     default = msgspec.structs.asdict(WorkerSettings("/x"))
     unset = {name for name, value in msgspec.structs.asdict(settings).items() if value == default[name]}
-    assert unset == {"round", "attempt", "check_only"}, "the nodes agree on two, a check sets one, options all others"
+    assert unset == {"round", "attempt", "node_hosts", "check_only"}, "what the nodes agree on, and what makes a check"
 
 
 @pytest.mark.parametrize(
