@@ -77,7 +77,7 @@ def join(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> None:
-    """Make the process group of this process, with a first small sum: NCCL connects at the first one."""
+    """Make the process group of this process. NCCL connects here, as it is told the device."""
     say("init")
     if device.type == "cuda":
         torch.cuda.set_device(device)
