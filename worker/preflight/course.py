@@ -118,6 +118,8 @@ class Course:
 
     def _inventory(self) -> Report:
         """The coordinator has announced it, before it imported torch."""
+        limit_s = self._deadlines.work("inventory")
+        self._say(At("inventory", "the look at its device", limit_s))  # however long the import of torch has taken
         report = self._parts.inventory()
         self._say(InventoryLine(self._parts.facts))
         self._end_stage("inventory", _worst(report.findings), report.detail)

@@ -32,6 +32,8 @@ class At(msgspec.Struct, frozen=True, tag="at"):
 
     stage: str
     doing: str
+    limit_s: float = 0.0
+    """If not 0: from here on it may take so long."""
 
 
 class Waits(msgspec.Struct, frozen=True, tag="waits"):

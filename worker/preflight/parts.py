@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ...core.amount import parse_amount
 from ...core.gpu_health.whose import gpu_of_rank
-from ...core.preflight import Finding, InventoryFacts
+from ...core.preflight import Finding, Grade, InventoryFacts
 from ...core.settings import WorkerSettings
 from ..identity import Identity
 from ..peer_failures import is_peer_failure
@@ -50,16 +50,17 @@ class Parts:
     facts: InventoryFacts = field(default_factory=InventoryFacts)
 
     def inventory(self) -> Report:
-        """What this rank runs on. A GPU that cannot be looked at is a finding, and no failure."""
+        """What this rank runs on. A GPU at which a process hangs or dies is a bad one; other trouble is unknown."""
         facts = gather(self.identity, self.script)
         self.facts = replace(facts, device=facts.device or "cpu")
         if facts.device == "cpu":
             return Report(facts=facts)
         ending = run_forked(lambda say: gather_device(self.identity.local_rank), self.deadlines.work("inventory"))
         if ending.kind != "ok":
-            sentence = f"the GPU of rank {self.identity.rank} ({facts.host}) could not be looked at: {ending.detail}"
+            grade: Grade = "unknown" if ending.kind == "raised" else "fail"
+            sentence = f"rank {self.identity.rank} ({facts.host}) could not look at its GPU: {ending.detail}"
             next_ = f"Run nvidia-smi on {facts.host}: if it hangs, too, the node needs a reset."
-            finding = Finding("inventory", "unknown", "rank", [self.identity.rank], [facts.host], sentence, next_)
+            finding = Finding("inventory", grade, "rank", [self.identity.rank], [facts.host], sentence, next_)
             self.facts = replace(self.facts, device_error=ending.detail)
             return Report(facts=self.facts, findings=[finding])
         self.facts = with_device(facts, msgspec.json.decode(ending.value, type=DeviceFacts))

@@ -107,6 +107,8 @@ class CoordinatorRun:
             self._allow(line.limit_s + _MARGIN_S)
         elif isinstance(line, At):
             self.doing = line.doing
+            if line.limit_s:
+                self._allow(line.limit_s + _MARGIN_S)
         elif isinstance(line, Concluded):
             self.concluded = line
             self._allow(_MARGIN_S)
