@@ -16,6 +16,7 @@ from types import TracebackType
 import msgspec
 import psutil
 import zmq
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -296,14 +297,11 @@ class _Launch:
                 raise UsageError(f"torchrun does not take these options: {error}") from error
             traceback.print_exc()
             return LaunchDone("failed")
-        except RendezvousError as error:
-            if not self._args.check_only:
-                traceback.print_exc()
-            else:
+        except Exception as error:
+            if self._args.check_only and isinstance(error, RendezvousError | DistError):
                 say(f"torchrun could not bring the nodes together: {type(error).__name__}: {error}".rstrip(": "))
-            return LaunchDone("failed")
-        except Exception:
-            traceback.print_exc()
+            else:
+                traceback.print_exc()
             return LaunchDone("failed")
         return LaunchDone("ok")
 

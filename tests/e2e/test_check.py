@@ -81,14 +81,21 @@ def test_two_nodes_are_tested_together(bench, port):
     assert [node["ranks"] for node in preflight["nodes"]] == [[0], [1]]
 
 
-def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port):
+C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{}", "--rdzv-id", "a job")
+STATIC = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "{}")
+
+
+@pytest.mark.parametrize("where", [C10D, STATIC], ids=["c10d", "static"])
+def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, where):
     began = time.monotonic()
-    run = bench.finish(start_check(bench, port, "--preflight-timeout", "4"))
+    meeting_point = [word.format(port) for word in where]
+    run = bench.gpuwatch("check", "--nproc-per-node", "1", "--nnodes", "2", *meeting_point, "--preflight-timeout", "4")
 
     assert 4 <= time.monotonic() - began < 40
     assert run.code == 3
     assert (run.verdict["kind"], run.verdict["stage"]) == ("preflight", "arrive")
     assert "1 of 2 nodes did not arrive" in run.stdout
+    assert "gpuwatch: torchrun could not bring the nodes together: " in run.stderr
     assert "Traceback" not in run.stderr
 
 
