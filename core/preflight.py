@@ -1,4 +1,4 @@
-"""The preflight's words: its stages, and what it may find. Shared by the ranks that test and the collector that tells."""
+"""The preflight's words: its stages, and what it may find. Shared by ranks that test and collector."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class InventoryFacts(msgspec.Struct, frozen=True):
     device_memory_total: int | None = None
     shm_free: int | None = None
     limits: dict[str, int] = {}
-    """Soft ulimits: nofile, memlock, nproc, stack; -1 is unlimited, also memlock for who may exceed it (CAP_IPC_LOCK)."""
+    """Soft ulimits: nofile, memlock, nproc, stack; -1 is unlimited, as memlock with CAP_IPC_LOCK is."""
     script: str = ""
     script_digest: str = ""
     """sha256 of the script file; "" where there is none (-m, --no-python, check)."""
