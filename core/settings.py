@@ -28,7 +28,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     trace_batches: list[int] = []
     abort_after_batch: int | None = None
     preflight: PreflightMode = "quick"
-    preflight_timeout_s: float = 60.0
+    preflight_timeout_s: float = 300.0
     """For the arrival of all ranks; no other stage gets more than its own figure or this."""
     on_preflight_failure: OnPreflightFailure = "stop"
     watch: tuple[Watched, ...] = ("forward", "grads", "weights")

@@ -13,6 +13,11 @@ from ..core.settings import Watched, WorkerSettings
 from . import parsers
 from .shared_options import add_collector_options, add_preflight_options
 
+LAUNCH_TIMEOUT_S = 300.0
+"""For the ranks to arrive: on a cold shared file system the import of torch alone can take minutes."""
+CHECK_TIMEOUT_S = 120.0
+"""Somebody sits and waits for a check."""
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, where argparse prints two screens of usage."""
@@ -157,7 +162,7 @@ def get_parser() -> argparse.ArgumentParser:
         help="before the script starts, test memory, consistency and communication of every rank (quick), as "
         "gpuwatch check does (full), or nothing (off)",
     )
-    add_preflight_options(group)
+    add_preflight_options(group, LAUNCH_TIMEOUT_S)
     group.add_argument(
         "--on-preflight-failure",
         "--on_preflight_failure",
@@ -190,7 +195,7 @@ def get_check_parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--format", choices=["text", "json"], default="text", help="what to print on stdout: text, or report.json"
     )
-    add_preflight_options(ours)
+    add_preflight_options(ours, CHECK_TIMEOUT_S)
     add_collector_options(ours)
     parser.set_defaults(
         check_only=True,

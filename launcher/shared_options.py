@@ -7,15 +7,16 @@ import argparse
 from . import parsers
 
 
-def add_preflight_options(group: argparse._ArgumentGroup) -> None:
-    """What is tested, how much of it, and for how long."""
+def add_preflight_options(group: argparse._ArgumentGroup, timeout_s: float) -> None:
+    """What is tested, how much of it, and for how long: `timeout_s` is the default."""
     group.add_argument(
         "--preflight-timeout",
         "--preflight_timeout",
         type=parsers.seconds,
-        default=60.0,
+        default=timeout_s,
         metavar="SECONDS",
-        help="how long to wait for all ranks to arrive (60); no stage of the preflight gets more than this",
+        help=f"how long to wait for all ranks to arrive ({timeout_s:.0f}); no stage of the preflight gets more than "
+        "this",
     )
     group.add_argument(
         "--alloc",

@@ -51,7 +51,7 @@ def test_every_option_of_ours_has_a_dashed_and_an_underscored_form():
 def test_defaults():
     args = get_parser().parse_args(["train.py"])
     assert (args.on_overflow, args.max_frames, args.trace_batches, args.abort_after_batch) == ("abort", 21, [], None)
-    assert (args.preflight, args.preflight_timeout, args.on_preflight_failure) == ("quick", 60.0, "stop")
+    assert (args.preflight, args.preflight_timeout, args.on_preflight_failure) == ("quick", 300.0, "stop")
     assert (args.alloc, args.bandwidth_size, args.min_busbw, args.slow_factor) == (None, 0, 0.0, 1.5)
     assert (args.nccl_debug, args.health_thresholds) == (False, None)
     assert (args.runs_dir, args.collector, args.collector_port, args.secret_file) == ("gpuwatch-runs", None, None, None)
@@ -326,7 +326,9 @@ def test_a_check_takes_what_torchrun_takes_but_for_the_script():
 
 
 def test_a_check_is_full_unless_it_is_to_be_quick():
-    assert check_settings([]) == WorkerSettings("/dev/shm/scratch", preflight="full", check_only=True)
+    assert check_settings([]) == WorkerSettings(
+        "/dev/shm/scratch", preflight="full", preflight_timeout_s=120.0, check_only=True
+    )
     assert check_settings(["--quick"]).preflight == "quick"
 
 
@@ -363,10 +365,10 @@ def test_an_option_that_only_training_has_is_refused_by_a_check(line):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("--rdzv-backend c10d", "join_timeout=60"),
+        ("--rdzv-backend c10d", "join_timeout=120"),
         ("--rdzv-backend c10d --preflight-timeout 1.5 --rdzv-conf read_timeout=5", "read_timeout=5,join_timeout=2"),
         ("--rdzv-backend c10d --rdzv-conf join_timeout=900", "join_timeout=900"),
-        ("--rdzv-backend static", "timeout=60"),
+        ("--rdzv-backend static", "timeout=120"),
         ("--rdzv-backend etcd", ""),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _TABLE_S = {
-    "inventory": 60.0,
+    "inventory": 300.0,  # torch is imported in it, from a file system that may be cold and slow
     "consistency": 20.0,
     "health": 30.0,
     "allocation": 60.0,
