@@ -95,7 +95,8 @@ def _preflight(session: Session, script: str) -> None:
         return
     if sentence is not None:
         session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
-        print(f"gpuwatch: {sentence}", file=sys.stderr)
+        if Identity.from_environment().local_rank == 0:  # all ranks have heard the same
+            sys.stderr.write(f"gpuwatch: {sentence}\n")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 

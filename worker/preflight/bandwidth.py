@@ -33,6 +33,10 @@ _SWAPS = 8
 """About as many times as the links need what one all_reduce of their size does."""
 
 
+LINK_BYTES = 1 << 20
+"""Of less, the time to send it says more about the processes than about the link between them."""
+
+
 class LinkSpeed(msgspec.Struct, frozen=True):
     """What two neighbours in the order of ranks sent each other at once, in GB/s each way."""
 
@@ -82,8 +86,11 @@ def measure(
     fitting = [size for size, seconds in longest_s.items() if seconds * _SWAPS < left_s]
     links: list[LinkSpeed] = []
     for pairs in neighbours(len(ranks)):
+        size = fitting[-1] if fitting else rows[0].size_bytes
+        if size < LINK_BYTES:
+            break
         say("links")
-        found = meter.links(pairs, list(ranks).index(rank), fitting[-1] if fitting else rows[0].size_bytes)
+        found = meter.links(pairs, list(ranks).index(rank), size)
         links += [LinkSpeed(ranks[first], ranks[second], gbs) for first, second, gbs in found]
     return Measured(rows, links)
 
