@@ -12,6 +12,7 @@ from ..core.host import gpuwatch_version
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
+    "check": "Test the ranks, GPUs, nodes and links of a job, and say which one is to blame.",
     "report": "Print the combined report of a run.",
     "collect": "Run a collector by hand, for launches that are given --collector.",
 }
@@ -43,8 +44,10 @@ def cli() -> None:
 
     gpuwatch launch --nproc-per-node 8 train.py --lr 1e-4
 
-    Exit codes of launch: 0 clean; 1 the script failed by itself; 2 wrong usage; 3 preflight failed; 4 overflow found;
-    5 a rank hung or was lost; 128 + N ended by signal N.
+    gpuwatch check --nproc-per-node 8
+
+    Exit codes: 0 clean; 1 the script failed by itself; 2 wrong usage; 3 preflight failed; 4 overflow found; 5 a rank
+    hung or was lost; 128 + N ended by signal N.
     """
 
 

@@ -70,6 +70,7 @@ def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> Non
             conductor,
             conductor.launch_gone,
             end_fd=0,
+            tell=lambda line: write_line(sys.stdout.buffer, line),
         )
     finally:
         server.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ..core.messages import (
     Ack,
     AgentMessage,
+    Beat,
     Bye,
     CollectorMessage,
     EventMessage,
@@ -100,7 +101,8 @@ class Conductor:
         node.heard = now
         node.lost = False
         if message.n == 0:
-            return [Keep(agent, message), Send(agent, Ack(node.received))]
+            echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
+            return [Keep(agent, message), Send(agent, Ack(node.received, echo_ns=echo))]
         if message.n <= node.received:
             again: list[Action] = [Send(agent, Ack(node.received))]
             if isinstance(message.body, Hello):  # it has not heard the welcome
@@ -205,7 +207,8 @@ class Conductor:
             expected = max(self.expected_nodes, *(node.hello.min_nodes for node in self.nodes.values()))
             if len(self.nodes) >= expected:
                 return True
-            last = max(max(node.bye_at, node.heard) for node in self.nodes.values())
+            # an agent that has said goodbye goes on beating until it has the verdict
+            last = max(node.bye_at if node.bye is not None else node.heard for node in self.nodes.values())
             return now - last > STOP_AFTER_S
         first_bye = min((node.bye_at for node in self.nodes.values() if node.bye is not None), default=None)
         return first_bye is not None and now - first_bye > LINGER_S

@@ -20,11 +20,15 @@ from ..core.messages import (
 from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
+    Bandwidth,
     Cost,
     Fault,
+    GpuCounters,
+    GpuHealth,
     Ignored,
     Inventory,
     NodeSignal,
+    PreflightBegan,
     PreflightResult,
     PreflightStage,
     ScalerSkip,
@@ -33,6 +37,7 @@ from ..core.records import (
     Warned,
     Where,
     WorkerExit,
+    Xid,
 )
 
 
@@ -46,7 +51,9 @@ class RankFacts:
     anomalies: list[Anomaly] = field(default_factory=list)
     errors: list[ScriptError] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    begun: list[PreflightBegan] = field(default_factory=list)
     stages: list[PreflightStage] = field(default_factory=list)
+    bandwidth: Bandwidth | None = None
     preflight: PreflightResult | None = None
     inventory: Inventory | None = None
     script_exit: ScriptExit | None = None
@@ -96,6 +103,9 @@ class NodeFacts:
     signal: NodeSignal | None = None
     lost: bool = False
     """It went silent before its Bye."""
+    clock: tuple[int, int] | None = None
+    """(by how much the collector's clock is ahead, round trip of the exchange that told), in nanoseconds."""
+    gpu_events: list[Xid | GpuCounters | GpuHealth] = field(default_factory=list)
 
 
 @dataclass
@@ -110,6 +120,11 @@ class RunFacts:
     def last_attempt(self) -> int:
         """The attempt that the job ended with; 0 if it never began."""
         return max((attempt for attempt, _ in self.ranks), default=0)
+
+    @property
+    def check_only(self) -> bool:
+        """There was no script: `gpuwatch check`."""
+        return any(node.hello.check_only for node in self.nodes.values() if node.hello is not None)
 
     def of_attempt(self, attempt: int) -> list[RankFacts]:
         """Its ranks in order."""
@@ -137,7 +152,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         elif isinstance(body, PageMessage):
             pages.append((agent, body))
         elif isinstance(body, Beat):
-            _take_beat(facts, agent, body)
+            _take_beat(facts, node, body)
         else:
             _take_event(facts, agent, node, body)
     for agent, message in pages:
@@ -150,9 +165,12 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     for agent in lost_agents:
         if agent in facts.nodes:
             facts.nodes[agent].lost = True
+    for node in facts.nodes.values():
+        node.gpu_events.sort(key=lambda event: event.time_ns)
     for rank in facts.ranks.values():
         rank.anomalies.sort(key=lambda anomaly: (anomaly.where.time_ns, anomaly.where.page, anomaly.frame))
         rank.errors.sort(key=lambda error: error.where.time_ns)
+        rank.begun.sort(key=lambda began: began.where.time_ns)
         rank.stages.sort(key=lambda stage: stage.where.time_ns)
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
@@ -176,11 +194,16 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
     if isinstance(event, NodeSignal):
         node.signal = event
         return
+    if isinstance(event, Xid | GpuCounters | GpuHealth):
+        if event not in node.gpu_events:
+            node.gpu_events.append(event)
+        return
     rank = _rank(facts, agent, event.where.attempt, event.where.rank)
     lists: list[tuple[type, list]] = [  # type: ignore[type-arg]  # each list holds what its type says
         (Anomaly, rank.anomalies),
         (ScriptError, rank.errors),
         (Fault, rank.faults),
+        (PreflightBegan, rank.begun),
         (PreflightStage, rank.stages),
         (Warned, rank.warned),
         (ScalerSkip, rank.scaler_skips),
@@ -195,7 +218,10 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
     if isinstance(event, PreflightResult):
         rank.preflight = event
     elif isinstance(event, Inventory):
-        rank.inventory = event
+        if rank.inventory is None or event.facts is not None:  # what runs without facts is told once more, with them
+            rank.inventory = event
+    elif isinstance(event, Bandwidth):
+        rank.bandwidth = event
     elif isinstance(event, ScriptExit):
         rank.script_exit = event
     elif isinstance(event, WorkerExit):
@@ -213,9 +239,13 @@ def _take_preflights_of_peers(facts: RunFacts) -> None:
                 rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
 
 
-def _take_beat(facts: RunFacts, agent: str, beat: Beat) -> None:
+def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
+    if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:
+        clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
+        if node.clock is None or clock[1] <= node.clock[1]:
+            node.clock = clock
     for state in beat.ranks:
-        rank = _rank(facts, agent, state.attempt, state.rank)
+        rank = _rank(facts, node.agent, state.attempt, state.rank)
         if rank.state is None or _moved(state) >= _moved(rank.state):
             rank.state = state
     for number, dropped in beat.pages_dropped.items():

@@ -10,14 +10,18 @@ from typing import Any
 import msgspec
 
 from ..core.frames import Frame, Page
-from ..core.records import PreflightResult
+from ..core.gpu_health.difference import GpuSincePreflight
+from ..core.records import GpuHealth, PreflightResult, Xid
 from .answer import Verdict
 from .facts import RankFacts, RunFacts
+from .gpu_evidence import gpu_of
 from .notices import cost_of, hidden_of, scaler_of, warnings_of
 from .overflow_verdict import finding_of
+from .preflight_table import PreflightReport, preflight_report
 from .shown import frames_to_show, target_of
 from .timeline import TimelineEntry, timeline_of
 from .verdict import decide
+from .words import unfinished_stage
 
 SCHEMA = 1
 
@@ -34,6 +38,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     versions: dict[str, str]
     attempts: int = 1
     cwd: str = ""
+    check_only: bool = False
+    """`gpuwatch check`: the preflight was all."""
 
 
 class FirstAnomaly(msgspec.Struct, frozen=True):
@@ -95,6 +101,8 @@ class RankReport(msgspec.Struct, frozen=True):
     """Medians of the time from one batch to the next, watched and plain, where that was measured."""
     batches_idle: int = 0
     """Batches that were left out."""
+    gpu: GpuSincePreflight | None = None
+    """Error counters and XIDs of its GPU since the preflight, where there is one."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -104,6 +112,13 @@ class NodeReport(msgspec.Struct, frozen=True):
     nproc: int
     state: str
     ranks: list[int]
+    clock_offset_ns: int | None = None
+    """By how much the collector's clock is ahead of the node's; uncertain by half the round trip. Decides nothing."""
+    clock_round_trip_ns: int | None = None
+    gpus: list[GpuHealth] = []
+    """Whether its GPUs were watched through NVML, and why not; the first is from before the training."""
+    xids: list[Xid] = []
+    """Of all its GPUs, also of those that no rank used."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -113,7 +128,7 @@ class Report(msgspec.Struct, frozen=True):
     run: RunInfo
     verdict: Verdict
     ranks: list[RankReport]
-    preflight: dict[str, Any]
+    preflight: PreflightReport
     nodes: list[NodeReport]
     timeline: list[TimelineEntry]
     collector: dict[str, int] = {}
@@ -138,7 +153,7 @@ def build_report(
         run=_run_info(facts, run_id, started, ended, len(ranks)),
         verdict=verdict,
         ranks=ranks,
-        preflight={"outcome": _preflight_outcome(facts.of_attempt(attempt))},
+        preflight=preflight_report(facts, attempt),
         nodes=_nodes(facts, attempt),
         timeline=timeline_of(facts),
         collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
@@ -168,6 +183,7 @@ def _run_info(facts: RunFacts, run_id: str, started: str | None, ended: str | No
         versions={key: versions.get(key, "") for key in ("gpuwatch", "torch", "cuda", "nccl", "python")},
         attempts=facts.last_attempt + 1,
         cwd=hellos[0].cwd if hellos else "",
+        check_only=facts.check_only,
     )
 
 
@@ -226,6 +242,7 @@ def _rank_report(
         hidden=hidden_of(rank),
         cost=cost_of(rank),
         batches_idle=rank.batches_idle,
+        gpu=gpu_of(facts, rank),
     )
 
 
@@ -252,23 +269,20 @@ def _state(rank: RankFacts) -> str:
 
 def _preflight(rank: RankFacts) -> dict[str, Any]:
     result: PreflightResult | None = rank.preflight
-    if result is None:
+    if result is None and not rank.begun:
         return {"outcome": "off"}
     return {
-        "outcome": result.outcome,
-        "stage": result.stage,
-        "detail": result.detail,
-        "backend": result.backend,
-        "stages": [{"stage": s.stage, "seconds": s.seconds, "detail": s.detail} for s in rank.stages],
+        "outcome": result.outcome if result is not None else "unfinished",
+        "stage": result.stage if result is not None else unfinished_stage(rank),
+        "detail": result.detail if result is not None else "",
+        "backend": result.backend if result is not None else "",
+        "stages": [
+            {"stage": s.stage, "seconds": s.seconds, "detail": s.detail, "grade": s.grade if s.ok else "fail"}
+            for s in rank.stages
+        ],
+        "unfinished": unfinished_stage(rank) or None,
+        "bandwidth": [msgspec.to_builtins(row) for row in rank.bandwidth.rows] if rank.bandwidth is not None else [],
     }
-
-
-def _preflight_outcome(ranks: list[RankFacts]) -> str:
-    outcomes = {rank.preflight.outcome if rank.preflight is not None else "off" for rank in ranks}
-    for worst in ("failed", "victim", "skipped", "off", "ok"):
-        if worst in outcomes:
-            return worst
-    return "off"
 
 
 def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
@@ -281,6 +295,10 @@ def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
                 nproc=node.hello.nproc if node.hello is not None else 0,
                 state=state,
                 ranks=[rank.rank for rank in facts.of_attempt(attempt) if rank.agent == node.agent],
+                clock_offset_ns=node.clock[0] if node.clock is not None else None,
+                clock_round_trip_ns=node.clock[1] if node.clock is not None else None,
+                gpus=[event for event in node.gpu_events if isinstance(event, GpuHealth)],
+                xids=[event for event in node.gpu_events if isinstance(event, Xid)],
             )
         )
     return sorted(reports, key=lambda node: node.ranks)

@@ -11,15 +11,18 @@ import time
 from collections.abc import Callable
 
 import zmq
+from msgspec import structs
 from msgspec.json import encode as to_json
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.exits import EXIT_OF_KIND, ExitCode
-from ..core.messages import MAX_MESSAGE_BYTES, CollectorMessage, Final, WireError, decode_agent, encode
+from ..core.messages import MAX_MESSAGE_BYTES, Ack, CollectorMessage, Final, WireError, decode_agent, encode
+from ..core.pipe import PreflightOver, StageLine
 from .conductor import Action, Conductor, Finish, Keep, Send
 from .finish import build, stamp, write_report
 from .paths import RunPaths
 from .report import Report
+from .stage_lines import StageLines
 from .store import RunStore
 from .text import render_text
 
@@ -74,6 +77,7 @@ class Server:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.malformed = 0
         self.handshakes_failed = 0
+        self._lines = StageLines()
 
     def run(
         self,
@@ -82,11 +86,14 @@ class Server:
         conductor: Conductor,
         on_end: Callable[[float], None],
         end_fd: int | None,
+        tell: Callable[[StageLine | PreflightOver], object] | None = None,
     ) -> Report:
         """Until the job is over; returns the report, which has been written and sent to every agent.
 
-        `on_end` is called once, with the time, when `end_fd` has something to read or is closed.
+        `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` is given the
+        lines of the preflight while it runs.
         """
+        self._tell = tell or (lambda line: None)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if end_fd is not None:
@@ -101,6 +108,8 @@ class Server:
             if self._socket in ready:
                 self._receive(store, conductor, now)
             self._count_failed_handshakes()
+            for line in self._lines.due():
+                self._tell(line)
             if self._act(store, conductor.tick(now)):
                 return self._finish(paths, store, conductor)
 
@@ -123,6 +132,7 @@ class Server:
                 continue
             for action in conductor.hear(agent, message, now):
                 if isinstance(action, Keep):
+                    self._lines.hear(message.body)
                     if message.n:
                         store.add(agent, message, parts[1])
                     else:
@@ -140,6 +150,8 @@ class Server:
         return any(isinstance(action, Finish) for action in actions)
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
+        if isinstance(message, Ack):
+            message = structs.replace(message, time_ns=time.time_ns())
         try:
             self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -165,6 +177,8 @@ class Server:
         text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"
         kind = report.verdict.kind
         final = Final(exit_code(report), kind, text, str(paths.report_json))
+        for line in self._lines.end():
+            self._tell(line)
         for agent in conductor.nodes:
             self._send(agent, final)
         return report
@@ -185,4 +199,7 @@ def exit_code(report: Report) -> int:
     if verdict.kind == "interrupted" and verdict.signal is not None:
         number = verdict.signal.removeprefix("signal ")  # one without a name
         return int(ExitCode.SIGNAL) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
-    return int(EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED))
+    code = EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED)
+    if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
+        code = ExitCode.PREFLIGHT_FAILED
+    return int(code)

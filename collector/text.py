@@ -9,13 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core.frames import Frame, format_number
+from ..core.ranks_text import ranks_text
+from .answer import Cascade
 from .frames_text import frames_text
 from .notices_text import print_notices
+from .preflight_text import print_findings, print_stages
 from .report import RankReport, Report
 
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow"}
 _MAX_COLUMNS = 8
 _MAX_MATRIX_ROWS = 12
+_MAX_CASCADE = 8
+_CLOCK_OFF_S = 1.0
 
 
 def render_text(report: Report, *, width: int = 110, color: bool = False, rank: int | None = None) -> str:
@@ -25,8 +30,19 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
         file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False
     )
     _head(console, report)
+    preflight_first = report.run.check_only or report.verdict.kind == "preflight"
+    if preflight_first:
+        print_stages(console, report.preflight)
     _verdict(console, report)
+    if preflight_first:
+        print_findings(console, report.preflight, [report.verdict.statement, *report.verdict.evidence])
+        _clocks(console, report)
+        _faults(console, report)
+        return _text_of(out)
     _ranks(console, report)
+    _clocks(console, report)
+    _faults(console, report)
+    print_findings(console, report.preflight)
     print_notices(console, report)
     shown = _rank_to_show(report, rank)
     if shown is not None and (report.verdict.kind != "clean" or rank is not None):
@@ -34,6 +50,10 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
         _frames(console, shown)
     for traced in report.ranks if rank is None else [r for r in report.ranks if r.rank == rank]:
         _traces(console, traced)
+    return _text_of(out)
+
+
+def _text_of(out: io.StringIO) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip("\n")
 
 
@@ -55,9 +75,26 @@ def _verdict(console: Console, report: Report) -> None:
         ]
         _list(console, "At the same time", others)
     if verdict.cascade:
-        _list(console, "Because of it", [f"rank {c.rank} {c.how}" for c in verdict.cascade])
+        _list(console, "Because of it", _cascade(verdict.cascade))
     _list(console, "Next", verdict.next)
     console.print()
+
+
+def _cascade(cascade: list[Cascade]) -> list[str]:
+    """Ranks that ended in the same way share a line: there can be hundreds of them."""
+    alike: dict[str, list[int]] = {}
+    for entry in cascade:
+        alike.setdefault(entry.how, []).append(entry.rank)
+    lines = [f"{ranks_text(ranks)} {how if len(ranks) == 1 else _plural(how)}" for how, ranks in alike.items()]
+    left = sum(map(len, list(alike.values())[_MAX_CASCADE:]))
+    return [*lines[:_MAX_CASCADE], *([f"and {left} more ranks"] if left else [])]
+
+
+def _plural(how: str) -> str:
+    for one, many in (("is a victim", "are victims"), ("was stopped", "were stopped")):
+        if how.startswith(one):
+            return many + how.removeprefix(one)
+    return how
 
 
 def _list(console: Console, title: str, items: list[str]) -> None:
@@ -94,6 +131,20 @@ def _ranks(console: Console, report: Report) -> None:
             style="bold" if rank.rank == report.verdict.rank else None,
         )
     console.print(table)
+
+
+def _clocks(console: Console, report: Report) -> None:
+    """Clocks that would mislead whoever compares the logs of two hosts."""
+    for node in report.nodes:
+        if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
+            off = -node.clock_offset_ns / 1e9
+            console.print(
+                Text(f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs", "yellow")
+            )
+
+
+def _faults(console: Console, report: Report) -> None:
+    """What went wrong in gpuwatch itself."""
     for rank in report.ranks:
         for fault in rank.faults:
             console.print(Text(f"gpuwatch's own fault on rank {rank.rank}: {fault}", style="yellow"))

@@ -10,8 +10,9 @@ from .answer import Verdict
 from .clean_verdict import clean_verdict
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .facts import RunFacts
+from .gpu_evidence import with_gpu
 from .overflow_verdict import overflow_verdict
-from .preflight_verdict import preflight_verdict
+from .preflight_verdict import check_verdict, preflight_verdict
 
 
 def decide(facts: RunFacts) -> Verdict:
@@ -22,9 +23,10 @@ def decide(facts: RunFacts) -> Verdict:
         ending_verdict,
         lost_node_verdict,
         interrupted_verdict,
+        check_verdict,
         unexplained_verdict,
     ):
         verdict = rule(facts)
         if verdict is not None:
-            return verdict
+            return with_gpu(facts, verdict)
     return clean_verdict(facts)

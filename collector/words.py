@@ -47,11 +47,23 @@ def doing(exit_: WorkerExit) -> str:
 
 def progress(rank: RankFacts) -> str:
     """How far a rank came."""
+    stage = unfinished_stage(rank)
+    if stage and "preflight" in (
+        rank.exit.phase if rank.exit is not None else "",
+        rank.state.phase if rank.state else "",
+    ):
+        return f"rank {rank.rank}: in the preflight, stage {stage}"
     if rank.exit is not None:
         return f"rank {rank.rank}: {doing(rank.exit)}"
     if rank.state is not None:
         return f"rank {rank.rank}: {rank.state.phase}, step {rank.state.step}, batch {rank.state.batch}"
     return f"rank {rank.rank}: nothing known"
+
+
+def unfinished_stage(rank: RankFacts) -> str:
+    """The stage of the preflight that has begun on a rank and not ended; "" if there is none."""
+    ended = {event.stage for event in rank.stages}
+    return next((event.stage for event in reversed(rank.begun) if event.stage not in ended), "")
 
 
 def finding_text(finding: Finding) -> str:

@@ -33,6 +33,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     schema: int = SCHEMA
     cwd: str = ""
     trace_batches: list[int] = []
+    check_only: bool = False
+    """`gpuwatch check`: the preflight is all there is."""
 
 
 class EventMessage(msgspec.Struct, frozen=True, tag="event"):
@@ -106,6 +108,12 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 
     ranks: list[RankState]
     pages_dropped: dict[int, int]
+    sent_ns: int = 0
+    """This host's clock, which comes back in the acknowledgement."""
+    clock_offset_ns: int | None = None
+    """By how much the collector's clock is ahead of this host's; None: not measured yet. Shown, never used."""
+    clock_round_trip_ns: int | None = None
+    """Of the exchange that the offset comes from: it is uncertain by half of this."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -149,6 +157,10 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
 
     n: int
     resend: bool = False
+    time_ns: int = 0
+    """The collector's clock."""
+    echo_ns: int = 0
+    """`sent_ns` of the beat that this answers."""
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):

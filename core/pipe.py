@@ -24,6 +24,7 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     versions: dict[str, str]
     rdzv_id: str
     trace_batches: list[int] = []
+    check_only: bool = False
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -103,7 +104,29 @@ class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
     reason: str
 
 
-FromCollector = Bound | CannotBind | Notice
+class StageLine(msgspec.Struct, frozen=True, tag="stage"):
+    """How far a stage of the preflight is: the last one told of a stage replaces those before it."""
+
+    stage: str
+    done: int
+    ranks: int
+    grade: str = ""
+    """The worst of all ranks, once the stage is over; "" while it runs."""
+    seconds: float = 0.0
+    """Of the slowest rank, once the stage is over."""
+
+
+class PreflightOver(msgspec.Struct, frozen=True, tag="preflight_over"):
+    """The preflight has ended on all ranks, or will not any more."""
+
+    grade: str = ""
+    """Worst of all; "" where there was none."""
+    text: str = ""
+    """One line."""
+    warnings: list[str] = []
+
+
+FromCollector = Bound | CannotBind | Notice | StageLine | PreflightOver
 
 Config = TypeVar("Config", AgentConfig, CollectorConfig)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from .preflight import BandwidthRow, Finding, Grade, InventoryFacts
+
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
     """A root module: `ordinal` tells apart several roots of one class, in the order of their first call."""
@@ -170,6 +172,15 @@ class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
     code: int
 
 
+class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
+    """A stage of the preflight began on this rank. One that has not ended is where the rank hangs or has died."""
+
+    where: Where
+    stage: str
+    limit_s: float = 0.0
+    """What it may take here before it is ended."""
+
+
 class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
     """A stage of the preflight ended on this rank."""
 
@@ -178,6 +189,7 @@ class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
     ok: bool
     seconds: float
     detail: str = ""
+    grade: Grade = "ok"
 
 
 class PeerOutcome(msgspec.Struct, frozen=True):
@@ -200,7 +212,17 @@ class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     backend: str = ""
     device: str = ""
     peers: list[PeerOutcome] = []
-    """The other ranks, if not all went well: the first rank to end has torchrun stop those that have not written."""
+    """The other ranks for which not all went well: the first rank to end has torchrun stop those that have not
+    written."""
+    findings: list[Finding] = []
+    """What the preflight found in all ranks, the same list on each of them."""
+
+
+class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth"):
+    """What this rank measured in the bandwidth test, one row per size."""
+
+    where: Where
+    rows: list[BandwidthRow]
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
@@ -209,6 +231,7 @@ class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
     where: Where
     device: str
     versions: dict[str, str]
+    facts: InventoryFacts | None = None
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
@@ -237,6 +260,50 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     time_ns: int = 0
 
 
+class Xid(msgspec.Struct, frozen=True, tag="xid"):
+    """The driver reported an XID of a GPU while the run was watched. There is no history: only what came since then."""
+
+    device: str
+    """UUID of the whole GPU."""
+    number: int
+    time_ns: int = 0
+    meaning: str = ""
+    next: str = ""
+    grade: str = "unknown"
+    """What it says of the GPU: ok (the script's own fault), warn, fail, unknown."""
+    mig: str = ""
+    """`GPU instance/compute instance`, where it is about one."""
+
+
+class GpuCounters(msgspec.Struct, frozen=True, tag="gpu_counters"):
+    """The error counters of one GPU. What the run has added is the difference between two of them (core/gpu_health)."""
+
+    device: str
+    """UUID of the whole GPU."""
+    moment: str
+    """`before` the training, after an `anomaly`, or at the `end`."""
+    counters: dict[str, int]
+    unknown: dict[str, str] = {}
+    """Counter -> why it could not be read."""
+    time_ns: int = 0
+    mig: list[str] = []
+    """UUIDs of the MIG devices on it: a rank may know its GPU by one of them."""
+
+
+class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
+    """Whether the node's GPUs are watched through NVML: said when that begins, and once more if it ends too early."""
+
+    grade: str
+    """`ok`: they are; `unknown`: why not is in `detail`."""
+    detail: str = ""
+    driver: str = ""
+    devices: dict[str, str] = {}
+    """UUID -> name"""
+    unwatched: dict[str, str] = {}
+    """UUID -> why its XIDs could not be registered"""
+    time_ns: int = 0
+
+
 WorkerEvent = (
     Anomaly
     | Warned
@@ -245,10 +312,12 @@ WorkerEvent = (
     | Cost
     | ScriptError
     | ScriptExit
+    | PreflightBegan
     | PreflightStage
     | PreflightResult
+    | Bandwidth
     | Inventory
     | Fault
 )
-Event = WorkerEvent | WorkerExit | NodeSignal
+Event = WorkerEvent | WorkerExit | NodeSignal | Xid | GpuCounters | GpuHealth
 LogEntry = Definition | WorkerEvent

@@ -13,7 +13,7 @@ VARIABLE = "GPUWATCH_WORKER"
 OnOverflow = Literal["abort", "continue"]
 Watched = Literal["forward", "grads", "weights"]
 OnPreflightFailure = Literal["stop", "continue"]
-PreflightMode = Literal["quick", "off"]
+PreflightMode = Literal["full", "quick", "off"]
 
 
 class WorkerSettings(msgspec.Struct, frozen=True):
@@ -28,7 +28,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     trace_batches: list[int] = []
     abort_after_batch: int | None = None
     preflight: PreflightMode = "quick"
-    preflight_timeout_s: float = 120.0
+    preflight_timeout_s: float = 300.0
+    """For the arrival of all ranks; no other stage gets more than its own figure or this."""
     on_preflight_failure: OnPreflightFailure = "stop"
     watch: tuple[Watched, ...] = ("forward", "grads", "weights")
     modules: list[str] = []
@@ -49,6 +50,22 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Optimizer steps that a GradScaler may skip in a row before that is an alarm."""
     measure_cost: bool = False
     """Leave out every second batch, to compare."""
+    alloc: str = ""
+    """What the preflight allocates: a share of what is free (`80%`) or a size (`256MiB`); "" is the mode's own."""
+    bandwidth_size: int = 0
+    """Largest size of the bandwidth test in bytes; 0 is the device's own: 256 MiB on CUDA, 16 MiB on the CPU."""
+    min_busbw: float = 0.0
+    """GB/s of bus bandwidth at the largest size, below which the preflight fails; 0: never."""
+    slow_factor: float = 1.5
+    """Times the median of all, from which on a device is slow."""
+    nccl_debug: str = ""
+    """Folder for the probe's NCCL logs, one file per rank; "" writes none."""
+    health_thresholds: str = ""
+    """File with thresholds of the device health in place of the built-in ones; "" is none."""
+    check_only: bool = False
+    """End after the preflight: there is no script."""
+    node_hosts: list[str] = []
+    """The hosts of all nodes in their order, as the launches have told each other; [] if they have not."""
 
     def to_json(self) -> str:
         """The value of the environment variable."""

@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 import psutil
@@ -23,6 +23,7 @@ import zmq
 
 from ..core import host
 from ..core.exits import ExitCode
+from ..core.gpu_health.child import KILLED_S
 from ..core.messages import (
     Ack,
     AgentBody,
@@ -32,6 +33,7 @@ from ..core.messages import (
     EventMessage,
     Final,
     Hello,
+    RankState,
     Refused,
     Stop,
     Want,
@@ -54,6 +56,8 @@ from ..core.pipe import (
 )
 from ..core.records import Anomaly, NodeSignal, PreflightResult, WorkerExit
 from ..core.spool import write_spool
+from .clock import ClockOffset
+from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
 from .scratch import adopt_scratch, remove_scratch
@@ -77,8 +81,11 @@ class Agent:
         self._folder = Path(config.recorder_dir)
         self._id = uuid.uuid4().hex
         self._outbox = Outbox()
+        self._clock = ClockOffset()
+        self._gpus = GpuWatch(time.monotonic())
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._done: LaunchDone | None = None
+        self._said_goodbye = False
         self._launch_gone = False
         self._final: Final | None = None
         self._welcomed = False
@@ -102,6 +109,7 @@ class Agent:
                 rdzv_id=config.rdzv_id,
                 cwd=str(Path.cwd()),
                 trace_batches=config.trace_batches,
+                check_only=config.check_only,
             )
         )
 
@@ -129,6 +137,8 @@ class Agent:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(launch.fd, zmq.POLLIN)
+        if self._gpus.fd is not None:
+            poller.register(self._gpus.fd, zmq.POLLIN)
         try:
             while not self._finished(time.monotonic()):
                 ready = dict(poller.poll(int(TICK_S * 1000)))
@@ -142,11 +152,14 @@ class Agent:
                 if self._socket in ready:
                     self._hear_collector(now)
                 self._poll_ranks(now)
+                self._poll_gpus(poller, ready, now)
+                self._say_goodbye(now)
                 self._send(now)
             self._conclude()
         finally:
             for watch in self._ranks.values():
                 watch.close()
+            self._gpus.close(KILLED_S)
             self._socket.close(linger=1000)
             self._context.term()
             if self._launch_gone:
@@ -195,9 +208,9 @@ class Agent:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
         if done.signal:
             self._put(EventMessage(NodeSignal(done.signal, time.time_ns())))
-        self._put(Bye(done.outcome, done.signal))
         self._done = done
         self._done_at = now
+        self._gpus.end(now)
         if self._worst is ExitCode.CLEAN and done.outcome == "failed":
             self._worst = ExitCode.SCRIPT_FAILED
 
@@ -210,6 +223,24 @@ class Agent:
                 if not psutil.pid_exists(watch.pid):
                     self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
             self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+
+    def _say_goodbye(self, now: float) -> None:
+        """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
+        if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
+            self._said_goodbye = True
+            self._put(Bye(self._done.outcome, self._done.signal))
+
+    # -- the GPUs -----------------------------------------------------------------------------------------------
+
+    def _poll_gpus(self, poller: zmq.Poller, ready: dict[Any, int], now: float) -> None:
+        fd = self._gpus.fd
+        if fd is not None and fd in ready:
+            self._gpus.hear()
+        self._gpus.tick(now)
+        if fd is not None and self._gpus.fd is None:
+            poller.unregister(fd)
+        for event in self._gpus.events():
+            self._put(EventMessage(event))
 
     # -- the ranks ----------------------------------------------------------------------------------------------
 
@@ -226,6 +257,8 @@ class Agent:
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
         event = message.event
+        if isinstance(event, Anomaly):
+            self._gpus.anomaly(time.monotonic())
         if isinstance(event, PreflightResult) and event.stops:
             self._worst = ExitCode.PREFLIGHT_FAILED
         elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
@@ -255,6 +288,7 @@ class Agent:
                 if self._told_unreachable:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
+                self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
                 self._outbox.acknowledged(message.n)
                 if message.resend:
                     self._outbox.send_again()
@@ -282,7 +316,7 @@ class Agent:
         if now - self._last_beat >= BEAT_S:
             self._last_beat = now
             states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
-            self._try_send(encode(AgentMessage(0, Beat(states, dict(self._outbox.pages_dropped)))))
+            self._try_send(encode(AgentMessage(0, self._beat(states))))
         if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:
             self._told_unreachable = True
             self._tell(
@@ -292,6 +326,16 @@ class Agent:
                     "or --collector-port PORT"
                 )
             )
+
+    def _beat(self, states: list[RankState]) -> Beat:
+        clock = self._clock.best
+        return Beat(
+            states,
+            dict(self._outbox.pages_dropped),
+            time.time_ns(),
+            clock.offset_ns if clock is not None else None,
+            clock.round_trip_ns if clock is not None else None,
+        )
 
     def _try_send(self, data: bytes) -> bool:
         try:

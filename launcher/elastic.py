@@ -22,6 +22,7 @@ from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher import api as launcher_api
 
+from ..core.host import host_name
 from ..core.settings import VARIABLE, WorkerSettings
 from .rounds import agree_on_attempt
 from .stale_keys import purge_group_keys
@@ -85,22 +86,26 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
             settings = listener.settings
             restarts = worker_group.spec.max_restarts - self._remaining_restarts
             attempt, name = self._gpuwatch_starts, f"{os.getpid()}-{self._gpuwatch_starts}"
+            hosts = [host_name()]
             if worker_group.group_world_size > 1:
                 try:
-                    attempt, name = agree_on_attempt(
+                    attempt, name, hosts = agree_on_attempt(
                         worker_group.store,
                         self._gpuwatch_starts,
                         worker_group.group_rank,
                         worker_group.group_world_size,
+                        host=host_name(),
                         prefix=str(restarts) if backend == "static" else "round",
                     )
                 except Exception as error:
+                    if settings.check_only:
+                        raise
                     listener.notice(f"the nodes could not agree on this attempt ({error}); training without preflight")
                     settings = replace(settings, preflight="off")
             if attempt:
                 self._gpuwatch_purge(worker_group, attempt)
             self._gpuwatch_starts = attempt + 1
-            return replace(settings, attempt=attempt, round=name)
+            return replace(settings, attempt=attempt, round=name, node_hosts=hosts)
 
         def _gpuwatch_purge(self, worker_group: Any, attempt: int) -> None:
             """Every node has come here, so no rank runs: the first node clears the store, the others wait for it."""

@@ -1,8 +1,9 @@
-"""`gpuwatch launch` from its options to its exit code."""
+"""`gpuwatch launch` and `gpuwatch check` from their options to their exit codes."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import signal
@@ -10,20 +11,21 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import msgspec
 import psutil
 import zmq
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
-from torch.distributed.run import determine_local_world_size
 
 from ..core import host
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
-from ..core.keys import JobKeys, derive_keys, random_secret, read_secret
+from ..core.keys import JobKeys
 from ..core.pipe import (
     AgentConfig,
     Bound,
@@ -31,6 +33,8 @@ from ..core.pipe import (
     CollectorConfig,
     LaunchDone,
     Notice,
+    PreflightOver,
+    StageLine,
     StopRequest,
     Verdict,
     WorkersEnded,
@@ -41,80 +45,48 @@ from ..core.pipe import (
 )
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.settings import WorkerSettings
 from .children import Child
 from .elastic import run_torchrun
-from .options import check_together, get_parser
-from .plan import Plan, make_plan
+from .live_lines import live_lines
+from .options import check_together, get_check_parser, get_parser
+from .plan import Plan, limit_rendezvous, make_plan
+from .prepare import expect_script, job_keys, number_of_ranks
+from .say import say
 from .scratch import make_scratch, remove_scratch
+from .signals_raise import signals_raise
+from .worker_settings import worker_settings
 
 _VERDICT_WAIT_S = 420.0
 _CHILD_END_S = 20.0
 _BIND_WAIT_S = 30.0
-
-
-def say(text: str) -> None:
-    """One line for the user; the script's own stdout stays untouched."""
-    print(f"gpuwatch: {text}", file=sys.stderr, flush=True)
+_LAST_LINE_S = 2.0
+"""For the collector's last line, which was written before the verdict was sent."""
 
 
 def launch(arguments: list[str]) -> int:
     """Run a job. Returns the exit code; raises UsageError when the options cannot work."""
     args = get_parser().parse_args(arguments)
     plan = make_plan(args, _matches_machine_hostname)
-    nproc = _check(args)
-    keys = _keys(args, plan)
-    command = ["gpuwatch", "launch", *arguments]
-    with _signals_raise():
-        return _Launch(args, plan, keys, nproc, command).run()
-
-
-def _check(args: argparse.Namespace) -> int:
-    """What torchrun would only find out later, said in one sentence. Returns the number of ranks of this node."""
-    if args.no_python and args.module:
-        raise UsageError("expected one of --no-python and -m/--module, found both; drop one of them")
-    if not args.module and not args.no_python and not Path(args.training_script).exists():
-        raise UsageError(f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}")
+    expect_script(args)
     check_together(args)
-    if args.max_restarts < 0:
-        raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
-    try:
-        nproc = int(determine_local_world_size(args.nproc_per_node))
-    except ValueError as error:
-        raise UsageError(
-            f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})"
-        ) from error
-    if nproc < 1:
-        raise UsageError(f"--nproc-per-node: expected 1 or more, found {nproc}")
-    return nproc
+    return _run(args, plan, ["gpuwatch", "launch", *arguments])
 
 
-def _keys(args: argparse.Namespace, plan: Plan) -> JobKeys:
-    secret = read_secret(args.secret_file)
-    if secret is None and plan.local:
-        secret = random_secret()
-    elif secret is None:
-        say(
-            f"encrypting with keys derived from the rendezvous id {plan.job!r}; to keep others on this network out, "
-            "give every node the same GPUWATCH_SECRET or --secret-file"
-        )
-        secret = f"rendezvous id {plan.job}"
-    return derive_keys(secret, plan.job)
+def check(arguments: list[str]) -> int:
+    """Run the preflight of a job, and nothing after it. Returns the exit code; raises UsageError as `launch` does."""
+    args = get_check_parser().parse_args(arguments)
+    plan = make_plan(args, _matches_machine_hostname)
+    args.max_restarts = 0
+    limit_rendezvous(args)
+    logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`
+    return _run(args, plan, ["gpuwatch", "check", *arguments])
 
 
-class _signals_raise:
-    """Until torchrun installs its own handlers, SIGTERM and SIGHUP raise what torchrun's handlers raise."""
-
-    def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._raise) for number in (signal.SIGTERM, signal.SIGHUP)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @staticmethod
-    def _raise(number: int, frame: FrameType | None) -> None:
-        raise SignalException(f"gpuwatch launch got {signal.Signals(number).name}", signal.Signals(number))
+def _run(args: argparse.Namespace, plan: Plan, command: list[str]) -> int:
+    nproc = number_of_ranks(args)
+    keys = job_keys(args, plan)
+    with signals_raise():
+        return _Launch(args, plan, keys, nproc, command).run()
 
 
 class _Launch:
@@ -134,46 +106,37 @@ class _Launch:
         self._any_started = False
         self._hurry = False
         self._ranks: list[psutil.Process] = []
+        self._run_dir: Path | None = None
+        self._live = live_lines(check_only=args.check_only)
+        self._live_over = threading.Event()
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
         self._scratch = make_scratch(self._nproc)
-        self.settings = self._worker_settings()
         try:
             address = self._start_collector()
+            logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
+            self.settings = worker_settings(self._args, self._scratch, logs)
             self._start_agent(address)
-            say(f"running under torchrun: {shlex.join([self._args.training_script, *self._args.training_script_args])}")
+            say(self._what_runs())
             outcome = self._run_torchrun()
             return self._finish(outcome)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)  # from here on it is a matter of seconds, and must be done
+            self._live.close()
             self._kill_ranks()
             self._end_children()
             remove_scratch(self._scratch)
 
-    def _worker_settings(self) -> WorkerSettings:
+    def _what_runs(self) -> str:
         args = self._args
-        return WorkerSettings(
-            recorder_dir=str(self._scratch),
-            on_overflow=args.on_overflow,
-            max_frames=args.max_frames,
-            trace_batches=args.trace_batches,
-            abort_after_batch=args.abort_after_batch,
-            preflight=args.preflight,
-            preflight_timeout_s=args.preflight_timeout,
-            on_preflight_failure=args.on_preflight_failure,
-            watch=args.watch,
-            modules=args.modules,
-            every=args.every,
-            sync=args.sync,
-            guard_optimizer=args.guard_optimizer,
-            ignore=args.ignore,
-            near_overflow=args.near_overflow,
-            underflow_share=args.underflow_share,
-            scaler_skips=args.scaler_skips,
-            measure_cost=args.measure_cost,
-        )
+        if args.check_only:
+            ranks = f"{self._nproc} rank{'s' if self._nproc != 1 else ''}"
+            return (
+                f"checking {ranks} on each of {args.nnodes} nodes" if self._plan.max_nodes > 1 else f"checking {ranks}"
+            )
+        return f"running under torchrun: {shlex.join([args.training_script, *args.training_script_args])}"
 
     # -- the children -------------------------------------------------------------------------------------------
 
@@ -194,6 +157,8 @@ class _Launch:
         self._collector = Child("collector", config)
         answer = self._first_word(self._collector)
         if isinstance(answer, Bound):
+            self._run_dir = Path(answer.run_dir)
+            threading.Thread(target=self._follow, args=(self._collector,), daemon=True, name="gpuwatch-live").start()
             say(f"the report will be in {_relative(answer.run_dir)}")
             return plan.connect or answer.address
         if answer is None:
@@ -220,11 +185,26 @@ class _Launch:
                 message = read_from_collector(line)
                 if isinstance(message, Notice):
                     say(message.text)
-                else:
+                elif isinstance(message, Bound | CannotBind):
                     return message
             return None
         finally:
             timer.cancel()
+
+    def _follow(self, collector: Child) -> None:
+        """Show the preflight's lines, until the collector has said the last one or has ended."""
+        try:
+            for line in collector.stdout:
+                message = read_from_collector(line)
+                if isinstance(message, StageLine):
+                    self._live.show(message)
+                elif isinstance(message, PreflightOver):
+                    self._live.over(message)
+                    break
+        except (msgspec.DecodeError, ValueError):  # a later collector, or its pipe was closed meanwhile
+            pass
+        finally:
+            self._live_over.set()
 
     def _is_our_collector(self, address: str) -> bool:
         """Whether who listens at `address` has the private key of this job's collector: the handshake tells."""
@@ -258,6 +238,7 @@ class _Launch:
             versions=host.versions(),
             rdzv_id=plan.job,
             trace_batches=self._args.trace_batches,
+            check_only=self._args.check_only,
         )
         self._agent = Child("launcher.agent", config)
         threading.Thread(target=self._listen, args=(self._agent,), daemon=True, name="gpuwatch-listen").start()
@@ -308,15 +289,19 @@ class _Launch:
         except KeyboardInterrupt:
             return LaunchDone("signal", int(signal.SIGINT))
         except ChildFailedError as error:
-            traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
+            if not self._args.check_only:  # there, no script has failed, and the report says what has
+                traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
             return LaunchDone("failed")
         except (ValueError, AssertionError) as error:
             if not self._any_started:
                 raise UsageError(f"torchrun does not take these options: {error}") from error
             traceback.print_exc()
             return LaunchDone("failed")
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            if self._args.check_only and isinstance(error, RendezvousError | DistError):
+                say(f"torchrun could not bring the nodes together: {type(error).__name__}: {error}".rstrip(": "))
+            else:
+                traceback.print_exc()
             return LaunchDone("failed")
         return LaunchDone("ok")
 
@@ -362,15 +347,35 @@ class _Launch:
         )
         try:
             self._answered.wait(_VERDICT_WAIT_S)
+            if self._collector is not None:
+                self._live_over.wait(_LAST_LINE_S)
         except (SignalException, KeyboardInterrupt):
             self._hurry = True
             return fallback
+        self._live.close()
         verdict = self._verdict
         if verdict is None:
             say("no verdict: the node agent ended without one")
-            return fallback
-        print(verdict.text, file=sys.stderr, flush=True)
-        return verdict.exit_code
+            return self._exit_code(fallback)
+        self._print(verdict)
+        return self._exit_code(verdict.exit_code)
+
+    def _exit_code(self, code: int) -> int:
+        """A check has no script that could fail by itself: whatever went wrong, it has failed."""
+        failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
+        return int(ExitCode.PREFLIGHT_FAILED) if failed else code
+
+    def _print(self, verdict: Verdict) -> None:
+        """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
+        if not self._args.check_only:
+            print(verdict.text, file=sys.stderr, flush=True)
+        elif self._args.format == "text":
+            print(verdict.text, flush=True)
+        elif self._run_dir is not None or self._args.collector is not None:  # of several nodes one: for one reader
+            try:
+                print(Path(verdict.report).read_text(), flush=True)
+            except OSError:
+                print(verdict.text, file=sys.stderr, flush=True)
 
 
 def _aborted(recorder: Path) -> bool:

@@ -1,98 +1,29 @@
-"""Command line of `gpuwatch launch`: torchrun's own parser, and a group of gpuwatch's options in it."""
+"""Command lines of `gpuwatch launch` and `gpuwatch check`: torchrun's own parser, and a group of gpuwatch's options."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import shlex
 from typing import NoReturn, get_args
 
 from torch.distributed.run import get_args_parser
 
 from ..core.errors import UsageError
-from ..core.settings import Watched
-from .plan import is_number
+from ..core.settings import Watched, WorkerSettings
+from . import parsers
+from .shared_options import add_collector_options, add_preflight_options
+
+LAUNCH_TIMEOUT_S = 300.0
+"""For the ranks to arrive: on a cold shared file system the import of torch alone can take minutes."""
+CHECK_TIMEOUT_S = 120.0
+"""Somebody sits and waits for a check."""
 
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one sentence, where argparse prints two screens of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (all options: gpuwatch launch --help)")
-
-
-def _batches(text: str) -> list[int]:
-    try:
-        batches = [int(part) for part in text.split(",")]
-    except ValueError:
-        batches = [-1]
-    if min(batches) < 0:
-        raise argparse.ArgumentTypeError(f"expected batch numbers such as 0,1,3, found {text!r}")
-    return batches
-
-
-def _at_least(least: int, what: str) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not is_number(text.removeprefix("-")) or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected {what} of {least} or more, found {text!r}")
-        return int(text)
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 1 <= seconds < 1e6:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds of 1 or more, found {text!r}")
-    return seconds
-
-
-def _number(least: float, most: float, what: str) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            raise argparse.ArgumentTypeError(f"expected {what} from {least:g} to {most:g}, found {text!r}")
-        return number
-
-    return parse
-
-
-def _watched(text: str) -> tuple[str, ...]:
-    parts = tuple(part.strip() for part in text.split(","))
-    if not set(parts) <= set(get_args(Watched)):
-        raise argparse.ArgumentTypeError(f"expected some of {','.join(get_args(Watched))}, found {text!r}")
-    return parts
-
-
-def _module_pattern(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError(f"expected a module's name or a pattern such as 'encoder.*', found {text!r}")
-    return text
-
-
-def _row_pattern(text: str) -> str:
-    module, colon, role = text.partition(":")
-    if not module.strip() or (colon and not role.strip()):
-        raise argparse.ArgumentTypeError(f"expected MODULE or MODULE:ROLE, such as 'mask.*:output', found {text!r}")
-    return text
-
-
-def _port(text: str) -> int:
-    if not is_number(text) or not 0 < int(text) < 65536:
-        raise argparse.ArgumentTypeError(f"expected a port from 1 to 65535, found {text!r}")
-    return int(text)
-
-
-def _address(text: str) -> str:
-    host, _, port = text.removeprefix("tcp://").rpartition(":")
-    if not text.startswith("tcp://") or not host or not is_number(port) or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"expected tcp://HOST:PORT, found {text!r}")
-    return text
+        raise UsageError(f"{message} (all options: {self.prog} --help)")
 
 
 def check_together(args: argparse.Namespace) -> None:
@@ -131,7 +62,7 @@ def get_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--watch",
-        type=_watched,
+        type=parsers.watched,
         default=get_args(Watched),
         metavar="WHAT,WHAT",
         help="what to look at: forward (inputs and outputs), grads, weights (all three)",
@@ -139,14 +70,14 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--modules",
         action="append",
-        type=_module_pattern,
+        type=parsers.module_pattern,
         default=[],
         metavar="PATTERN",
         help="give frames only to modules whose name matches, such as 'encoder.*'; may be given several times",
     )
     group.add_argument(
         "--every",
-        type=_at_least(1, "a number of batches"),
+        type=parsers.at_least(1, "a number of batches"),
         default=1,
         metavar="N",
         help="look at one batch of N (1); of the others only at what the model returns",
@@ -165,7 +96,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--ignore",
         action="append",
-        type=_row_pattern,
+        type=parsers.row_pattern,
         default=[],
         metavar="PATTERN",
         help="no alarm for modules whose name matches, or 'MODULE:ROLE' for one row; counted in the report",
@@ -173,7 +104,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--near-overflow",
         "--near_overflow",
-        type=_number(0, 64, "powers of two"),
+        type=parsers.number(0, 64, "powers of two"),
         default=1.0,
         metavar="POWERS",
         help="warn of an output within so many powers of two of its dtype's largest number (1; 0: never)",
@@ -181,7 +112,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--underflow-share",
         "--underflow_share",
-        type=_number(0, 1, "a share"),
+        type=parsers.number(0, 1, "a share"),
         default=0.1,
         metavar="SHARE",
         help="warn of a tensor of low precision with so large a share of subnormal numbers (0.1; 1: never)",
@@ -189,7 +120,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--scaler-skips",
         "--scaler_skips",
-        type=_at_least(1, "a number of steps"),
+        type=parsers.at_least(1, "a number of steps"),
         default=12,
         metavar="N",
         help="after so many steps in a row that a GradScaler skipped, inf in gradients is an overflow (12)",
@@ -203,7 +134,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--max-frames",
         "--max_frames",
-        type=_at_least(1, "a number of frames"),
+        type=parsers.at_least(1, "a number of frames"),
         default=21,
         metavar="N",
         help="frames that the report shows of each rank (21)",
@@ -211,7 +142,7 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--trace-batches",
         "--trace_batches",
-        type=_batches,
+        type=parsers.batches,
         default=[],
         metavar="N,N",
         help="keep all frames of these batches (the first is 0) in the report",
@@ -219,25 +150,19 @@ def get_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--abort-after-batch",
         "--abort_after_batch",
-        type=_at_least(0, "a batch number"),
+        type=parsers.at_least(0, "a batch number"),
         default=None,
         metavar="N",
         help="end the job, as a clean one, after this batch",
     )
     group.add_argument(
         "--preflight",
-        choices=["quick", "off"],
+        choices=["full", "quick", "off"],
         default="quick",
-        help="test memory and communication of every rank before the script starts (quick), or do not (off)",
+        help="before the script starts, test memory, consistency and communication of every rank (quick), as "
+        "gpuwatch check does (full), or nothing (off)",
     )
-    group.add_argument(
-        "--preflight-timeout",
-        "--preflight_timeout",
-        type=_seconds,
-        default=120.0,
-        metavar="SECONDS",
-        help="after which a preflight that hangs is a failed one (120)",
-    )
+    add_preflight_options(group, LAUNCH_TIMEOUT_S)
     group.add_argument(
         "--on-preflight-failure",
         "--on_preflight_failure",
@@ -245,33 +170,62 @@ def get_parser() -> argparse.ArgumentParser:
         default="stop",
         help="end the job with exit code 3 (stop, the default), or record it and train",
     )
-    group.add_argument(
-        "--runs-dir",
-        "--runs_dir",
-        default="gpuwatch-runs",
-        metavar="DIR",
-        help="folder for the runs' folders, on the head node (gpuwatch-runs)",
+    add_collector_options(group)
+    parser.set_defaults(check_only=False)
+    return parser
+
+
+def get_check_parser() -> argparse.ArgumentParser:
+    """torchrun's parser without a script, and what of our options is about the preflight."""
+    parser = get_args_parser()
+    parser.__class__ = _CheckParser
+    parser.prog = "gpuwatch check"
+    parser.usage = "gpuwatch check [options of torchrun] [--quick] [--format {text,json}] [options below]"
+    parser.description = (
+        "Tests the ranks, GPUs, nodes and links of a job, and says which one is to blame. Takes the options of "
+        "torchrun as the job itself would, and no script."
     )
-    group.add_argument(
-        "--collector",
-        type=_address,
-        default=None,
-        metavar="tcp://HOST:PORT",
-        help="use a collector that was started by hand (gpuwatch collect), instead of starting one on the head node",
+    for action in [action for action in parser._actions if not action.option_strings]:
+        parser._remove_action(action)  # the script and its arguments
+        for group in parser._action_groups:
+            if action in group._group_actions:
+                group._group_actions.remove(action)
+    ours = parser.add_argument_group("gpuwatch")
+    ours.add_argument("--quick", action="store_true", help="only what every launch tests: a few seconds")
+    ours.add_argument(
+        "--format", choices=["text", "json"], default="text", help="what to print on stdout: text, or report.json"
     )
-    group.add_argument(
-        "--collector-port",
-        "--collector_port",
-        type=_port,
-        default=None,
-        metavar="PORT",
-        help="port of the collector on the head node (several nodes: the rendezvous port + 1; one node: any free one)",
-    )
-    group.add_argument(
-        "--secret-file",
-        "--secret_file",
-        default=None,
-        metavar="FILE",
-        help="file with a secret that all nodes share, for the encryption (or the variable GPUWATCH_SECRET)",
+    add_preflight_options(ours, CHECK_TIMEOUT_S)
+    add_collector_options(ours)
+    parser.set_defaults(
+        check_only=True,
+        training_script="--check",  # what the worker is told in place of a script
+        training_script_args=[],
+        max_frames=WorkerSettings("").max_frames,
+        trace_batches=[],
     )
     return parser
+
+
+class _CheckParser(_Parser):
+    """Knows a script that was given by mistake."""
+
+    def parse_args(  # type: ignore[override]  # the overloads of argparse are of no use here
+        self, args: list[str], namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest and not rest[0].startswith("-"):
+            raise UsageError(
+                f"check runs no script, found {rest[0]!r}; to train after the same test: "
+                f"gpuwatch launch --preflight full [options] {shlex.join(rest)}"
+            )
+        if rest:
+            self.error(f"unrecognized arguments: {shlex.join(rest)}")
+        for name, given in (
+            ("-m/--module", parsed.module),
+            ("--no-python", parsed.no_python),
+            ("--run-path", parsed.run_path),
+        ):
+            if given:
+                raise UsageError(f"check runs no script, found {name}, which says how to run one; drop it")
+        return parsed

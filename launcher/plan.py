@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -64,6 +65,15 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
         job,
         False,
     )
+
+
+def limit_rendezvous(args: argparse.Namespace) -> None:
+    """Have torchrun wait for a missing node as long as the preflight would for its ranks, unless the user said."""
+    name = {"c10d": "join_timeout", "static": "timeout"}.get(args.rdzv_backend)
+    given = {item.partition("=")[0].strip() for item in (args.rdzv_conf or "").split(",")}
+    if name is not None and name not in given:
+        limit = f"{name}={math.ceil(args.preflight_timeout)}"
+        args.rdzv_conf = f"{args.rdzv_conf},{limit}" if args.rdzv_conf else limit
 
 
 def is_number(text: str) -> bool:

@@ -1,11 +1,14 @@
-"""What every test must leave as it found it: hooks, threads, and gpuwatch's variables."""
+"""What every test must leave as it found it: hooks, threads, and gpuwatch's variables. And a stand-in for NVML."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +54,49 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert hooks == {}
     assert _threads() - threads == set()
     assert _variables() == variables
+
+
+class StandInNvml:
+    """A libnvidia-ml.so.1 of two H100s that says what a file tells it to say (core/gpu_health/stand_in.c)."""
+
+    gpus = ("GPU-00000000-aaaa-bbbb-cccc-000000000000", "GPU-11111111-aaaa-bbbb-cccc-111111111111")
+    migs = ("MIG-00000000-aaaa-bbbb-cccc-000000000000", "MIG-01000000-aaaa-bbbb-cccc-000000000000")
+    """On the first GPU, once `0 mig_mode 1` is said."""
+
+    def __init__(self, libraries: dict[str, Path], file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._libraries = libraries
+        self._file = file
+        self._monkeypatch = monkeypatch
+        self.use("")
+
+    def use(self, kind: str) -> None:
+        """What this process starts from now on meets this one: `OLD` or `ANCIENT` lack functions."""
+        self._monkeypatch.setenv("LD_LIBRARY_PATH", str(self._libraries[kind].parent))
+        self._monkeypatch.setenv("STAND_IN_NVML", str(self._file))
+
+    def says(self, *lines: str) -> None:
+        """All that is not as on a healthy H100, from now on."""
+        new = self._file.with_suffix(".new")
+        new.write_text("\n".join(lines) + "\n")
+        new.replace(self._file)
+
+
+@pytest.fixture(scope="session")
+def stand_in_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc to build the stand-in for NVML with")
+    source = Path(__file__).parent / "core" / "gpu_health" / "stand_in.c"
+    libraries = {}
+    for kind in ("", "OLD", "ANCIENT"):
+        library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
+        flags = [f"-D{kind}"] * bool(kind)
+        subprocess.run([compiler, "-shared", "-fPIC", *flags, "-o", str(library), str(source)], check=True)
+        libraries[kind] = library
+    return libraries
+
+
+@pytest.fixture
+def nvml(stand_in_libraries: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandInNvml:
+    """What this process starts meets the stand-in."""
+    return StandInNvml(stand_in_libraries, tmp_path / "nvml.txt", monkeypatch)

@@ -3,6 +3,7 @@
 python -u -mgpuwatch.worker train.py --lr 1e-4
 python -u -mgpuwatch.worker -m package.train --lr 1e-4
 python -u -mgpuwatch.worker --exec program arguments        (torchrun's --no-python)
+python -u -mgpuwatch.worker --check                         (the preflight alone)
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from ..core.exits import ExitCode
 from ..core.recorder.layout import Field, RankPhase, file_name
@@ -19,23 +21,12 @@ from ..core.records import Fault, ScriptError, ScriptExit
 from ..core.settings import VARIABLE, WorkerSettings
 from .identity import Identity
 from .imports import after_import
-from .preflight import run_preflight
+from .peer_failures import is_peer_failure
+from .preflight.run import run_preflight
 from .script import Target, run
 from .session import Session, make_current
 
 _TRACEBACK_CHARACTERS = 16000
-_PEER_FAILURES = (
-    # gloo
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Socket Timeout",
-    "Broken pipe",
-    "Timed out waiting",
-    # NCCL
-    "remote process exited or there was a network error",
-    "communicator was aborted",
-    "Watchdog caught collective operation timeout",
-)
 
 
 def main(arguments: list[str]) -> None:
@@ -46,7 +37,9 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(ExitCode.USAGE)
     session = _open_session(settings)
     if session is not None:
-        _preflight(session)
+        _preflight(session, _script_file(arguments))
+    if arguments[0] == "--check":
+        _end_check(session)
     if arguments[0] == "--exec":
         if session is not None:
             session.enter(RankPhase.UNWATCHED)
@@ -77,18 +70,33 @@ def _open_session(settings: WorkerSettings) -> Session | None:
     return session
 
 
-def _preflight(session: Session) -> None:
+def _script_file(arguments: list[str]) -> str:
+    """The file that every rank should have the same of; "" where there is none."""
+    return "" if arguments[0].startswith("-") else arguments[0]
+
+
+def _end_check(session: Session | None) -> NoReturn:
+    """The preflight has let this rank through."""
+    if session is None:
+        print("gpuwatch: nothing was checked: the recorder of this rank could not be made", file=sys.stderr)
+        raise SystemExit(ExitCode.PREFLIGHT_FAILED)
+    _finished(session, ExitCode.CLEAN)
+    raise SystemExit(ExitCode.CLEAN)
+
+
+def _preflight(session: Session, script: str) -> None:
     if session.settings.preflight == "off":
         return
     session.enter(RankPhase.PREFLIGHT)
     try:
-        sentence = run_preflight(session, Identity.from_environment())
+        sentence = run_preflight(session, Identity.from_environment(), script)
     except Exception as error:
         session.recorder.append(Fault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
         return
     if sentence is not None:
         session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
-        print(f"gpuwatch: {sentence}", file=sys.stderr)
+        if Identity.from_environment().local_rank == 0:  # all ranks have heard the same
+            sys.stderr.write(f"gpuwatch: {sentence}\n")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 
@@ -109,7 +117,7 @@ def _raised(session: Session, error: BaseException) -> None:
             message[:2000],
             text[-_TRACEBACK_CHARACTERS:],
             hooks.raised_in(error) if hooks is not None else None,
-            any(words in message for words in _PEER_FAILURES),
+            is_peer_failure(message),
         )
     )
     session.enter(RankPhase.RAISED)

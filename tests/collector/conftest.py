@@ -22,13 +22,16 @@ from gpuwatch.core.messages import (
     Segment,
 )
 from gpuwatch.core.pages import Names, decode_page
+from gpuwatch.core.preflight import Finding
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.records import (
     Anomaly,
     Definition,
     Inventory,
     ModuleDef,
+    PreflightBegan,
     PreflightResult,
+    PreflightStage,
     RootDef,
     ScriptError,
     ScriptExit,
@@ -262,6 +265,25 @@ def preflight(rank, outcome, stage="all_reduce", detail="detail", *, stops=True,
     return EventMessage(PreflightResult(where(rank, **place), outcome, stage, detail, stops, "gloo", "cpu"))
 
 
+def began(rank, stage, **place) -> EventMessage:
+    return EventMessage(PreflightBegan(where(rank, **place), stage, 60.0))
+
+
+def stage(rank, name, seconds=0.1, grade="ok", detail="", **place) -> EventMessage:
+    return EventMessage(PreflightStage(where(rank, **place), name, grade != "fail", seconds, detail, grade))
+
+
+def found(stage, grade="fail", subject="rank", ranks=(), hosts=(), sentence="it is bad", **more) -> Finding:
+    return Finding(stage, grade, subject, list(ranks), list(hosts), sentence, **more)
+
+
+def concluded(rank, findings=(), outcome="ok", stage="", detail="", *, stops=None, **place) -> EventMessage:
+    stops = any(finding.grade == "fail" for finding in findings) if stops is None else stops
+    return EventMessage(
+        PreflightResult(where(rank, **place), outcome, stage, detail, stops, "gloo", "cpu", findings=list(findings))
+    )
+
+
 def state(rank, *, local_rank=0, attempt=0, step=0, batch=0, seq=0, phase="forward", **more) -> RankState:
     return RankState(rank, local_rank, attempt, 100 + rank, phase, step, batch, seq, **more)
 
@@ -282,6 +304,10 @@ BUILDERS = SimpleNamespace(
     finished=finished,
     raised=raised,
     preflight=preflight,
+    began=began,
+    stage=stage,
+    found=found,
+    concluded=concluded,
     state=state,
 )
 

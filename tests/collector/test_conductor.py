@@ -245,6 +245,7 @@ def test_a_node_that_never_came_is_given_a_moment(make):
     conductor.hear("a0", AgentMessage(1, make.hello("a0", nodes=2)), 0)
     conductor.hear("a0", AgentMessage(2, Bye("failed"), 1), 1)
     assert conductor.tick(2) == []
+    conductor.hear("a0", AgentMessage(0, Beat([], {})), 1 + STOP_AFTER_S)  # it waits for the verdict
     assert conductor.tick(1.1 + STOP_AFTER_S) == [Finish()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from gpuwatch.collector.report import build_report
 from gpuwatch.collector.server import Server, exit_code
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.keys import derive_keys
-from gpuwatch.core.messages import Ack, AgentMessage, Bye, Final, Welcome, decode_collector, encode
+from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Final, Welcome, decode_collector, encode
 
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")
@@ -94,13 +95,31 @@ def receive(socket):
     return decode_collector(socket.recv())
 
 
+def acknowledged(socket) -> int:
+    answer = receive(socket)
+    assert isinstance(answer, Ack)
+    return answer.n
+
+
+def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, connect, make):
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    receive(agent), receive(agent)
+    before = time.time_ns()
+    agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=before))))
+    answer = receive(agent)
+    assert (answer.n, answer.echo_ns) == (1, before)
+    assert before <= answer.time_ns <= time.time_ns()
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+
+
 def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
     assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder), 1)
-    assert receive(agent) == Ack(1)
+    assert acknowledged(agent) == 1
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
-    assert receive(agent) == Ack(2)
+    assert acknowledged(agent) == 2
     final = receive(agent)
     assert isinstance(final, Final)
     assert (final.exit_code, final.kind) == (0, "clean")

@@ -298,7 +298,7 @@ def test_the_rank_that_failed_is_named_and_not_its_victims(make):
         make.Bye("failed"),
     )
     assert (verdict.kind, verdict.rank, verdict.stage, verdict.certainty) == ("preflight", 2, "device", "established")
-    assert verdict.statement == "Preflight: rank 2 on alpha failed in stage device: no memory."
+    assert verdict.statement == "Preflight, stage device: rank 2 on alpha failed: no memory."
     assert [c.rank for c in verdict.cascade] == [0, 1]
 
 

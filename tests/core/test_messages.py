@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from gpuwatch.core import messages, records
 from gpuwatch.core.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, Hello, WireError
+from gpuwatch.core.preflight import BandwidthRow
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -37,12 +38,17 @@ EVENTS = [
     records.Cost(HERE, 1_000_000, 1_020_000, 50, 49),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),
+    records.PreflightBegan(HERE, "bandwidth", 30.0),
+    records.Bandwidth(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
     records.PreflightStage(HERE, "all_reduce", True, 0.25, "ring"),
     records.PreflightResult(HERE, "failed", "device", "no device", True, "nccl", "H100"),
     records.Inventory(HERE, "cpu", {"torch": "2.13.0"}),
     records.Fault(HERE, "forward hook", "KeyError: 1"),
     records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
     records.NodeSignal(15, 12),
+    records.Xid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
+    records.GpuCounters("GPU-1", "end", {"pcie_replays": 3}, {"nvlink_crc_errors": "Not Supported"}, 12, ["MIG-2"]),
+    records.GpuHealth("unknown", "no NVML", "580.1", {"GPU-1": "H100"}, {"GPU-1": "Not Supported"}, 12),
 ]
 BODIES = [
     Hello(
@@ -51,12 +57,18 @@ BODIES = [
     *map(EventMessage, EVENTS),
     Definitions(3, 1, list(ENTRIES)),
     messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.Segment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
-    Beat([messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5, 4, 5, 6, 7)], {3: 2}),
+    Beat(
+        [messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5, 4, 5, 6, 7)],
+        {3: 2},
+        5,
+        -7,
+        9,
+    ),
     Bye("failed", 15),
 ]
 ANSWERS = [
     messages.Welcome("run", "/runs/run", 4),
-    messages.Ack(7, resend=True),
+    messages.Ack(7, resend=True, time_ns=12, echo_ns=5),
     messages.Want(1, "Net", 1, 9),
     messages.Stop("node b is lost"),
     messages.Final(4, "overflow", "text", "/runs/run/report.json"),

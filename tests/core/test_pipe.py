@@ -21,6 +21,7 @@ AGENT_CONFIG = pipe.AgentConfig(
     {"python": "3"},
     "id",
     [0, 3],
+    True,
 )
 COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "runs", "id", 5)
 TO_AGENT = [
@@ -34,7 +35,13 @@ FROM_AGENT = [
     pipe.StopRequest("why"),
     pipe.Verdict(4, "overflow", "té\nxt", "r.json"),
 ]
-FROM_COLLECTOR = [pipe.Bound("tcp://0.0.0.0:1", "runs/x"), pipe.CannotBind(True, "in use"), pipe.Notice("n")]
+FROM_COLLECTOR = [
+    pipe.Bound("tcp://0.0.0.0:1", "runs/x"),
+    pipe.CannotBind(True, "in use"),
+    pipe.Notice("n"),
+    pipe.StageLine("node group", 3, 4, "warn", 1.5),
+    pipe.PreflightOver("warn", "one line", ["a", "b\nc"]),
+]
 
 
 def through_a_pipe(message) -> bytes:

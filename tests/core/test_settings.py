@@ -27,6 +27,14 @@ ALL_CHANGED = WorkerSettings(
     underflow_share=0.25,
     scaler_skips=3,
     measure_cost=True,
+    alloc="20%",
+    bandwidth_size=4096,
+    min_busbw=2.5,
+    slow_factor=3.0,
+    nccl_debug="/runs/a b/logs",
+    health_thresholds="/etc/limits.toml",
+    check_only=True,
+    node_hosts=["gpu-1", "gpu-2"],
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -56,6 +57,9 @@ class Bench:
         return str(SCRIPTS / name)
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        """What is put into PYTHONPATH comes before what the tests themselves were started with."""
+        if "PYTHONPATH" in environment and "PYTHONPATH" in os.environ:
+            environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=self.cwd,
@@ -67,14 +71,14 @@ class Bench:
         self.pids.add(process.pid)
         return process
 
-    def finish(self, process: subprocess.Popen[str]) -> Run:
+    def finish(self, process: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> Run:
         try:
-            stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+            stdout, stderr = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             for left in self.processes():
                 left.kill()
             stdout, stderr = process.communicate()
-            pytest.fail(f"did not end within {TIMEOUT_S} s\n{stdout}\n{stderr}")
+            pytest.fail(f"did not end within {timeout_s:.0f} s\n{stdout}\n{stderr}")
         print(stderr)
         return Run(process.returncode, stdout, stderr, self.cwd)
 
@@ -130,3 +134,17 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
         process.kill()
     assert not lines, f"left running: {lines}"
     assert scratch_folders(bench.pids) == []
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free and whose next is, outside of the range from which the kernel gives out ports."""
+    for candidate in range(20000 + os.getpid() % 5000, 30000, 2):
+        try:
+            for number in (candidate, candidate + 1):
+                with socket.socket() as probe:
+                    probe.bind(("", number))
+        except OSError:
+            continue
+        return candidate
+    pytest.fail("no free port")

@@ -1,26 +1,11 @@
 """Several nodes: each launch is a node of its own, here on one host."""
 
-import os
 import socket
 import time
 
 import psutil
 import pytest
 from gpuwatch.launcher.scratch import remove_stale
-
-
-@pytest.fixture
-def port() -> int:
-    """A port that is free and whose next is, outside of the range from which the kernel gives out ports."""
-    for candidate in range(20000 + os.getpid() % 5000, 30000, 2):
-        try:
-            for number in (candidate, candidate + 1):
-                with socket.socket() as probe:
-                    probe.bind(("", number))
-        except OSError:
-            continue
-        return candidate
-    pytest.fail("no free port")
 
 
 def start_node(bench, port: int, *options: str, script: str = "ddp_overflow.py", args: tuple[str, ...] = ()):

@@ -15,11 +15,14 @@ def server():
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
-def agree(server, starts: list[int], namespace: str, prefix: str = "round") -> list[tuple[int, str]]:
-    def node(number: int) -> tuple[int, str]:
+def agree(server, starts: list[int], namespace: str, prefix: str = "round") -> list[tuple[int, str, tuple[str, ...]]]:
+    def node(number: int) -> tuple[int, str, tuple[str, ...]]:
         client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
         store = dist.PrefixStore(namespace, client)
-        return agree_on_attempt(store, starts[number], number, len(starts), prefix=prefix, timeout_s=20)
+        host = f"host {number}"
+        found = agree_on_attempt(store, starts[number], number, len(starts), host=host, prefix=prefix, timeout_s=20)
+        attempt, name, hosts = found
+        return attempt, name, tuple(hosts)
 
     with ThreadPoolExecutor(len(starts)) as pool:
         return list(pool.map(node, range(len(starts))))
@@ -29,7 +32,8 @@ def agree(server, starts: list[int], namespace: str, prefix: str = "round") -> l
 def test_all_nodes_take_the_largest_number_of_starts_and_one_name(server, starts):
     answers = agree(server, starts, f"one {starts}")
     assert len(set(answers)) == 1
-    attempt, name = answers[0]
+    attempt, name, hosts = answers[0]
+    assert hosts == tuple(f"host {number}" for number in range(len(starts)))
     assert attempt == max(starts)
     assert name.endswith(f"-{attempt}")
 

@@ -1,0 +1,130 @@
+"""From what NVML told to findings: pure. A fact that is not known is `unknown`, which is neither good nor bad."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..preflight import Finding, Grade
+from .facts import NO_ANSWER_YET, Answer, Reading
+from .thresholds import CHECKS, LOADED_FACTS, Check, Limits
+
+STAGE = "health"
+
+RECOVERY_ACTIONS = {
+    1: ("a reset of the GPU", "End all processes on the GPU, reset it with nvidia-smi -r, and use it again."),
+    2: ("a reboot of the node", "Reboot the node: its operating system may be in an inconsistent state."),
+    3: (
+        "the end of all peer-to-peer traffic",
+        "End all processes that use peer-to-peer traffic, then look at nvidia-smi -q again: it will ask for more.",
+    ),
+    4: (
+        "a reset after its jobs are drained",
+        "Give the GPU no new job, and reset it with nvidia-smi -r when the present ones are done.",
+    ),
+    5: ("a recovery of the IMEX domain", "Recover the IMEX domain of the node."),
+    6: ("a reset of its PCIe bus", "Reset the PCIe bus of the GPU, or reboot the node."),
+    7: ("a reboot of the system", "Reboot the node."),
+}
+"""nvmlDeviceGpuRecoveryAction_t: in words, and what to do."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One check of one GPU."""
+
+    check: str
+    grade: Grade
+    sentence: str
+    next: str = ""
+    optional: bool = False
+    """That it is unknown is not worth a finding."""
+
+
+def judge(reading: Reading, limits: Mapping[str, Limits]) -> list[Judgement]:
+    """Every check that means something for this GPU, in the table's order."""
+    facts = {"lost": 0, **reading.values}
+    judged = []
+    for check in CHECKS:
+        missing = [name for name in check.needs if name not in facts]
+        if not missing:
+            judged.append(_compare(check, check.value_of(facts), limits[check.name], reading))
+        elif check.moot_with not in facts:
+            why, optional = reading.why_unknown(missing[0]), check.optional
+            if missing[0] in LOADED_FACTS and missing[0] not in reading.unknown:
+                why, optional = "not under load", True
+            judged.append(Judgement(check.name, "unknown", why, optional=optional))
+    return judged
+
+
+def _compare(check: Check, value: int, limits: Limits, reading: Reading) -> Judgement:
+    grade: Grade = "ok"
+    if check.reaches(value, limits.fail):
+        grade = "fail"
+    elif check.reaches(value, limits.warn):
+        grade = "warn"
+    sentence = check.what if check.flag else f"{check.what}: {value}"
+    found = Judgement(check.name, grade, sentence, check.next)
+    if check.name == "recovery_action" and value in RECOVERY_ACTIONS:
+        action, todo = RECOVERY_ACTIONS[value]
+        return replace(found, sentence=f"the driver asks for {action}", next=todo)
+    if check.name == "other_processes" and reading.processes:
+        names = ", ".join(f"{process.name} (pid {process.pid})" for process in reading.processes[:5])
+        return replace(found, sentence=f"{sentence}: {names}")
+    return found
+
+
+def grade(reading: Reading, limits: Mapping[str, Limits], ranks: list[int], host: str) -> list[Finding]:
+    """What is wrong with a GPU, each by itself; what should be known and is not, in one. Empty: it is well."""
+    who = f"{reading.name or 'GPU'} {reading.device} on {host}"
+    judged = judge(reading, limits)
+    findings = [
+        Finding(STAGE, one.grade, "gpu", ranks, [host], f"{who}: {one.sentence}", one.next, reading.device)
+        for one in judged
+        if one.grade in ("warn", "fail")
+    ]
+    unknown = [one for one in judged if one.grade == "unknown" and not one.optional]
+    if unknown:
+        sentence = f"{who}: NVML does not tell of {_reasons(unknown)}"
+        findings.append(
+            Finding(STAGE, "unknown", "gpu", ranks, [host], sentence, _how_to_know(unknown), reading.device)
+        )
+    return findings
+
+
+def _reasons(unknown: list[Judgement]) -> str:
+    """`remap_failed, remap_pending (Not Supported); sram_threshold_exceeded (Insufficient Permissions)`"""
+    by_reason: dict[str, list[str]] = {}
+    for one in unknown:
+        by_reason.setdefault(one.sentence, []).append(one.check)
+    return "; ".join(f"{', '.join(names)} ({why})" for why, names in by_reason.items())
+
+
+def _how_to_know(unknown: list[Judgement]) -> str:
+    if any("Permission" in one.sentence for one in unknown):
+        return "Some of it only root may read; ask whoever looks after the node, if it matters."
+    return ""
+
+
+def grade_answer(
+    answer: Answer, device: str, limits: Mapping[str, Limits], ranks: list[int], host: str
+) -> tuple[list[Finding], str]:
+    """Findings about one GPU from a child's answer, and one line of what was looked at."""
+    reading = answer.readings.get(device)
+    findings = grade(reading, limits, ranks, host) if reading is not None else []
+    if answer.trouble:
+        sentence = f"the health of GPU {device} on {host} is unknown: {answer.trouble}"
+        known = [one for one in findings if one.grade in ("warn", "fail")]
+        findings = [*known, Finding(STAGE, "unknown", "gpu", ranks, [host], sentence, answer.next, device)]
+    return findings, summary(reading, limits, answer)
+
+
+def summary(reading: Reading | None, limits: Mapping[str, Limits], answer: Answer) -> str:
+    """`29 checks: 24 ok, 1 warn, 4 unknown: sram_threshold_exceeded (Insufficient Permissions); ...`"""
+    if reading is None:
+        return answer.trouble or NO_ANSWER_YET
+    judged = judge(reading, limits)
+    grades = [one.grade for one in judged]
+    counts = [f"{grades.count(word)} {word}" for word in ("ok", "warn", "fail", "unknown") if word in grades]
+    unknown = _reasons([one for one in judged if one.grade == "unknown"])
+    return f"{len(grades)} checks: {', '.join(counts)}{f': {unknown}' if unknown else ''}"

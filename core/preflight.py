@@ -1,0 +1,92 @@
+"""The preflight's words: its stages, and what it may find. Shared by ranks that test and collector."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+STAGES = (
+    "inventory",
+    "arrive",
+    "consistency",
+    "health",
+    "allocation",
+    "compute",
+    "node group",
+    "cross group",
+    "bandwidth",
+)
+"""In the order in which they are reached. A run with one node has no `cross group`."""
+
+Grade = Literal["ok", "warn", "fail", "unknown"]
+"""`unknown`: it could not be looked at, which is neither good nor bad."""
+
+Subject = Literal["rank", "gpu", "node", "link", "job"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that the preflight found out, and of whom."""
+
+    stage: str
+    grade: Grade
+    subject: Subject
+    ranks: list[int]
+    """Who is to blame; of a link, or of a difference where neither side is the odd one: both sides."""
+    hosts: list[str]
+    sentence: str
+    """What was found, with both values and both hosts where it is a difference. One sentence without its full stop."""
+    next: str = ""
+    """What to try next, as one sentence."""
+    device: str = ""
+    """UUID of the GPU, where it is about one."""
+    victims: list[int] = []
+    """Ranks that failed only because of it."""
+
+
+class BandwidthRow(msgspec.Struct, frozen=True):
+    """One size of the bandwidth test, as nccl-tests defines it: algbw = bytes / time, busbw = algbw * 2 (n - 1) / n."""
+
+    size_bytes: int
+    time_us: float
+    algbw_gbs: float
+    busbw_gbs: float
+
+
+class InventoryFacts(msgspec.Struct, frozen=True):
+    """What one rank runs on. Text values are as the system gives them; "" or None is unknown."""
+
+    host: str = ""
+    node: int = 0
+    """GROUP_RANK of torchrun."""
+    boot_id: str = ""
+    device: str = "cpu"
+    """`cpu`, `cuda:3`; "" until somebody has looked."""
+    device_name: str = ""
+    uuid: str = ""
+    """Of the GPU (`GPU-...`), or of the part of it that is this rank's (`MIG-...`)."""
+    pci_bus: str = ""
+    driver: str = ""
+    versions: dict[str, str] = {}
+    """torch, python, gpuwatch, cuda, nccl"""
+    environment: dict[str, str] = {}
+    """NCCL_*, TORCH_* and GLOO_* settings, NCCL's also from its configuration files; CUDA_VISIBLE_DEVICES."""
+    interfaces: dict[str, list[str]] = {}
+    """name -> addresses with their prefix lengths (`10.0.0.3/24`), of those that are up"""
+    memory_free: int | None = None
+    """Bytes; of the host."""
+    device_memory_free: int | None = None
+    device_memory_total: int | None = None
+    shm_free: int | None = None
+    limits: dict[str, int] = {}
+    """Soft ulimits: nofile, memlock, nproc, stack; -1 is unlimited, as memlock with CAP_IPC_LOCK is."""
+    script: str = ""
+    script_digest: str = ""
+    """sha256 of the script file; "" where there is none (-m, --no-python, check)."""
+    local_rank: int = 0
+    gpus_visible: int | None = None
+    """How many GPUs the rank could choose from."""
+    device_error: str = ""
+    """Why it has no GPU, or why nobody knows."""
+    rdma_devices: list[str] = []
+    """InfiniBand and RoCE adapters."""

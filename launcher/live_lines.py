@@ -1,0 +1,145 @@
+"""The preflight while it runs: a line per stage, live on a terminal, else one plain line per finished stage.
+
+preflight arrive       ok       16 of 16 ranks   0.3 s
+preflight compute      ...      12 of 16 ranks
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import IO, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
+from ..core.pipe import PreflightOver, StageLine
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "yellow"}
+
+
+class LiveLines(Protocol):
+    """Where the lines go."""
+
+    def show(self, line: StageLine) -> None:
+        """A stage has moved."""
+
+    def over(self, end: PreflightOver) -> None:
+        """The last that is heard of the preflight."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called several times."""
+
+
+def live_lines(*, check_only: bool, out: IO[str] | None = None, patience_s: float = 10.0) -> LiveLines:
+    """The right ones for where stderr goes. A launch is to be left with one line, a check with one per stage.
+
+    In a file, a stage that takes longer than `patience_s` is told before it is over.
+    """
+    out = out or sys.stderr
+    if out.isatty():
+        return _TerminalLines(out, keep=check_only)
+    return _PlainLines(out, every_stage=check_only, patience_s=patience_s)
+
+
+class _PlainLines:
+    """For a file or a pipe."""
+
+    def __init__(self, out: IO[str], *, every_stage: bool, patience_s: float) -> None:
+        self._out = out
+        self._every_stage = every_stage
+        self._patience_s = patience_s
+        self._told: set[str] = set()
+        self._last: StageLine | None = None
+        self._timer: threading.Timer | None = None
+
+    def show(self, line: StageLine) -> None:
+        if self._last is None or self._last.stage != line.stage:
+            self.close()
+            self._timer = threading.Timer(self._patience_s, self._say_that_it_takes_long)
+            self._timer.daemon = True
+            self._timer.start()
+        self._last = line
+        if self._every_stage and line.grade and (line.stage not in self._told or line.grade == "fail"):
+            self._told.add(line.stage)
+            count = f"{line.done} of {line.ranks} ranks"
+            _say(self._out, f"preflight {line.stage:<12} {line.grade:<8} {count:<18} {line.seconds:.1f} s")
+
+    def _say_that_it_takes_long(self) -> None:
+        line = self._last
+        if line is not None and not line.grade:
+            _say(self._out, f"preflight {line.stage}: {line.done} of {line.ranks} ranks so far, still waiting")
+
+    def over(self, end: PreflightOver) -> None:
+        self.close()
+        _say_end(self._out, end)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class _Seconds(ProgressColumn):
+    """How long a stage has been running; once it is over, how long its slowest rank took."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.fields.get("seconds") or task.elapsed or 0.0
+        return Text(f"{seconds:.1f} s")
+
+
+class _TerminalLines:
+    """For a terminal: bars that fill. What others print meanwhile goes above them."""
+
+    def __init__(self, out: IO[str], *, keep: bool) -> None:
+        self._out = out
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._progress = Progress(
+            TextColumn("preflight {task.description:<12}"),
+            TextColumn("{task.fields[grade]}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed} of {task.total} ranks"),
+            _Seconds(),
+            console=Console(file=out, highlight=False),
+            transient=not keep,
+        )
+
+    def show(self, line: StageLine) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            if not self._tasks:
+                self._progress.start()
+            if line.stage not in self._tasks:
+                self._tasks[line.stage] = self._progress.add_task(line.stage, grade="...", total=line.ranks)
+            task = self._tasks[line.stage]
+            style = _STYLES.get(line.grade)
+            grade = f"[{style}]{line.grade:<8}[/]" if style else f"{'...':<8}"
+            self._progress.update(task, completed=line.done, total=line.ranks, grade=grade)
+            if line.grade:
+                self._progress.update(task, seconds=line.seconds)
+                self._progress.stop_task(task)
+
+    def over(self, end: PreflightOver) -> None:
+        self.close()
+        _say_end(self._out, end)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._tasks:
+                self._tasks.clear()
+                self._progress.stop()
+
+
+def _say_end(out: IO[str], end: PreflightOver) -> None:
+    for line in [end.text, *end.warnings]:
+        if line:
+            _say(out, line)
+
+
+def _say(out: IO[str], text: str) -> None:
+    out.write(f"gpuwatch: {text}\n")  # in one piece: the ranks write to the same file
+    out.flush()

@@ -1,0 +1,34 @@
+"""Lets a rank's preflight wait before its allocation test until the pipe GATE has been opened and closed."""
+
+import importlib.machinery
+import os
+import sys
+from pathlib import Path
+
+MODULE = "gpuwatch.worker.preflight.allocation"
+
+
+class Gated(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name != MODULE:
+            return None
+        spec = super().find_spec(name, path, target)
+        execute = spec.loader.exec_module
+
+        def execute_and_gate(module):
+            execute(module)
+            allocate = module.allocate
+
+            def wait_and_allocate(*args, **kwargs):
+                Path(os.environ["GATE"]).read_text()
+                return allocate(*args, **kwargs)
+
+            module.allocate = wait_and_allocate
+
+        spec.loader.exec_module = execute_and_gate
+        return spec
+
+
+if "GATE" in os.environ:
+    sys.meta_path.insert(0, Gated)

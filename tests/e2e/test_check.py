@@ -1,0 +1,127 @@
+"""`gpuwatch check`: the preflight of a job alone, with the real command."""
+
+import json
+import signal
+import time
+
+import pytest
+
+FULL = ["inventory", "arrive", "consistency", "health", "allocation", "compute", "node group", "bandwidth"]
+
+
+def start_check(bench, port, *options: str):
+    where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a job")
+    return bench.start("gpuwatch.cli.main", "check", "--nproc-per-node", "1", *where, *options)
+
+
+def test_a_healthy_machine_passes(bench):
+    run = bench.gpuwatch("check", "--nproc-per-node", "2", "--alloc", "16MiB", "--bandwidth-size", "1MiB")
+
+    assert run.code == 0
+    assert "Preflight passed: 2 ranks on 1 node" in run.stdout
+    assert "Bandwidth of all_reduce over 2 ranks" in run.stdout
+    told = [line.split("preflight ")[1] for line in run.stderr.splitlines() if "gpuwatch: preflight " in line]
+    assert [line[:12].rstrip() for line in told] == FULL
+    assert all("2 of 2 ranks" in line for line in told)
+    report = run.report
+    assert report["run"]["check_only"] is True
+    assert [column["stage"] for column in report["preflight"]["stages"]] == FULL
+    assert {column["ranks"] for column in report["preflight"]["stages"]} == {2}
+    assert [row["size_bytes"] for row in report["preflight"]["bandwidth"]][-1] == 1 << 20
+    assert [entry["facts"]["device"] for entry in report["preflight"]["inventory"]] == ["cpu", "cpu"]
+    assert [len(rank["preflight"]["stages"]) for rank in report["ranks"]] == [8, 8]
+
+
+def test_a_quick_one_as_json_is_the_report_and_nothing_else(bench):
+    run = bench.gpuwatch("check", "--nproc-per-node", "2", "--quick", "--format", "json")
+
+    assert run.code == 0
+    printed = json.loads(run.stdout)
+    assert printed == run.report
+    assert [column["stage"] for column in printed["preflight"]["stages"]] == [*FULL[:5], "node group"]
+
+
+def test_a_failure_exits_with_3_and_its_reason_is_the_answer(bench):
+    run = bench.gpuwatch("check", "--nproc-per-node", "2", "--bandwidth-size", "64K", "--min-busbw", "100000")
+
+    assert run.code == 3
+    assert (run.verdict["kind"], run.verdict["stage"], run.verdict["rank"]) == ("preflight", "bandwidth", None)
+    assert "below the 100000 GB/s of --min-busbw" in " ".join(run.stdout.split())
+    assert "Traceback" not in run.stderr
+    assert "exitcode" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("train.py",), "check runs no script, found 'train.py'"),
+        (("--nproc-per-node", "0"), "--nproc-per-node: expected 1 or more"),
+        (("--alloc", "80"), "expected a share of the free memory"),
+        (("--on-overflow", "abort"), "unrecognized arguments"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exits_with_2(bench, options, words):
+    run = bench.gpuwatch("check", *options)
+
+    assert run.code == 2
+    (line,) = run.stderr.splitlines()
+    assert words in line
+    assert not (bench.cwd / "gpuwatch-runs").exists()
+
+
+def test_two_nodes_are_tested_together(bench, port):
+    nodes = [start_check(bench, port, "--format", "json") for _ in range(2)]
+    runs = [bench.finish(node) for node in nodes]
+
+    assert [run.code for run in runs] == [0, 0]
+    printed = [run.stdout for run in runs if run.stdout]
+    assert [json.loads(text) for text in printed] == [runs[0].report], "the head node prints it, for one reader"
+    preflight = runs[0].report["preflight"]
+    assert [column["stage"] for column in preflight["stages"]] == [*FULL[:6], "cross group", "bandwidth"]
+    assert [node["ranks"] for node in preflight["nodes"]] == [[0], [1]]
+
+
+C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{}", "--rdzv-id", "a job")
+STATIC = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "{}")
+
+
+@pytest.mark.parametrize("where", [C10D, STATIC], ids=["c10d", "static"])
+def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, where):
+    began = time.monotonic()
+    meeting_point = [word.format(port) for word in where]
+    run = bench.gpuwatch("check", "--nproc-per-node", "1", "--nnodes", "2", *meeting_point, "--preflight-timeout", "4")
+
+    assert 4 <= time.monotonic() - began < 40
+    assert run.code == 3
+    assert (run.verdict["kind"], run.verdict["stage"]) == ("preflight", "arrive")
+    assert "1 of 2 nodes did not arrive" in run.stdout
+    assert "gpuwatch: torchrun could not bring the nodes together: " in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_ctrl_c_ends_it(bench, port):
+    check = start_check(bench, port)
+    while not bench.running("gpuwatch.launcher.agent"):
+        assert check.poll() is None
+    check.send_signal(signal.SIGINT)
+    run = bench.finish(check)
+
+    assert run.code == 130
+    assert "Traceback" not in run.stderr
+
+
+def test_a_launch_tells_its_preflight_in_one_line(bench):
+    run = bench.launch("clean.py")
+
+    assert run.code == 0
+    told = [line for line in run.stderr.splitlines() if line.startswith("gpuwatch: preflight ")]
+    assert len(told) == 1
+    assert told[0].startswith("gpuwatch: preflight ok: 2 ranks on 1 node in ")
+
+
+def test_a_launch_can_have_the_full_one(bench):
+    run = bench.launch("clean.py", "--preflight", "full", "--alloc", "16MiB", "--bandwidth-size", "64K")
+
+    assert run.code == 0
+    assert "rank 0 step 9" in run.stdout
+    assert [column["stage"] for column in run.report["preflight"]["stages"]] == FULL

@@ -1,0 +1,178 @@
+"""Runs ranks as forked processes of one that has imported torch once, as the coordinator does.
+
+Each line on stdin is a request, `{"call": "group", "ranks": [0, 1, 2], "faults": {"1": "adds wrong"}, ...}`; each line
+on stdout its answer, what came of every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from gpuwatch.worker.preflight.allocation import allocate
+from gpuwatch.worker.preflight.bandwidth import measure
+from gpuwatch.worker.preflight.compute import compute
+from gpuwatch.worker.preflight.forked import run_forked
+from gpuwatch.worker.preflight.group import check_group
+
+CPU = torch.device("cpu")
+
+
+def spoil(way: str, store: dist.Store | None) -> None:
+    """Make this rank wrong, in the collectives themselves, as a bad device or network would be."""
+    reduce, gather, broadcast, matmul = dist.all_reduce, dist.all_gather, dist.broadcast, torch.matmul
+    calls = []
+
+    def adds_wrong(total, *arguments, **more):
+        reduce(total, *arguments, **more)
+        total[7] += 0.5
+
+    def puts_in_wrong(total, *arguments, **more):
+        total[7] += 1
+        reduce(total, *arguments, **more)
+
+    def puts_in_wrong_in_large_messages(total, *arguments, **more):
+        total[7] += total.numel() > 1 << 16
+        reduce(total, *arguments, **more)
+
+    def adds_wrong_in_large_groups(total, *arguments, group=None):
+        if group is None:
+            total[7] += 1
+        reduce(total, group=group)
+
+    def sends_wrong(gathered, mine):
+        mine[3] += 1
+        gather(gathered, mine)
+
+    def gets_wrong(gathered, mine):
+        gather(gathered, mine)
+        for got in gathered:
+            got[3] = 0
+
+    def gets_first_wrong(gathered, mine):
+        gather(gathered, mine)
+        gathered[0][3] = 0
+
+    def broadcasts_wrong(tensor, src):
+        if src == dist.get_rank():
+            tensor[5] = -1
+        broadcast(tensor, src)
+
+    def comes_late_from_the_broadcast(tensor, src):
+        broadcast(tensor, src)
+        if src == dist.get_world_size() - 1:
+            store.wait(["votes/0"])  # rank 0 votes when it is through the barrier
+
+    def with_one_thread(first, second, out):
+        assert torch.get_num_threads() == 1
+        matmul(first, second, out=out)
+
+    def another_matmul(first, second, out):
+        matmul(first, second, out=out)
+        out[0, 0] += 1
+
+    def now_and_then(first, second, out):
+        calls.append(0)
+        matmul(first, second, out=out)
+        out[1, 1] += len(calls) == 3
+
+    def is_slow(first, second, out):
+        for _ in range(20):
+            matmul(first, second, out=out)
+
+    def full():
+        used = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20), used + (32 << 20)))
+
+    if way == "adds wrong":
+        dist.all_reduce = adds_wrong
+    elif way == "puts in wrong":
+        dist.all_reduce = puts_in_wrong
+    elif way == "puts in wrong in large messages":
+        dist.all_reduce = puts_in_wrong_in_large_messages
+    elif way == "adds wrong in large groups":
+        dist.all_reduce = adds_wrong_in_large_groups
+    elif way == "sends wrong":
+        dist.all_gather = sends_wrong
+    elif way == "gets wrong":
+        dist.all_gather = gets_wrong
+    elif way == "gets first wrong":
+        dist.all_gather = gets_first_wrong
+    elif way == "broadcasts wrong":
+        dist.broadcast = broadcasts_wrong
+    elif way == "dies":
+        dist.all_gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif way == "hangs":
+        dist.all_gather = lambda *_: time.sleep(1000)
+    elif way == "another matmul":
+        torch.matmul = another_matmul
+    elif way == "now and then":
+        torch.matmul = now_and_then
+    elif way == "slow":
+        torch.matmul = is_slow
+    elif way == "four threads":
+        torch.set_num_threads(4)
+        torch.matmul = with_one_thread
+    elif way == "skips barrier":
+        dist.barrier = lambda: None
+    elif way == "comes late to the barrier":
+        dist.barrier = lambda: None
+        dist.broadcast = comes_late_from_the_broadcast
+    elif way == "full":
+        full()
+    else:
+        raise AssertionError(way)
+
+
+def run_rank(request, rank, port, said):
+    def call(say):
+        way = request.get("faults", {}).get(str(rank))
+        if request["call"] in ("compute", "allocate"):
+            if way:
+                spoil(way, None)
+            return compute(CPU) if request["call"] == "compute" else allocate(CPU, None, quick=request["quick"])
+        client = dist.TCPStore(
+            "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
+        store = dist.PrefixStore("test", client)
+        if way:
+            spoil(way, store)
+        test = {"group": check_group, "bandwidth": measure}[request["call"]]
+        return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
+
+    ending = run_forked(call, request.get("deadline_s", 30.0), said.append)
+    failure = ending.failure
+    return {
+        "kind": ending.kind,
+        "detail": ending.detail,
+        "peers": failure.peers if failure else None,
+        "known": failure is not None,
+        "next": failure.next if failure else "",
+        "value": json.loads(ending.value),
+        "said": said,
+        "seconds": ending.seconds,
+    }
+
+
+def answer(request):
+    ranks = request["ranks"]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = {rank: pool.submit(run_rank, request, rank, store.port, []) for rank in ranks}
+        return {rank: future.result() for rank, future in futures.items()}
+
+
+if __name__ == "__main__":
+    assert threading.active_count() == 1
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)

@@ -1,0 +1,151 @@
+"""Ranks are threads with clients of their own; the store is torch's."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from gpuwatch.worker.identity import Identity
+from gpuwatch.worker.preflight.meeting import Meeting, NoConclusion, Reports, StoreLost, connect
+
+LONG = {"reports_s": 20.0, "conclusion_s": 20.0, "deputy_s": 5.0}
+
+
+@pytest.fixture(scope="module")
+def server():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+class Ranks:
+    """Seats in one meeting."""
+
+    def __init__(self, server: Any, world_size: int) -> None:
+        self.prefix = f"gpuwatch/{uuid.uuid4().hex}"
+        self.server = server
+        self.world_size = world_size
+        self.calls = 0
+
+    def seat(self, rank: int) -> Meeting:
+        identity = Identity(rank, 0, self.world_size, 1, "127.0.0.1", self.server.port, agent_store=True)
+        return Meeting(connect(identity, 20), self.prefix, rank, self.world_size)
+
+    def draw(self, reports: Reports) -> bytes:
+        """A conclusion that says who drew it from what."""
+        self.calls += 1
+        heard = ",".join(f"{rank}={text.decode()}" for rank, text in sorted(reports.by_rank.items()))
+        return f"{heard} silent {reports.silent} deputy {reports.leader_failed}".encode()
+
+    def all_at_once(self, do, ranks=None) -> list[Any]:
+        ranks = range(self.world_size) if ranks is None else ranks
+        seats = {rank: self.seat(rank) for rank in ranks}
+        with ThreadPoolExecutor(len(seats)) as pool:
+            return list(pool.map(lambda rank: do(rank, seats[rank]), ranks))
+
+    @property
+    def keys(self) -> list[str]:
+        return sorted(key for key in self.server.list_keys() if self.prefix in key)
+
+
+def test_all_hear_one_conclusion_and_no_key_is_left(server):
+    ranks = Ranks(server, 3)
+
+    def take_part(rank: int, seat: Meeting) -> bytes:
+        heard = [
+            seat.meet(step, f"{step}{rank}".encode(), ranks.draw, **LONG) for step in ("arrive", "allocation", "last")
+        ]
+        seat.leave(["arrive", "allocation", "last"], 3)
+        return heard[1]
+
+    assert set(ranks.all_at_once(take_part)) == {
+        b"0=allocation0,1=allocation1,2=allocation2 silent [] deputy False",
+    }
+    assert ranks.calls == 3
+    assert ranks.keys == []
+
+
+def test_who_is_missing_is_known_after_the_deadline_and_finds_out_itself_when_it_comes(server):
+    ranks = Ranks(server, 3)
+    short = {**LONG, "reports_s": 0.2}
+
+    def take_part(rank: int, seat: Meeting) -> bytes:
+        heard = seat.meet("arrive", b"here", ranks.draw, **short)
+        seat.leave(["arrive"], 2)
+        return heard
+
+    assert set(ranks.all_at_once(take_part, [0, 2])) == {b"0=here,2=here silent [1] deputy False"}
+    assert [key.rpartition("/")[2] for key in ranks.keys] == ["conclusion", "left"]
+    assert take_part(1, ranks.seat(1)) == b"0=here,2=here silent [1] deputy False"
+    assert ranks.keys == []
+
+
+@pytest.mark.parametrize("leader_is_there", [True, False])
+def test_without_a_conclusion_of_the_leader_one_of_the_others_draws_it(server, leader_is_there):
+    ranks = Ranks(server, 4)
+    if leader_is_there:  # and does not do its part after it has reported
+        dist.PrefixStore(ranks.prefix, server).set("arrive/0", "here")
+
+    def take_part(rank: int, seat: Meeting) -> bytes:
+        heard = seat.meet("arrive", b"here", ranks.draw, reports_s=20, conclusion_s=0.2, deputy_s=20)
+        seat.leave(["arrive"], 3)
+        return heard
+
+    (heard,) = set(ranks.all_at_once(take_part, [1, 2, 3]))
+    silent = [] if leader_is_there else [0]
+    assert heard.endswith(f"1=here,2=here,3=here silent {silent} deputy True".encode())
+    assert ranks.calls == 1
+
+
+def test_a_deputy_that_gives_none_either_ends_the_wait(server):
+    ranks = Ranks(server, 3)
+    dist.PrefixStore(ranks.prefix, server).set("arrive/deputy", "2")
+    with pytest.raises(NoConclusion):
+        ranks.seat(1).meet("arrive", b"here", ranks.draw, reports_s=1, conclusion_s=0.1, deputy_s=0.1)
+
+
+def test_a_store_that_nobody_serves_is_lost(port_of_nobody):
+    identity = Identity(0, 0, 2, 1, "127.0.0.1", port_of_nobody, agent_store=True)
+    with pytest.raises(StoreLost):
+        connect(identity, 1)
+
+
+def test_a_store_that_goes_away_is_lost_at_once():
+    gone = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    ranks = Ranks(gone, 2)
+    seat = ranks.seat(1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(seat.meet, "arrive", b"here", ranks.draw, reports_s=1, conclusion_s=60, deputy_s=1)
+        store = dist.PrefixStore(ranks.prefix, gone)
+        store.wait(["arrive/1"], timedelta(seconds=20))
+        began = time.monotonic()
+        del store, gone
+        ranks.server = None
+        with pytest.raises(StoreLost):
+            waiting.result(timeout=30)
+    assert time.monotonic() - began < 20
+
+
+def test_each_rank_puts_few_questions_to_the_store_however_many_there_are(server):
+    """512 ranks meet three times; one thread of the store serves them all."""
+    ranks = Ranks(server, 512)
+    for rank in range(1, 512):
+        dist.PrefixStore(ranks.prefix, server).set(f"arrive/{rank}", "x" * 4000)
+    began = time.monotonic()
+    conclusion = ranks.seat(0).meet("arrive", b"x" * 4000, lambda found: str(len(found.by_rank)).encode(), **LONG)
+    assert conclusion == b"512"
+    assert time.monotonic() - began < 5
+    for rank in range(1, 512):
+        server.delete_key(f"{ranks.prefix}/arrive/{rank}")
+
+
+@pytest.fixture
+def port_of_nobody() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

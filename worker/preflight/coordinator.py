@@ -1,0 +1,61 @@
+"""The process that takes one rank through the preflight: it imports torch once, and forks a child for each test.
+
+    python -m gpuwatch.worker.preflight.coordinator [--script FILE]
+    python -m gpuwatch.worker.preflight.coordinator --fallen STEP --stage STAGE --detail TEXT
+
+The second form tells the others that this rank's coordinator has died or hung in STEP. It prints what `lines` says.
+It never uses CUDA and never computes with torch: neither survives a fork. It takes part in no process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+import traceback
+
+import msgspec
+
+from ...core.settings import WorkerSettings
+from ..identity import Identity
+from .deadlines import Deadlines
+from .lines import Line, StageBegan
+
+
+def say(line: Line) -> None:
+    """One line for the worker."""
+    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> int:
+    """Entry of `python -m gpuwatch.worker.preflight.coordinator`."""
+    began = time.monotonic()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--script", default="", help="the file whose digest is to be the same on all ranks")
+    parser.add_argument("--fallen", default="", help="only tell the others that this rank fell out in this step")
+    parser.add_argument("--stage", default="")
+    parser.add_argument("--detail", default="")
+    options = parser.parse_args()
+    settings = WorkerSettings.from_environment()
+    assert settings is not None
+    identity = Identity.from_environment(os.environ)
+    deadlines = Deadlines(settings.preflight_timeout_s)
+    if not options.fallen:
+        say(StageBegan("inventory", deadlines.work("inventory"), "arrive"))
+    from .course import Course, Fallen  # imports torch
+
+    fallen = Fallen(options.fallen, options.stage, options.detail) if options.fallen else None
+    Course(identity, settings, deadlines, say, began, options.script, fallen).run()
+    return 0
+
+
+if __name__ == "__main__":
+    code = 1
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)

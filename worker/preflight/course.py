@@ -1,0 +1,309 @@
+"""One rank's way through the steps: do its part, meet the others, hear what comes next, until nothing does."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from ...core.host import host_name
+from ...core.preflight import Finding, Grade
+from ...core.settings import WorkerSettings
+from ..identity import Identity
+from .conclude import Heard, Terms, conclude_softly
+from .deadlines import DEPUTY_S, Deadlines
+from .lines import (
+    At,
+    BandwidthLine,
+    Concluded,
+    FaultLine,
+    InventoryLine,
+    Line,
+    RankOutcome,
+    StageBegan,
+    StageEnded,
+    Waits,
+)
+from .meeting import LEADER, Meeting, NoConclusion, Reports, StoreLost, connect
+from .parts import Parts
+from .reports import Attendance, Conclusion, Report, Roster
+from .steps import is_local, stage_of
+
+STORE_S = 20.0
+"""For torchrun's store to take us."""
+FAREWELL_S = 5.0
+"""For everybody to have heard a bad end, before the first to leave has torchrun, and its store, stop."""
+_FAREWELL = "farewell"
+_ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
+
+
+@dataclass(frozen=True)
+class Fallen:
+    """This rank goes no further, and all that is left is to tell the others."""
+
+    step: str
+    stage: str
+    detail: str
+    ours: bool = False
+    """By an error of gpuwatch; else its coordinator died or hung."""
+
+
+class Course:
+    """`say` hears each line for the worker; `began` is when the coordinator began, on the monotonic clock."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: WorkerSettings,
+        deadlines: Deadlines,
+        say: Callable[[Line], None],
+        began: float,
+        script: str = "",
+        fallen: Fallen | None = None,
+    ) -> None:
+        self._me = identity
+        self._settings = settings
+        self._deadlines = deadlines
+        self._say = say
+        self._fallen = fallen
+        self._prefix = f"gpuwatch/{settings.round}"
+        self._parts = Parts(identity, settings, deadlines, self._prefix, script)
+        self._terms = Terms(
+            "quick" if settings.preflight == "quick" else "full",
+            identity.world_size,
+            deadlines.work("arrive"),
+            settings.slow_factor,
+            settings.min_busbw,
+            tuple(settings.node_hosts),
+        )
+        self._roster: Roster | None = None
+        self._steps: list[str] = []
+        self._arrived = identity.world_size
+        self._began = began
+
+    def run(self) -> None:
+        """To the end, whatever that is; the last line says it."""
+        now = Conclusion(next=self._fallen.step if self._fallen else "arrive")
+        try:
+            inventory = Report() if self._fallen else self._inventory()
+            self._meeting = self._connect()
+            while now.next:
+                now = self._take_softly(now, inventory)
+            self._leave(now)
+        except StoreLost as lost:
+            now = self._end_alone(now, self._lost(now.next, lost))
+        except NoConclusion:
+            now = self._end_alone(now, self._no_conclusion(now.next))
+        backend = self._roster.backend if self._roster else ""
+        self._say(Concluded(now.findings, now.outcomes, backend, self._parts.facts.device))
+
+    def _take_softly(self, now: Conclusion, inventory: Report) -> Conclusion:
+        """One step; an error of ours ends the preflight of all ranks, and no more than that."""
+        try:
+            return self._take(now.next, now, inventory)
+        except (StoreLost, NoConclusion):
+            raise
+        except Exception as error:
+            if self._fallen is not None:
+                raise
+            traceback.print_exc()
+            stage = stage_of(now.next)
+            self._fallen = Fallen(now.next, stage, f"{type(error).__name__}: {error}", ours=True)
+            return self._take(now.next, now, inventory)
+
+    # -- one step -----------------------------------------------------------------------------------------------
+
+    def _inventory(self) -> Report:
+        """The coordinator has announced it, before it imported torch."""
+        limit_s = self._deadlines.work("inventory")
+        self._say(At("inventory", "the look at its device", limit_s))  # however long the import of torch has taken
+        report = self._parts.inventory()
+        self._say(InventoryLine(self._parts.facts))
+        self._end_stage("inventory", _worst(report.findings), report.detail)
+        return report
+
+    def _connect(self) -> Meeting:
+        if self._fallen is None:
+            self._begin("arrive")
+        store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
+        return Meeting(store, self._prefix, self._me.rank, self._me.world_size)
+
+    def _take(self, step: str, before: Conclusion, inventory: Report) -> Conclusion:
+        stage = stage_of(step)
+        if self._fallen is not None:
+            report = self._report_of_fallen(stage)
+            takes_part = False
+        elif step == "arrive":
+            report, takes_part = self._attend(inventory), True
+        else:
+            takes_part = self._takes_part(step, before)
+            report = self._do(step, before) if takes_part else Report("idle")
+        if report.kind == "fault":
+            self._say(FaultLine(f"{stage}: {report.detail}"))
+        now = self._meet(step, report, before)
+        if now.roster is not None:
+            self._roster = now.roster
+        self._arrived = now.arrived or self._me.world_size
+        if takes_part and step in ("arrive", "consistency"):
+            mine = [finding for finding in now.findings if finding.stage == stage]
+            self._end_stage(stage, _worst(mine), now.note)
+        return now
+
+    def _meet(self, step: str, report: Report, before: Conclusion) -> Conclusion:
+        deadlines, stage = self._deadlines, stage_of(step)
+        self._steps.append(step)
+        self._say(Waits(step, deadlines.wait(stage)))
+
+        def draw(found: Reports) -> bytes:
+            reports = {rank: msgspec.json.decode(data, type=Report) for rank, data in found.by_rank.items()}
+            heard = Heard(step, reports, found.silent, found.leader_failed)
+            return msgspec.json.encode(conclude_softly(self._terms, heard, before, self._roster))
+
+        data = self._meeting.meet(
+            step,
+            msgspec.json.encode(report),
+            draw,
+            reports_s=deadlines.reports(stage),
+            conclusion_s=deadlines.conclusion(stage),
+            deputy_s=DEPUTY_S,
+        )
+        return msgspec.json.decode(data, type=Conclusion)
+
+    def _leave(self, now: Conclusion) -> None:
+        if now.failed:
+            self._say(Waits(_FAREWELL, 3 * FAREWELL_S))
+            self._steps.append(_FAREWELL)
+            try:
+                self._meeting.meet(
+                    _FAREWELL,
+                    b"{}",
+                    lambda reports: b"{}",
+                    reports_s=FAREWELL_S,
+                    conclusion_s=FAREWELL_S + 1.0,
+                    deputy_s=1.0,
+                )
+            except (StoreLost, NoConclusion):
+                pass  # it is over, and all that there was to hear has been heard
+        try:
+            self._meeting.leave(self._steps, self._arrived)
+        except StoreLost:
+            pass  # torchrun's agent has gone, and its store with it
+
+    # -- this rank's part ---------------------------------------------------------------------------------------
+
+    def _attend(self, inventory: Report) -> Report:
+        facts = self._parts.facts
+        here = Attendance(facts.host, facts.node, self._me.local_rank, self._me.local_world_size, facts.device)
+        return Report(attendance=here, findings=inventory.findings)
+
+    def _takes_part(self, step: str, before: Conclusion) -> bool:
+        return is_local(step) or len(self._members(step, before)) > 1
+
+    def _members(self, step: str, before: Conclusion) -> list[int]:
+        """The ranks of the process group that this rank is to join; [] if it joins none."""
+        roster = self._roster
+        assert roster is not None
+        rank = self._me.rank
+        node = roster.nodes[rank]
+        if step in ("node group", "inside"):
+            return roster.ranks_of(node)
+        if step == "heads":
+            heads = [head for head, local_rank in enumerate(roster.local_ranks) if local_rank == 0]
+            return heads if rank in heads else []
+        if step.startswith("pairs "):
+            return next((roster.ranks_of(*pair) for pair in before.pairs if node in pair), [])
+        return list(range(self._me.world_size))
+
+    def _do(self, step: str, before: Conclusion) -> Report:
+        stage = stage_of(step)
+        self._begin(stage, step)
+        if step == "consistency":  # compared by who hears all; its end is the conclusion
+            return Report(facts=self._parts.facts)
+        if is_local(step):
+            alone = {
+                "health": self._parts.health,
+                "allocation": self._parts.allocation,
+                "compute": self._parts.compute,
+            }
+            report = alone[step]()
+        else:
+            assert self._roster is not None
+            test = self._parts.bandwidth if step == "bandwidth" else self._parts.group
+            report = test(step, self._members(step, before), self._roster.backend, lambda at: self._say(At(stage, at)))
+        if report.measured is not None:
+            self._say(BandwidthLine(report.measured.rows))
+        self._end_stage(stage, _grade(report), report.detail or _text(report.findings))
+        return report
+
+    def _report_of_fallen(self, stage: str) -> Report:
+        assert self._fallen is not None
+        me = self._me
+        here = Attendance(host_name(), 0, me.local_rank, me.local_world_size, "")
+        if self._fallen.ours:
+            return Report("fault", self._fallen.detail, attendance=here)
+        return Report("fallen", self._fallen.detail, said=self._fallen.stage or stage, attendance=here)
+
+    def _begin(self, stage: str, step: str = "arrive") -> None:
+        self._began = time.monotonic()
+        self._say(StageBegan(stage, self._deadlines.work(stage), step))
+
+    def _end_stage(self, stage: str, grade: Grade, detail: str) -> None:
+        self._say(StageEnded(stage, grade, round(time.monotonic() - self._began, 4), detail))
+
+    # -- without the others ---------------------------------------------------------------------------------------
+
+    def _end_alone(self, now: Conclusion, finding: Finding) -> Conclusion:
+        rank = self._me.rank
+        own = next((outcome for outcome in now.outcomes if outcome.rank == rank), None)
+        if own is None:
+            own = RankOutcome(rank, "failed" if rank in finding.ranks else "victim", finding.stage, finding.sentence)
+        if self._fallen is not None and not self._fallen.ours:
+            own = RankOutcome(rank, "failed", self._fallen.stage, self._fallen.detail)
+        others = [outcome for outcome in now.outcomes if outcome.rank != rank]
+        return Conclusion(findings=[*now.findings, finding], outcomes=[*others, own])
+
+    def _lost(self, step: str, lost: StoreLost) -> Finding:
+        """Who is cut off does not know whether it is itself."""
+        me, stage = self._me, stage_of(step)
+        host = self._parts.facts.host or host_name()
+        where = f"{me.master_addr}:{me.master_port}"
+        return Finding(
+            stage=stage,
+            grade="fail",
+            subject="link",
+            ranks=[],
+            hosts=[host],
+            sentence=f"rank {me.rank} ({host}) lost torchrun's store at {where} in stage {stage}: {lost}",
+            next=f"Look at the network between {host} and {me.master_addr}, and whether the job still runs there.",
+            victims=[me.rank],
+        )
+
+    def _no_conclusion(self, step: str) -> Finding:
+        stage = stage_of(step)
+        return Finding(
+            stage=stage,
+            grade="fail",
+            subject="rank",
+            ranks=[LEADER],
+            hosts=self._roster.hosts[:1] if self._roster else [],
+            sentence=f"rank {LEADER} gave no conclusion in stage {stage}",
+            next=f"Look at the host of rank {LEADER}: what ended or stopped its processes?",
+            victims=[self._me.rank],
+        )
+
+
+def _grade(report: Report) -> Grade:
+    if report.kind in ("ok", "idle"):
+        return _worst(report.findings)
+    return "unknown" if report.kind == "fault" else "fail"
+
+
+def _worst(findings: list[Finding]) -> Grade:
+    return max((finding.grade for finding in findings), key=_ORDER.index, default="ok")
+
+
+def _text(findings: list[Finding]) -> str:
+    return findings[0].sentence if findings else ""

@@ -1,0 +1,152 @@
+"""The ranks meet in torchrun's store: each says its part, one draws the conclusion, all hear it, and nothing stays.
+
+For every step of the preflight, below a prefix of this attempt's own, with 512 ranks as with 2:
+
+    arrive/0 ... arrive/511     a rank's report; deleted by the rank once it has heard the conclusion
+    arrive/conclusion           drawn by rank 0 from all reports; if rank 0 gives none in time, by one of the others
+    arrive/deputy               who that is
+    left                        how many have left; the last one deletes what remains
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ..identity import Identity
+
+LEADER = 0
+
+
+class StoreLost(Exception):
+    """torchrun's store could not be reached, or answers no more."""
+
+
+class NoConclusion(Exception):
+    """Neither the leader nor a deputy has drawn a conclusion in time."""
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What the ranks have said in one step."""
+
+    by_rank: dict[int, bytes]
+    silent: list[int]
+    leader_failed: bool = False
+    """The one who reads them stands in for rank 0, which gave no conclusion."""
+
+
+def connect(identity: Identity, timeout_s: float) -> Any:
+    """A new client of torchrun's store; one that was made before a fork may not be used after it. Raises StoreLost."""
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
+            identity.master_addr,
+            identity.master_port,
+            world_size=None,
+            is_master=False,
+            timeout=timedelta(seconds=max(1.0, timeout_s)),
+            wait_for_workers=False,
+        )
+    except Exception as error:  # torch raises DistNetworkError, older releases a plain RuntimeError
+        raise StoreLost(_first_line(error)) from error
+
+
+def group_store(identity: Identity, prefix: str, group: str, timeout_s: float) -> Store:
+    """A store of its own for one process group, below our prefix. For the child that makes the group."""
+    return PrefixStore(f"{prefix}/group {group}", connect(identity, timeout_s))
+
+
+class Meeting:
+    """This rank's seat. Every method may raise StoreLost."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+        self._base = store
+        self._store = PrefixStore(prefix, store)
+        self._prefix = prefix
+        self._rank = rank
+        self._world_size = world_size
+
+    def meet(
+        self,
+        step: str,
+        report: bytes,
+        conclude: Callable[[Reports], bytes],
+        *,
+        reports_s: float,
+        conclusion_s: float,
+        deputy_s: float,
+    ) -> bytes:
+        """Tell this rank's part and hear the conclusion. Raises NoConclusion when there is none in time."""
+        try:
+            self._store.set(f"{step}/{self._rank}", report.decode())
+            if self._rank == LEADER:
+                self._publish(step, conclude(self._gather(step, reports_s)))
+            if not self._wait([f"{step}/conclusion"], conclusion_s):
+                deputy = self._store.compare_set(f"{step}/deputy", "", str(self._rank)).decode()
+                if deputy == str(self._rank):
+                    found = self._gather(step, 0.0)
+                    self._publish(step, conclude(Reports(found.by_rank, found.silent, leader_failed=True)))
+                elif not self._wait([f"{step}/conclusion"], deputy_s):
+                    raise NoConclusion(step)
+            conclusion: bytes = self._store.get(f"{step}/conclusion")
+            self._store.delete_key(f"{step}/{self._rank}")
+            return conclusion
+        except (RuntimeError, OSError) as error:
+            raise StoreLost(_first_line(error)) from error
+
+    def leave(self, steps: list[str], arrived: int) -> None:
+        """The last of those who have arrived cleans up; who comes too late finds only that it was missed.
+
+        `steps` are those that this rank has gone through.
+        """
+        try:
+            count = self._store.add("left", 1)
+            if count < arrived:
+                return
+            late = [f"{steps[0]}/conclusion", "left"] if steps and count < self._world_size else []
+            for key in self._keys(steps):
+                if key not in late:
+                    self._store.delete_key(key)
+        except (RuntimeError, OSError) as error:
+            raise StoreLost(_first_line(error)) from error
+
+    def _keys(self, steps: list[str]) -> list[str]:
+        """All keys below our prefix, also those of process groups, if this torch can list them (2.5 cannot)."""
+        if not hasattr(self._base, "list_keys"):
+            return [*(f"{step}/{name}" for step in steps for name in ("conclusion", "deputy")), "left"]
+        prefix = f"{self._prefix}/"
+        keys = [key.removeprefix("/") for key in self._base.list_keys()]
+        return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
+
+    def _publish(self, step: str, conclusion: bytes) -> None:
+        """The first one counts."""
+        self._store.compare_set(f"{step}/conclusion", "", conclusion.decode())
+
+    def _gather(self, step: str, timeout_s: float) -> Reports:
+        ranks = range(self._world_size)
+        if not self._wait([f"{step}/{rank}" for rank in ranks], timeout_s):
+            ranks = [rank for rank in ranks if self._store.check([f"{step}/{rank}"])]  # type: ignore[assignment]
+        values = self._store.multi_get([f"{step}/{rank}" for rank in ranks]) if len(ranks) else []
+        by_rank = dict(zip(ranks, values, strict=True))
+        return Reports(by_rank, [rank for rank in range(self._world_size) if rank not in by_rank])
+
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        """Whether all keys are there in time. The store waits, nobody asks again and again."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.05, timeout_s)))
+        except RuntimeError as error:  # torch raises DistStoreError, which is one
+            if "imeout" not in str(error) and time.monotonic() < deadline:
+                raise
+            return False
+        return True
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

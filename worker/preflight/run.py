@@ -1,0 +1,247 @@
+"""The preflight as the worker sees it: start the coordinator, write down what it says, end it if it hangs, decide.
+
+The coordinator has a deadline for everything that it does and says beforehand when it will be over. The worker waits
+that long, and a little more. A coordinator that has died or hung is replaced by one that tells the other ranks at once.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+from ...core.host import host_name
+from ...core.preflight import Finding
+from ...core.records import (
+    Bandwidth,
+    Fault,
+    Inventory,
+    PeerOutcome,
+    PreflightBegan,
+    PreflightResult,
+    PreflightStage,
+)
+from ...core.settings import VARIABLE
+from ..identity import Identity
+from ..orphan import die_with_parent
+from ..session import Session
+from .deadlines import Deadlines
+from .lines import (
+    At,
+    BandwidthLine,
+    Concluded,
+    FaultLine,
+    InventoryLine,
+    Line,
+    RankOutcome,
+    StageBegan,
+    StageEnded,
+    Waits,
+    parse,
+)
+
+_MARGIN_S = 5.0
+"""For a coordinator to notice that a test of its own has hung, and to end it."""
+_TELLER_S = 30.0
+"""For a second coordinator to import torch and to join the store."""
+MOST_WRITTEN = 100
+"""Findings, and other ranks that did not come through: each rank writes them down, and there may be many ranks."""
+
+
+class CoordinatorRun:
+    """One coordinator process, and where it is."""
+
+    def __init__(self, session: Session, arguments: list[str], limit_s: float) -> None:
+        self.stage = "inventory"
+        self.step = "arrive"
+        self.doing = ""
+        self.waits = False
+        self.hung_s: float | None = None
+        self.exit_code: int | None = None
+        self.concluded: Concluded | None = None
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + limit_s
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by last_words
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.coordinator", *arguments],
+            env={**os.environ, VARIABLE: session.settings.to_json()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # a worker has no threads yet
+        )
+
+    def lines(self) -> Iterator[Line]:
+        """What it says, until it has ended, or was killed at its deadline."""
+        pipe = self._process.stdout
+        assert pipe is not None
+        rest = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while selector.select(max(0.0, self._deadline - time.monotonic())):
+                data = os.read(pipe.fileno(), 1 << 16)
+                if not data:
+                    break
+                *lines, rest = (rest + data).split(b"\n")
+                for data in lines:
+                    line = parse(data)
+                    if line is not None:
+                        self._note(line)
+                        yield line
+            else:
+                self.hung_s = self._limit_s
+        self._end()
+
+    def _note(self, line: Line) -> None:
+        if isinstance(line, StageBegan):
+            self.stage, self.step, self.doing, self.waits = line.stage, line.step, "", False
+            self._allow(line.limit_s + _MARGIN_S)
+        elif isinstance(line, Waits):
+            self.step, self.waits = line.step, True
+            self._allow(line.limit_s + _MARGIN_S)
+        elif isinstance(line, At):
+            self.doing = line.doing
+            if line.limit_s:
+                self._allow(line.limit_s + _MARGIN_S)
+        elif isinstance(line, Concluded):
+            self.concluded = line
+            self._allow(_MARGIN_S)
+
+    def _allow(self, seconds: float) -> None:
+        self._limit_s = seconds
+        self._deadline = time.monotonic() + seconds
+
+    def _end(self) -> None:
+        """Its tests end with it: the kernel sees to that."""
+        if self.hung_s is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.exit_code = self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def last_words(self) -> str:
+        """The end of what it wrote to stderr."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        self._errors.close()
+        return lines[-1][:500] if lines else ""
+
+    def how_it_fell(self) -> str:
+        """Why there is no conclusion, in words that follow the rank's name."""
+        words = self.last_words()
+        at = f" at {self.doing}" if self.doing else ""
+        if self.hung_s is not None and self.waits:
+            return f"heard nothing from torchrun's store for {self.hung_s:.0f} s in stage {self.stage}"
+        if self.hung_s is not None:
+            return f"hung in stage {self.stage}{at} for {self.hung_s:.0f} s"
+        return f"died in stage {self.stage}{at}: {_exit_text(self.exit_code)}{f': {words}' if words else ''}"
+
+
+def run_preflight(session: Session, identity: Identity, script: str = "") -> str | None:
+    """Test this rank. Returns None to go on, or the sentence with which to stop."""
+    settings, recorder = session.settings, session.recorder
+    if not identity.agent_store:
+        detail = "torchrun's agent hosts no store here (TORCHELASTIC_USE_AGENT_STORE is not True)"
+        recorder.append(PreflightResult(session.where(), "skipped", detail=detail, stops=settings.check_only))
+        return f"nothing was checked: {detail}" if settings.check_only else None
+    limit_s = Deadlines(settings.preflight_timeout_s).work("inventory") + _MARGIN_S
+    try:
+        coordinator = CoordinatorRun(session, ["--script", script], limit_s)
+    except OSError as error:  # no memory or no process to be had: nor will the script have one
+        return _decide(session, identity, _unheard(identity, "inventory", f"could not start its preflight: {error}"))
+    _follow(session, coordinator)
+    concluded = coordinator.concluded
+    if concluded is None:
+        concluded = _tell_others(session, identity, coordinator)
+    return _decide(session, identity, concluded)
+
+
+def _follow(session: Session, run: CoordinatorRun) -> None:
+    for line in run.lines():
+        where = session.where()
+        if isinstance(line, StageBegan):
+            session.recorder.append(PreflightBegan(where, line.stage, line.limit_s))
+        elif isinstance(line, StageEnded):
+            ok = line.grade != "fail"
+            session.recorder.append(PreflightStage(where, line.stage, ok, line.seconds, line.detail, line.grade))
+        elif isinstance(line, InventoryLine):
+            session.recorder.append(Inventory(where, line.facts.device, line.facts.versions, line.facts))
+        elif isinstance(line, BandwidthLine):
+            session.recorder.append(Bandwidth(where, line.rows))
+        elif isinstance(line, FaultLine):
+            session.recorder.append(Fault(where, "preflight", line.message))
+
+
+def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> Concluded:
+    """This rank has fallen out: say so in the store, and hear what follows."""
+    detail = fell.how_it_fell()
+    arguments = ["--fallen", fell.step, "--stage", fell.stage, "--detail", detail]
+    try:
+        teller = CoordinatorRun(session, arguments, _TELLER_S)
+    except OSError:
+        return _unheard(identity, fell.stage, detail)
+    _follow(session, teller)
+    return teller.concluded or _unheard(identity, fell.stage, detail)
+
+
+def _unheard(identity: Identity, stage: str, detail: str) -> Concluded:
+    """What this rank knows alone: the others only find that it is missing."""
+    host = host_name()
+    finding = Finding(
+        stage=stage,
+        grade="fail",
+        subject="rank",
+        ranks=[identity.rank],
+        hosts=[host],
+        sentence=f"rank {identity.rank} ({host}) {detail}; it could not tell the others",
+    )
+    return Concluded([finding], [RankOutcome(identity.rank, "failed", stage, detail)])
+
+
+def _decide(session: Session, identity: Identity, concluded: Concluded) -> str | None:
+    rank = identity.rank
+    failures = [finding for finding in concluded.findings if finding.grade == "fail"]
+    stops = bool(failures) and session.settings.on_preflight_failure == "stop"
+    mine = next((one for one in concluded.outcomes if one.rank == rank), RankOutcome(rank, "ok"))
+    peers = sorted((o for o in concluded.outcomes if o.rank != rank), key=lambda o: o.standing)  # failed, then victims
+    session.recorder.append(
+        PreflightResult(
+            session.where(),
+            mine.standing,
+            mine.stage,
+            mine.detail,
+            stops,
+            concluded.backend,
+            concluded.device,
+            [PeerOutcome(o.rank, o.standing, o.stage, o.detail) for o in peers[:MOST_WRITTEN]],
+            concluded.findings[:MOST_WRITTEN],
+        )
+    )
+    return _sentence(failures, check_only=session.settings.check_only) if stops else None
+
+
+def _sentence(failures: list[Finding], *, check_only: bool) -> str:
+    """What this rank prints: the first thing that is to blame."""
+    first = failures[0]
+    more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
+    way_out = (
+        ""
+        if check_only
+        else " To start the training all the same: --on-preflight-failure continue; without the test: --preflight off"
+    )
+    return f"preflight failed in stage {first.stage}: {first.sentence}{more}.{way_out}"
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
