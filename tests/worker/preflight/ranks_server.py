@@ -7,13 +7,13 @@ on stdout its answer, what came of every rank.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
 import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import psutil
@@ -26,6 +26,7 @@ from gpuwatch.worker.preflight.forked import run_forked
 from gpuwatch.worker.preflight.group import check_group
 
 CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("fork")
 
 
 def spoil(way: str, store: dist.Store | None) -> None:
@@ -164,15 +165,38 @@ def run_rank(request, rank, port, said):
     }
 
 
-def answer(request):
-    ranks = request["ranks"]
+def host_store(tell):
+    """A process of its own: the store has a thread, and a fork beside a thread may take over a lock that is held."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        futures = {rank: pool.submit(run_rank, request, rank, store.port, []) for rank in ranks}
-        return {rank: future.result() for rank, future in futures.items()}
+    tell.send(store.port)
+    signal.pause()
+
+
+def answer(request):
+    hear, tell = FORK.Pipe(duplex=False)
+    host = FORK.Process(target=host_store, args=(tell,))
+    host.start()
+    try:
+        port = hear.recv()
+        ranks = {}
+        for rank in request["ranks"]:
+            hear, tell = FORK.Pipe(duplex=False)
+            process = FORK.Process(
+                target=lambda rank, tell: tell.send(run_rank(request, rank, port, [])), args=(rank, tell)
+            )
+            process.start()
+            tell.close()
+            ranks[rank] = (process, hear)
+        outcomes = {rank: hear.recv() for rank, (_, hear) in ranks.items()}
+        for process, _ in ranks.values():
+            process.join()
+        return outcomes
+    finally:
+        host.kill()
+        host.join()
 
 
 if __name__ == "__main__":
-    assert threading.active_count() == 1
     for line in sys.stdin:
+        assert threading.active_count() == 1
         print(json.dumps(answer(json.loads(line))), flush=True)
