@@ -54,6 +54,7 @@ from .prepare import expect_script, job_keys, number_of_ranks
 from .say import say
 from .scratch import make_scratch, remove_scratch
 from .signals_raise import signals_raise
+from .stuck import PATIENCE_S, watch_torchrun
 from .worker_settings import worker_settings
 
 _VERDICT_WAIT_S = 420.0
@@ -106,6 +107,8 @@ class _Launch:
         self._any_started = False
         self._hurry = False
         self._ranks: list[psutil.Process] = []
+        self._unseen: list[psutil.Process] = []
+        self._finishing = threading.Lock()
         self._run_dir: Path | None = None
         self._live = live_lines(check_only=args.check_only)
         self._live_over = threading.Event()
@@ -120,14 +123,31 @@ class _Launch:
             self._start_agent(address)
             say(self._what_runs())
             outcome = self._run_torchrun()
-            return self._finish(outcome)
+            with self._finishing:
+                return self._finish(outcome)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)  # from here on it is a matter of seconds, and must be done
-            self._live.close()
-            self._kill_ranks()
-            self._end_children()
-            remove_scratch(self._scratch)
+            self._clear_up()
+
+    def _clear_up(self) -> None:
+        self._live.close()
+        self._kill_ranks()
+        self._end_children()
+        remove_scratch(self._scratch)
+
+    def _leave_torchrun(self) -> None:
+        """In a thread of its own, as torchrun does not come back: all that is left to do, and the end."""
+        with self._finishing:
+            code = int(ExitCode.SCRIPT_FAILED)
+            say("the ranks of this node have ended, but torchrun waits for a rendezvous that is silent: leaving it")
+            try:
+                code = self._finish(LaunchDone("failed"))
+                self._clear_up()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
 
     def _what_runs(self) -> str:
         args = self._args
@@ -282,6 +302,7 @@ class _Launch:
 
     def _run_torchrun(self) -> LaunchDone:
         """Run it to its end; its errors are printed as it prints them."""
+        watch_torchrun(lambda: self._unseen, self._leave_torchrun, PATIENCE_S + 2 * self._args.monitor_interval)
         try:
             run_torchrun(self._args, self)
         except SignalException as error:
@@ -308,15 +329,18 @@ class _Launch:
     def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
         """The ranks of this node run."""
         self._any_started = True
+        self._unseen = []
         for pid in pids.values():
             try:
-                self._ranks.append(psutil.Process(pid))
+                self._unseen.append(psutil.Process(pid))
             except psutil.Error:
                 pass
+        self._ranks += self._unseen
         self._tell(WorkersStarted(attempt, pids, local_ranks))
 
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""
+        self._unseen = []
         self._tell(WorkersEnded(attempt, codes, failed))
 
     def notice(self, text: str) -> None:
