@@ -69,6 +69,7 @@ def test_wrong_usage_is_one_sentence_and_exits_with_2(bench, options, words):
     assert not (bench.cwd / "gpuwatch-runs").exists()
 
 
+@pytest.mark.slow
 def test_two_nodes_are_tested_together(bench, port):
     nodes = [start_check(bench, port, "--format", "json") for _ in range(2)]
     runs = [bench.finish(node) for node in nodes]
@@ -85,6 +86,7 @@ C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{}", "--rdzv-id"
 STATIC = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "{}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [C10D, STATIC], ids=["c10d", "static"])
 def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, where):
     began = time.monotonic()
@@ -119,6 +121,7 @@ def test_a_launch_tells_its_preflight_in_one_line(bench):
     assert told[0].startswith("gpuwatch: preflight ok: 2 ranks on 1 node in ")
 
 
+@pytest.mark.slow
 def test_a_launch_can_have_the_full_one(bench):
     run = bench.launch("clean.py", "--preflight", "full", "--alloc", "16MiB", "--bandwidth-size", "64K")
 

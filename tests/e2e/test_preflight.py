@@ -48,6 +48,7 @@ def test_the_bad_rank_and_its_stage_are_named(bench, way, stage, words, most_s, 
     assert f"preflight failed in stage {stage}: rank {bad_rank}" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_its_preflight_is_named(bench):
     """torchrun sees that before we do, and stops the job."""
     run, seconds = launch_bad(bench, "worker dies")
@@ -69,6 +70,7 @@ def test_a_rank_that_never_starts_is_missed(bench, missing):
     assert outcomes(run)[1 - missing] == "victim"
 
 
+@pytest.mark.slow
 def test_who_is_missing_is_said_with_its_node(bench, port):
     where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a job")
     options = ("--nproc-per-node", "3", *where, "--preflight-timeout", "6", bench.script("clean.py"))
@@ -80,6 +82,7 @@ def test_who_is_missing_is_said_with_its_node(bench, port):
     assert "ranks 3-5 (node " in runs[0].verdict["statement"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("late_s", "timeout_s"), [(4, 30), pytest.param(30, 60, marks=[pytest.mark.slow, pytest.mark.timeout(180)])]
 )
@@ -105,6 +108,7 @@ def test_a_good_launch_passes_every_stage_and_leaves_nothing(bench, mode):
     assert "attempt 0 keys of gpuwatch []" in run.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_the_scripts_own_group_comes_up_with_any_rank_late_and_after_a_restart(bench, late_rank):
     run = bench.launch("late_init.py", "--max-restarts", "1", args=(str(late_rank),))
@@ -117,6 +121,7 @@ def test_the_scripts_own_group_comes_up_with_any_rank_late_and_after_a_restart(b
     assert run.report["run"]["attempts"] == 2
 
 
+@pytest.mark.slow
 def test_a_bad_rank_whose_last_word_is_cut_off_keeps_nobody_longer_than_the_deadlines(bench):
     run, seconds = launch_bad(bench, "coordinator dies", "--preflight-timeout", "4", BAD_TELLER="1")
 
@@ -125,6 +130,7 @@ def test_a_bad_rank_whose_last_word_is_cut_off_keeps_nobody_longer_than_the_dead
     assert run.verdict["rank"] == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_the_test_itself_does_not_keep_the_training_from_starting(bench):
     run, _ = launch_bad(bench, "no longer there", "--preflight-timeout", "20")
 
@@ -139,6 +145,7 @@ def test_a_failure_is_not_restarted(bench):
     assert run.report["run"]["attempts"] == 1
 
 
+@pytest.mark.slow
 def test_training_starts_all_the_same_when_asked_to(bench):
     run, _ = launch_bad(bench, "dies", "--on-preflight-failure", "continue")
 

@@ -4,6 +4,8 @@ import socket
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HOST = socket.gethostname()
 
 

@@ -4,6 +4,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def run_wrong(bench, way: str, command: str, nproc: int):
     """(finished run, seconds) with a wrong rank 1."""

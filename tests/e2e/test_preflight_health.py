@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 NO_RETIREMENT = "* no_retirement error 3"
 
 
@@ -59,7 +61,6 @@ def test_a_sick_gpu_stops_the_job_and_is_named(bench, nvml, gpus):
     assert run.report["ranks"][0]["state"] == "preflight failed", "it was not started either"
 
 
-@pytest.mark.slow
 def test_a_warning_lets_the_training_run(bench, nvml, gpus):
     nvml.says(NO_RETIREMENT, "0 remap_pending 1")
     run = bench.launch("ordinary.py", **gpus)
@@ -68,7 +69,6 @@ def test_a_warning_lets_the_training_run(bench, nvml, gpus):
     assert (warned["ranks"], warned["device"]) == ([0], nvml.gpus[0])
 
 
-@pytest.mark.slow
 def test_the_users_thresholds_decide(bench, nvml, gpus):
     nvml.says(NO_RETIREMENT, "0 remap_pending 1")
     (bench.cwd / "limits.json").write_text('{"remap_pending": {"fail": 1}}')
@@ -137,7 +137,6 @@ def test_nvml_that_cannot_be_used_is_unknown(bench, nvml, gpus, kind, line, word
     assert [rank["gpu"]["unknown"] for rank in run.report["ranks"]] == [{"": words}] * 2
 
 
-@pytest.mark.slow
 def test_a_driver_that_lacks_functions_is_unknown_in_these_and_known_in_the_others(bench, nvml, gpus):
     nvml.use("OLD")
     run = bench.launch("ordinary.py", **gpus)
@@ -167,7 +166,6 @@ def test_a_driver_that_hangs_costs_the_stage_its_deadline_and_is_unknown(bench, 
     assert_unknown(run, "NVML did not answer within 4 s when asked for its start")
 
 
-@pytest.mark.slow
 def test_a_driver_that_hangs_later_does_not_hold_up_the_end(bench, nvml, gpus):
     """The counters were read before the training; at its end they cannot be."""
     run = bench.launch("gpu_hangs.py", **gpus)
