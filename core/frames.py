@@ -9,6 +9,7 @@ abs min  abs max  metadata
 
 from __future__ import annotations
 
+import math
 import re
 from enum import IntEnum, IntFlag
 
@@ -179,6 +180,8 @@ def format_row(row: Row) -> str:
 
     >>> format_row(Row("weight", 0.5, 2.0, False, False, False, "float32", [2]))
     '5.00e-01 2.00e+00 weight'
+    >>> format_row(Row("output", 0.5, None, False, True, False, "float16", [2]))
+    '5.00e-01      inf output'
     """
     if row.kind == "none":
         return f"{'None':>17} {row.role}"
@@ -188,7 +191,9 @@ def format_row(row: Row) -> str:
         return f"{row.kind.replace('_', ' '):>17} {row.role}"
     if row.nan:  # torch's own min and max, which this table grew from, are nan as soon as one element is
         return f"{'nan':>8} {'nan':>8} {row.role}"
-    return f"{format_number(row.abs_min)} {format_number(row.abs_max)} {row.role}"
+    inf = math.inf if row.posinf or row.neginf else None  # JSON has no inf: there it was None
+    low, high = (inf if number is None else number for number in (row.abs_min, row.abs_max))
+    return f"{format_number(low)} {format_number(high)} {row.role}"
 
 
 def format_frame(frame: Frame) -> list[str]:

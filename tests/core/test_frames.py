@@ -106,3 +106,9 @@ def test_in_json_the_class_is_called_class_and_inf_is_null():
     assert decoded["class"] == "Linear"
     assert decoded["rows"][3]["abs_max"] is None
     assert decoded["rows"][3]["posinf"] is True
+
+
+def test_a_frame_that_was_read_from_json_looks_the_same():
+    given = frame()
+    assert format_frame(msgspec.json.decode(msgspec.json.encode(given), type=Frame)) == format_frame(given)
+    assert any(line.startswith("8.11e-02      inf") for line in format_frame(given))
