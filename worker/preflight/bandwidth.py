@@ -165,8 +165,8 @@ def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw:
 def slow_links(measured: Mapping[int, Measured], hosts: Mapping[int, str], factor: float = 3.0) -> list[Finding]:
     """Links that are slow beside the best one of their kind (inside a host, between hosts). Grade warn.
 
-    If all links of a host to others are slow and those of the rest are not, it is the host that is named. If none is
-    slow, the slowest one is told all the same, with grade ok.
+    If all links of a host to others are slow alike and those of the rest are not, it is the host that is named. If none
+    is slow, the slowest one is told all the same, with grade ok.
     """
     links = [link for one in measured.values() for link in one.links]
     inside = [link for link in links if hosts.get(link.first) == hosts.get(link.second)]
@@ -203,7 +203,8 @@ def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: 
     found = _slow(links, hosts, factor)
     for host in dict.fromkeys(host for slow in found for host in slow.hosts):
         of_host = [link for link in links if host in (hosts.get(link.first), hosts.get(link.second))]
-        if len(found) == len(of_host) > 1 and all(host in slow.hosts for slow in found):
+        alike = max(link.gbs for link in of_host) <= factor * min(link.gbs for link in of_host)
+        if alike and len(found) == len(of_host) > 1 and all(host in slow.hosts for slow in found):
             best = max(link.gbs for link in links)
             ranks = sorted(rank for rank, name in hosts.items() if name == host)
             return [

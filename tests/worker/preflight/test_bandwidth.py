@@ -142,6 +142,12 @@ def test_a_host_whose_links_are_all_slow_is_named():
     assert (finding.subject, finding.ranks, finding.hosts) == ("node", [2], ["c"])
 
 
+def test_a_host_is_not_named_for_one_very_slow_link_beside_a_somewhat_slow_one():
+    found = slow_links(of(1.0, 0.002, 0.2, 1.0), HOSTS)
+
+    assert [(one.subject, one.ranks) for one in found] == [("link", [1, 2]), ("link", [2, 3])]
+
+
 def test_links_inside_a_host_and_between_hosts_are_not_compared():
     (finding,) = slow_links(of(100.0, 1.0, 100.0, 1.0), {0: "a", 1: "a", 2: "b", 3: "b"})
 
