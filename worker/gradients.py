@@ -17,14 +17,19 @@ from ..core.frames import Mark, Phase
 from ..core.recorder.layout import NOTHING, RankPhase
 from ..core.recorder.writer import OpenPage
 from .collectives import issued
+from .leaves import OUTPUTS
 from .policy import Policy, Sighting
 from .progress import Progress
 from .roots import ModuleInfo, RootInfo
 from .rows import Row, Rows, version_of
 from .unseen import unseen
 
+_is_compiling = torch.compiler.is_compiling
 _FEW = 256
 """Parameters that are gone are only looked for among more than so many."""
+
+
+_OF_OUTPUT = {role: f"grad {role}" for role in ("output", *OUTPUTS)}
 
 
 class _OutputHook:
@@ -98,13 +103,16 @@ class Gradients:
 
     def watch_output(self, info: ModuleInfo, role: str, tensor: torch.Tensor, page: OpenPage) -> None:
         """Look at this tensor's gradient when it is there. A leaf is left alone: its hooks would pile up."""
-        if not tensor.requires_grad or tensor.is_leaf or tensor.is_inference():
+        if tensor.is_leaf or tensor.is_inference():
             return
-        for hook in (tensor._backward_hooks or {}).values():
-            if type(hook) is _OutputHook and hook.gradients is self:  # a tensor that a module keeps over the batches
-                hook.info, hook.role, hook.page = info, f"grad {role}", page
-                return
-        tensor.register_hook(_OutputHook(self, info, f"grad {role}", page))  # type: ignore[no-untyped-call]  # torch has no annotation
+        role = _OF_OUTPUT.get(role) or f"grad {role}"
+        hooks: Any = tensor._backward_hooks
+        if hooks is not None:
+            for hook in hooks.values():
+                if type(hook) is _OutputHook and hook.gradients is self:  # kept over the batches
+                    hook.info, hook.role, hook.page = info, role, page
+                    return
+        tensor.register_hook(_OutputHook(self, info, role, page))  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Look at this parameter's local gradient whenever it has been added up. Once is enough."""
@@ -122,20 +130,20 @@ class Gradients:
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
         """The gradient of what a module returned."""
-        if not self._attached or torch.compiler.is_compiling():
+        if not self._attached or _is_compiling():
             return
         try:
             self._page = page
             unseen(self.take, info, role, page, gradient)
         except Exception as error:
             self._on_fault("gradient hook", error)
-        if self._sync and self._policy.pending:
+        if self._sync and self._policy.pending is not None:
             self._policy.raise_pending()
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """The local gradient of a parameter."""
         gradient = parameter.grad
-        if not self._attached or gradient is None or self._progress.idle or torch.compiler.is_compiling():
+        if not self._attached or gradient is None or self._progress.idle or _is_compiling():
             return
         try:
             if self.before_parameter is not None:
@@ -147,7 +155,7 @@ class Gradients:
             self._local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
         except Exception as error:
             self._on_fault("parameter hook", error)
-        if self._sync and self._policy.pending:
+        if self._sync and self._policy.pending is not None:
             self._policy.raise_pending()
 
     def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
@@ -186,7 +194,9 @@ class Gradients:
         """A root's forward: the backward before it is over."""
         self._page = None
         if len(self._local) > 4 * max(64, len(self._parameters)):  # gradients that are set to None come anew each step
-            self._local = {key: known for key, known in self._local.items() if known[0]() is not None}
+            for gone in [key for key, known in self._local.items() if known[0]() is None]:
+                del self._local[gone]
         if len(self._parameters) > self._many:
-            self._parameters = {key: known for key, known in self._parameters.items() if known[0]() is not None}
+            for gone in [key for key, known in self._parameters.items() if known[0]() is None]:
+                del self._parameters[gone]
             self._many = 2 * max(_FEW, len(self._parameters))

@@ -99,6 +99,8 @@ class Steps:
         for info, parameters in self._by_module(optimizer).items():
             rows: list[tuple[str, Row]] = []
             page = self._resume(info)
+            if page is not None:
+                self._rows.count_in(page.batch)
             for name, parameter in parameters:
                 gradient = parameter.grad
                 if gradient is None or not (reduced or self._guard or not self._gradients.is_local(gradient)):
@@ -173,7 +175,7 @@ class Steps:
             for name, parameter in parameters:
                 row = self._rows.weight(info, name, parameter, self._progress.step)
                 rows.append((name, row))
-                if row.flags:
+                if row[1]:
                     rows += self._state_rows(info, name, optimizer, parameter)
             self._put(info, page, Phase.OPTIMIZER, rows)
 
@@ -191,15 +193,24 @@ class Steps:
         """The optimizer's parameters under the watched modules that hold them."""
         found: _Parameters = {}
         searched = False
+        owners = self._roots.parameters
+        parameter: torch.Tensor
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owner = self._roots.owner_of(parameter)
-                if owner is None and not searched:
-                    self._roots.find_parameters()
-                    searched = True
-                    owner = self._roots.owner_of(parameter)
-                if owner is not None and owner[0].watched:
-                    found.setdefault(owner[0], []).append((owner[1], parameter))
+                owner = owners.get(id(parameter))
+                if owner is None or owner[0]() is not parameter:
+                    if not searched:
+                        self._roots.find_parameters()
+                        searched = True
+                    owner = owners.get(id(parameter))
+                    if owner is None or owner[0]() is not parameter:
+                        continue
+                info = owner[1]
+                if info.watched:
+                    held = found.get(info)
+                    if held is None:
+                        held = found[info] = []
+                    held.append((owner[2], parameter))
         return found
 
     def _resume(self, info: ModuleInfo) -> OpenPage | None:
@@ -210,10 +221,10 @@ class Steps:
         return page
 
     def _put(self, info: ModuleInfo, page: OpenPage, phase: Phase, rows: list[tuple[str, Row]]) -> bool:
-        frame = self._recorder.frame(info.id, NOTHING, 0, phase, issued(), [row.packed for _, row in rows])
+        frame = self._recorder.frame(info.id, NOTHING, 0, phase, issued(), [row[0] for _, row in rows])
         bad = False
         for role, row in rows:
-            if not row.flags:
+            if not row[1]:
                 continue
             sighting = Sighting(page, info.root.label, info, frame, phase, role, row)
             if row.packed[5] & Mark.IGNORED:
