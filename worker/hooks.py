@@ -40,6 +40,7 @@ from .rows import Row, Rows
 from .scaler import Scalers
 from .selection import Selection
 from .steps import Steps
+from .taker import taker_of
 from .unseen import unseen
 
 _MAX_FAULTS = 20
@@ -105,6 +106,8 @@ class Hooks:
             self.policy,
             self._gradients,
         )
+        self._taker = self._gradients.taker = taker_of(self.progress, self.rows, self.policy, self._gradients)
+        self._steps.taker = self._taker
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
             self._roots.on_parameter = self._gradients.watch_parameter
@@ -376,7 +379,23 @@ class Hooks:
         try:
             if info.is_wrapper:
                 self._leave_wrapper(info, module, args, kwargs, output, raised)
-            elif info.watched:
+            elif info.watched and not (
+                self._taker is not None
+                and output is not None
+                and self._recorder.page is not None
+                and self._taker.frame(
+                    info,
+                    module,
+                    args,
+                    kwargs,
+                    output,
+                    self._recorder.page,
+                    self._parent(),
+                    len(stack) - 1,
+                    self._phase,
+                    self.progress.step,
+                )
+            ):
                 unseen(self._take_frame, info, module, args, kwargs, output, raised)
         finally:
             stack.pop()

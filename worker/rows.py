@@ -77,7 +77,7 @@ class Rows:
         self._many = _FEW
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
-        self._excused: set[int] = set()
+        self.excused: set[int] = set()
         """Values of the page that a rule covers as an output: whoever returns the same tensor has not made it."""
         self.spoilt: set[int] = set()
         """Values of the page that are in a tensor which was finite when it was last seen: changed in place since."""
@@ -91,7 +91,7 @@ class Rows:
         """What was seen in another page is not known in this one."""
         self.seen.clear()
         self.by_memory.clear()
-        self._excused.clear()
+        self.excused.clear()
         self.spoilt.clear()
         if len(self.weights) > self._many:  # those of modules that a forward makes anew each time
             for gone in [key for key, known in self.weights.items() if known[0]() is None]:
@@ -155,7 +155,7 @@ class Rows:
         key = id(leaf)
         known = self.seen.get(key)
         if known is not None and known[1] == version >= 0 and known[0]() is leaf:
-            if known[2] in self._excused:
+            if known[2] in self.excused:
                 mark |= _PASSED_THROUGH
             return _new(Row, ((slot, known[2], known[3], known[4], known[5], mark), known[6], False, 0, 0))
         place = in_memory(leaf)
@@ -166,7 +166,7 @@ class Rows:
                 alias = self.by_memory.get(memory)
                 if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
                     # another view of the same elements: reshaped, or handed through an autograd function as FSDP does
-                    if alias[2] in self._excused:
+                    if alias[2] in self.excused:
                         mark |= _PASSED_THROUGH
                     packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
                     return _new(Row, (packed, alias[6], False, 0, 0))
@@ -175,7 +175,7 @@ class Rows:
             row = self._row(slot, leaf, mark)
         packed, flags, _, high, meta = row
         if mark & _IGNORED and packed[1] != NOTHING and is_output(role):
-            self._excused.add(packed[1])
+            self.excused.add(packed[1])
         if flags and known is not None and not known[6] and known[0]() is leaf:
             self.spoilt.add(packed[1])
         seen = (_ref(leaf), version, packed[1], packed[2], packed[3], packed[4], flags, high, meta)

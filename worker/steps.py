@@ -49,6 +49,8 @@ class Steps:
         self._weights = "weights" in settings.watch
         self.only = False
         """One model is watched: optimizers that hold nothing of it are left alone."""
+        self.taker: Any = None
+        """`Taker` of fast.c, if there is one."""
         self.found_inf: torch.Tensor | None = None
         """What a GradScaler has told the fused optimizer that stepped last: not 0 if it is to skip."""
 
@@ -97,10 +99,12 @@ class Steps:
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         bad = False
         for info, parameters in self._by_module(optimizer).items():
-            rows: list[tuple[str, Row]] = []
             page = self._resume(info)
             if page is not None:
                 self._rows.count_in(page.batch)
+            if not reduced and not self._guard and self.taker is not None and self.taker.all_local(parameters):
+                continue
+            rows: list[tuple[str, Row]] = []
             for name, parameter in parameters:
                 gradient = parameter.grad
                 if gradient is None or not (reduced or self._guard or not self._gradients.is_local(gradient)):
@@ -170,6 +174,8 @@ class Steps:
         for info, parameters in self._by_module(optimizer).items():
             page = self._resume(info)
             if page is None:
+                continue
+            if self.taker is not None and self.taker.weights(info, parameters, self._progress.step):
                 continue
             rows: list[tuple[str, Row]] = []
             for name, parameter in parameters:

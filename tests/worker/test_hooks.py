@@ -697,7 +697,7 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
     def broken(*_):
         raise LookupError("ours")
 
-    monkeypatch.setattr(hooks_module, "inputs_of", broken)
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", broken)
     for _ in range(10):
         assert torch.equal(net()(X), expected)
     assert 0 < len(watched.faults) <= 20
@@ -707,10 +707,10 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
 
 def test_after_an_error_of_ours_the_next_root_is_a_root(watch, monkeypatch):
     watched = watch()
-    real = hooks_module.inputs_of
-    monkeypatch.setattr(hooks_module, "inputs_of", lambda *_: 1 / 0)
+    real = hooks_module.Hooks._parent
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", lambda *_: 1 / 0)
     nn.Sequential(nn.Identity())(X)
-    monkeypatch.setattr(hooks_module, "inputs_of", real)
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", real)
     nn.Linear(4, 4)(X)
     assert (watched.last.root, titles(watched.last)) == ("Linear", [("", "Linear", None, 0)])
 
