@@ -188,7 +188,7 @@ enum { ROLES = 16, MOST_ROWS = 32, MOST_DIMS = 8 };
 #define EACH_NAME(DO)                                                                                              \
     DO(id) DO(seq) DO(root) DO(page) DO(slots) DO(number) DO(idle) DO(grad) DO(scaled) DO(is_leaf) DO(grad_fn)     \
     DO(next_id) DO(_version) DO(_parameters) DO(_backward_hooks) DO(_register_hook_dict) DO(_attached) DO(_page)    \
-    DO(before_parameter) DO(requires_grad) DO(watch_output) DO(of_output) DO(of_parameter) DO(_is_compiling_flag)
+    DO(before_parameter) DO(requires_grad) DO(watch_output) DO(watch_parameter) DO(of_output) DO(of_parameter) DO(_is_compiling_flag)
 #define DECLARE(NAME) static PyObject *s_##NAME;
 EACH_NAME(DECLARE)
 static PyObject *inputs[ROLES], *outputs[ROLES], *output_role, *of_outputs[ROLES], *of_output_role;
@@ -986,8 +986,8 @@ static int watch_outputs(Taker *self, Frame *frame, PyObject *info, PyObject *pa
 
 /* -- frames ----------------------------------------------------------------------------------------------------- */
 
-/* Whether Gradients.watch_parameter has nothing to do: it is watched already, or it needs no gradient */
-static int is_settled(Taker *self, PyObject *parameter)
+/* Gradients.watch_parameter, unless it has nothing to do: it is watched already, or it needs no gradient */
+static int watch_parameter(Taker *self, PyObject *parameter, PyObject *info, PyObject *name)
 {
     PyObject *key = PyLong_FromVoidPtr(parameter);
     PyObject *known = key != NULL ? find(self->watched, key) : NULL;
@@ -995,10 +995,15 @@ static int is_settled(Taker *self, PyObject *parameter)
     PyErr_Clear();
     if (known != NULL && PyTuple_CheckExact(known) && is_ref_to(PyTuple_GET_ITEM(known, 0), parameter))
         return 1;
-    return truth_of(parameter, s_requires_grad) == 0;
+    if (truth_of(parameter, s_requires_grad) == 0)
+        return 1;
+    PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_parameter, parameter, info, name, NULL);
+    PyErr_Clear();
+    Py_XDECREF(done);
+    return done != NULL;
 }
 
-static int parameter_rows(Taker *self, Frame *frame, PyObject *slots, PyObject *module, int64_t step)
+static int parameter_rows(Taker *self, Frame *frame, PyObject *info, PyObject *slots, PyObject *module, int64_t step)
 {
     PyObject *parameters = PyObject_GetAttr(module, s__parameters), *name, *parameter;
     Py_ssize_t position = 0;
@@ -1006,9 +1011,13 @@ static int parameter_rows(Taker *self, Frame *frame, PyObject *slots, PyObject *
     while (good && PyDict_Next(parameters, &position, &name, &parameter)) {
         if (parameter == Py_None)
             continue;
-        good = (PyObject *)Py_TYPE(parameter) == self->parameter && (!self->with_grads || is_settled(self, parameter));
-        if (good && self->with_weights)
-            good = weight_row(self, frame, slots, name, parameter, step);
+        Py_INCREF(name);  /* what is called here could change the dictionary */
+        Py_INCREF(parameter);
+        good = (PyObject *)Py_TYPE(parameter) == self->parameter &&
+               (!self->with_grads || watch_parameter(self, parameter, info, name)) &&
+               (!self->with_weights || weight_row(self, frame, slots, name, parameter, step));
+        Py_DECREF(name);
+        Py_DECREF(parameter);
     }
     Py_XDECREF(parameters);
     return good;
@@ -1066,7 +1075,7 @@ static PyObject *taker_frame(Taker *self, PyObject *const *args, Py_ssize_t give
         return answer(0);
     PyObject *slots = PyObject_GetAttr(info, s_slots);
     int taken = slots != NULL && PyDict_CheckExact(slots) &&
-                parameter_rows(self, &frame, slots, args[1], numbers[3]) &&
+                parameter_rows(self, &frame, info, slots, args[1], numbers[3]) &&
                 (!self->forward || (argument_rows(self, &frame, slots, args[2], args[3]) &&
                                     output_rows(self, &frame, slots, args[4]))) &&
                 !PyErr_Occurred() && make_memories(self, &frame, numbers[3]) &&
