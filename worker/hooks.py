@@ -403,6 +403,8 @@ class Hooks:
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
+        if self.rows.device_pages is not None and self._taker is not None:  # there, it would only be asked in vain
+            self._taker = self._gradients.taker = self._steps.taker = None
         self._graphs.take()
         self._recorder.pause_page()
         self._arrivals.look()
