@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 
+_modules = sys.modules
+
 
 def issued() -> int:
     """Collectives issued on all process groups together; -1 while there is none. About 0.2 us a group.
 
     Read from the groups (`ProcessGroup._get_sequence_number_for_group`), so DDP's own bucket reductions count too.
     """
-    module = sys.modules.get("torch.distributed.distributed_c10d")
-    if module is None or module.GroupMember.WORLD is None:
+    module = _modules.get("torch.distributed.distributed_c10d")
+    if module is None:
         return -1
     try:
+        groups = module._world.pg_map
+        if not groups:
+            return -1
         total = 0
-        for group in module._world.pg_map:
+        for group in groups:
             total += group._get_sequence_number_for_group()
         return int(total)
     except Exception:  # a backend without the counter

@@ -17,14 +17,19 @@ from ..core.frames import Mark, Phase
 from ..core.recorder.layout import NOTHING, RankPhase
 from ..core.recorder.writer import OpenPage
 from .collectives import issued
+from .leaves import OUTPUTS
 from .policy import Policy, Sighting
 from .progress import Progress
 from .roots import ModuleInfo, RootInfo
 from .rows import Row, Rows, version_of
 from .unseen import unseen
 
+_is_compiling = torch.compiler.is_compiling
 _FEW = 256
 """Parameters that are gone are only looked for among more than so many."""
+
+
+_OF_OUTPUT = {role: f"grad {role}" for role in ("output", *OUTPUTS)}
 
 
 class _OutputHook:
@@ -70,9 +75,11 @@ class Gradients:
         self._sync = progress.settings.sync
         self._many = _FEW
         self._attached = False
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
-        self._local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         """id of a gradient -> (weak reference, version) as it was when it was looked at."""
+        self.taker: Any = None
+        """`Taker` of fast.c, if there is one: its hooks do at once what they can, and call us for the rest."""
         self._page: OpenPage | None = None
         """Of the backward that runs."""
         self.scaled = False
@@ -89,53 +96,58 @@ class Gradients:
     def detach(self) -> None:
         """Take out the parameters' hooks; those of outputs go with their graph, and do nothing until then."""
         self._attached = False
-        for _, handle in self._parameters.values():
+        for _, handle in self.parameters.values():
             handle.remove()
-        self._parameters.clear()
-        self._local.clear()
+        self.parameters.clear()
+        self.local.clear()
 
     # -- putting hooks in ---------------------------------------------------------------------------------------
 
     def watch_output(self, info: ModuleInfo, role: str, tensor: torch.Tensor, page: OpenPage) -> None:
         """Look at this tensor's gradient when it is there. A leaf is left alone: its hooks would pile up."""
-        if not tensor.requires_grad or tensor.is_leaf or tensor.is_inference():
+        if tensor.is_leaf or tensor.is_inference():
             return
-        for hook in (tensor._backward_hooks or {}).values():
-            if type(hook) is _OutputHook and hook.gradients is self:  # a tensor that a module keeps over the batches
-                hook.info, hook.role, hook.page = info, f"grad {role}", page
-                return
-        tensor.register_hook(_OutputHook(self, info, f"grad {role}", page))  # type: ignore[no-untyped-call]  # torch has no annotation
+        role = _OF_OUTPUT.get(role) or f"grad {role}"
+        hooks: Any = tensor._backward_hooks
+        if hooks is not None:
+            for hook in hooks.values():
+                if getattr(hook, "gradients", None) is self:  # kept over the batches
+                    hook.info, hook.role, hook.page = info, role, page
+                    return
+        made = self.taker.hook(info, role, page) if self.taker is not None else _OutputHook(self, info, role, page)
+        tensor.register_hook(made)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Look at this parameter's local gradient whenever it has been added up. Once is enough."""
-        known = self._parameters.get(id(parameter))
+        known = self.parameters.get(id(parameter))
         if (known is not None and known[0]() is parameter) or not info.watched or not self._attached:
             return
         if is_lazy(parameter):
             return  # it has no shape yet: after its module's first forward it has
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
-            hook = _ParameterHook(self, info, f"grad {name}")
+            role = f"grad {name}"
+            hook = self.taker.hook(info, role) if self.taker is not None else _ParameterHook(self, info, role)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
-            self._parameters[id(parameter)] = (weakref.ref(parameter), handle)
+            self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
 
     # -- what they see ------------------------------------------------------------------------------------------
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
         """The gradient of what a module returned."""
-        if not self._attached or torch.compiler.is_compiling():
+        if not self._attached or _is_compiling():
             return
         try:
             self._page = page
             unseen(self.take, info, role, page, gradient)
         except Exception as error:
             self._on_fault("gradient hook", error)
-        if self._sync and self._policy.pending:
+        if self._sync and self._policy.pending is not None:
             self._policy.raise_pending()
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """The local gradient of a parameter."""
         gradient = parameter.grad
-        if not self._attached or gradient is None or self._progress.idle or torch.compiler.is_compiling():
+        if not self._attached or gradient is None or self._progress.idle or _is_compiling():
             return
         try:
             if self.before_parameter is not None:
@@ -144,10 +156,10 @@ class Gradients:
             if page is None:
                 return
             unseen(self.take, info, role, page, gradient)
-            self._local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
+            self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
         except Exception as error:
             self._on_fault("parameter hook", error)
-        if self._sync and self._policy.pending:
+        if self._sync and self._policy.pending is not None:
             self._policy.raise_pending()
 
     def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
@@ -179,14 +191,16 @@ class Gradients:
 
     def is_local(self, gradient: torch.Tensor) -> bool:
         """Whether this gradient was looked at, and nobody has changed it in place since."""
-        known = self._local.get(id(gradient))
+        known = self.local.get(id(gradient))
         return known is not None and known[0]() is gradient and known[1] == version_of(gradient)
 
     def batch_begins(self) -> None:
         """A root's forward: the backward before it is over."""
         self._page = None
-        if len(self._local) > 4 * max(64, len(self._parameters)):  # gradients that are set to None come anew each step
-            self._local = {key: known for key, known in self._local.items() if known[0]() is not None}
-        if len(self._parameters) > self._many:
-            self._parameters = {key: known for key, known in self._parameters.items() if known[0]() is not None}
-            self._many = 2 * max(_FEW, len(self._parameters))
+        if len(self.local) > 4 * max(64, len(self.parameters)):  # gradients that are set to None come anew each step
+            for gone in [key for key, known in self.local.items() if known[0]() is None]:
+                del self.local[gone]
+        if len(self.parameters) > self._many:
+            for gone in [key for key, known in self.parameters.items() if known[0]() is None]:
+                del self.parameters[gone]
+            self._many = 2 * max(_FEW, len(self.parameters))

@@ -71,16 +71,13 @@ class Graphs:
         traced.before, traced.after = traced_before, traced_after
         self._regions = Regions(self._resolve, self._may_open, "grads" in self._progress.settings.watch)
         self._pages = RegionPages(self._regions, self._progress, self._roots, self._rows, self._policy, self._gradients)
+        if "grads" in self._progress.settings.watch:
+            self._gradients.before_parameter = self._pages.take_gradients
         self._regions.attach()
 
     def take(self, under: ModuleInfo | None = None) -> bool:
         """See `RegionPages.take`."""
         return self._pages is not None and self._pages.take(under)
-
-    def take_gradients(self) -> None:
-        """See `RegionPages.take_gradients`."""
-        if self._pages is not None:
-            self._pages.take_gradients()
 
     def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
         """See `RegionPages.leaf`."""

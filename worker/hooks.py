@@ -32,7 +32,7 @@ from .collectives import issued
 from .cost import CostMeter
 from .gradients import Gradients
 from .graphs import Graphs
-from .leaves import leaves_of
+from .leaves import inputs_of, outputs_of
 from .policy import Policy, Sighting
 from .progress import Progress
 from .roots import ModuleInfo, Roots
@@ -40,6 +40,7 @@ from .rows import Row, Rows
 from .scaler import Scalers
 from .selection import Selection
 from .steps import Steps
+from .taker import taker_of
 from .unseen import unseen
 
 _MAX_FAULTS = 20
@@ -48,6 +49,12 @@ _TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference")
 
 HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
 """Not yet in torch 2.5: there, keyword arguments are not in the frames."""
+
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._get_tracing_state
+_this_thread = threading.get_ident
+_MODULE = int(Field.MODULE)
+_IGNORED, _PASSED_THROUGH = int(Mark.IGNORED), int(Mark.PASSED_THROUGH)
 
 _CALL = torch.nn.Module._call_impl.__code__
 """The code of every module call: how a frame or a traceback is seen to belong to one."""
@@ -75,6 +82,7 @@ class Hooks:
         self._phase = Phase.FORWARD
         self._first_root: int | None = None
         self._faults = 0
+        self._sync = settings.sync
         self._forward = "forward" in settings.watch
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
@@ -98,9 +106,10 @@ class Hooks:
             self.policy,
             self._gradients,
         )
+        self._taker = self._gradients.taker = taker_of(self.progress, self.rows, self.policy, self._gradients)
+        self._steps.taker = self._taker
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
-            self._gradients.before_parameter = self._graphs.take_gradients
             self._roots.on_parameter = self._gradients.watch_parameter
 
     # -- in and out ---------------------------------------------------------------------------------------------
@@ -173,24 +182,24 @@ class Hooks:
     # -- the hooks ----------------------------------------------------------------------------------------------
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             if torch.compiler.is_dynamo_compiling() and traced.before is not None:
                 traced.before(module)
             return
         if self._idle_root is not None and self._stays_idle(module):
             return
-        if torch._C._get_tracing_state() is not None:
+        if _is_tracing() is not None:
             return
         try:
             self._enter(module)
         except Exception as error:
             self._fault("forward pre-hook", error)
-        if self.policy.pending and len(self._stack) == 1:
+        if self.policy.pending is not None and len(self._stack) == 1:
             self.policy.raise_pending()
 
     def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             if torch.compiler.is_dynamo_compiling() and traced.after is not None:
                 if len(rest) == 2:
                     traced.after(module, args, rest[0], rest[1])
@@ -201,7 +210,7 @@ class Hooks:
             if self._idle_root() is module:
                 self._leave_idle(module, args, *rest)
             return
-        if not self._stack or torch._C._get_tracing_state() is not None:
+        if not self._stack or _is_tracing() is not None:
             return
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         finished = False
@@ -212,11 +221,11 @@ class Hooks:
             return
         if finished:
             self._batch_ended()
-        if self._settings.sync and self.policy.pending and output is not None:
+        if self._sync and self.policy.pending is not None and output is not None:
             self.policy.raise_pending()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return None
         try:
             self._graphs.take()
@@ -250,10 +259,8 @@ class Hooks:
 
     def _look_at_idle(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         info, _ = self._roots.enter(module)
-        found: list[tuple[str, Any]] = []
-        leaves_of(output, "output", found)
         page = None
-        for role, leaf in found:
+        for role, leaf in outputs_of(output):
             if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
             if page is None:
@@ -278,24 +285,28 @@ class Hooks:
 
     def _enter(self, module: torch.nn.Module) -> None:
         stack = self._stack
+        known = None
         if stack:
             root = stack[0].root
-            if (stack[0].ref() is module or not root.knows(module)) and not self._still_running():
+            known = root.modules.get(id(module))
+            if known is not None and (known.ref() is not module or known.guessed):
+                known = None
+            if (known is None or stack[0].ref() is module) and not self._still_running():
                 stack.clear()  # an interrupt tore the last forward away without its hooks
         if stack:
-            if threading.get_ident() != self._thread:
+            if _this_thread() != self._thread:
                 return  # a second thread inside one forward: its calls cannot be put in order with ours
-            info = self._roots.child(module, stack[0].root, stack[-1])
+            info = known if known is not None else self._roots.child(module, root, stack[-1])
         else:
             opened = self._enter_root(module)
             if opened is None:
                 return
             info = opened
         info.seq = issued()
-        page = self._recorder.page
-        info.entered = page.frames if page is not None else 0
+        if info.is_wrapper:
+            info.entered = self._recorder.frame_count
         stack.append(info)
-        self._fields[Field.MODULE] = info.id
+        self._fields[_MODULE] = info.id
 
     def _still_running(self) -> bool:
         """Whether the innermost call on our stack is on its thread's stack too. For the rare cases that need it."""
@@ -345,7 +356,7 @@ class Hooks:
             page = progress.begin_page(root)
             self.rows.begin_page(page.batch)
             self._phase = Phase.FORWARD
-        self._thread = threading.get_ident()
+        self._thread = _this_thread()
         self._outer_exception = sys.exc_info()[1]
         progress.enter(RankPhase.FORWARD)
         return info
@@ -355,26 +366,45 @@ class Hooks:
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
         """Record the frame; True when it was the root's."""
         stack = self._stack
-        if threading.get_ident() != self._thread:
+        if _this_thread() != self._thread:
             return False
-        while stack[-1].ref() is not module:
-            if not any(info.ref() is module for info in stack):
+        info = stack[-1]
+        while info.ref() is not module:
+            if not any(entered.ref() is module for entered in stack):
                 return False  # entered before the hooks were there
             stack.pop()
-        info = stack[-1]
+            info = stack[-1]
         error = sys.exc_info()[1] if output is None else None
         raised = error is not None and error is not self._outer_exception
         try:
             if info.is_wrapper:
                 self._leave_wrapper(info, module, args, kwargs, output, raised)
-            elif info.watched:
+            elif info.watched and not (
+                self._taker is not None
+                and output is not None
+                and self._recorder.page is not None
+                and self._taker.frame(
+                    info,
+                    module,
+                    args,
+                    kwargs,
+                    output,
+                    self._recorder.page,
+                    self._parent(),
+                    len(stack) - 1,
+                    self._phase,
+                    self.progress.step,
+                )
+            ):
                 unseen(self._take_frame, info, module, args, kwargs, output, raised)
         finally:
             stack.pop()
         fields = self._fields
         if stack:
-            fields[Field.MODULE] = stack[-1].id
+            fields[_MODULE] = stack[-1].id
             return False
+        if self.rows.device_pages is not None and self._taker is not None:  # there, it would only be asked in vain
+            self._taker = self._gradients.taker = self._steps.taker = None
         self._graphs.take()
         self._recorder.pause_page()
         self._arrivals.look()
@@ -391,7 +421,7 @@ class Hooks:
         """A wrapper has no frame of its own, unless what is in it could not be seen."""
         rootless = self._graphs.take(info)
         page = self._recorder.page
-        if page is not None and (rootless or info.entered == page.frames) and info.watched:
+        if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
             self._measure_row = self._graphs.leaf
             try:
                 unseen(self._take_frame, info, module, args, kwargs, output, raised)
@@ -418,38 +448,41 @@ class Hooks:
             if not self._weights:
                 continue
             row = self.rows.weight(info, name, parameter, self.progress.step)
-            rows.append(row.packed)
+            rows.append(row[0])
             weighted = True
-            if row.flags:
-                flags_of_weights |= row.flags
-                if row.packed[5] & Mark.IGNORED:
+            flags = row[1]
+            if flags:
+                flags_of_weights |= flags
+                if row[0][5] & _IGNORED:
                     hidden.append((name, row))
                 else:
                     alarm = alarm or (name, row)
         if self._forward:
-            handed: set[int] = set()
+            handed: set[int] | None = None
             """Ids of tensors that came in bad."""
-            for role, leaf in self._inputs(args, kwargs):
+            for role, leaf in inputs_of(args, kwargs):
                 row = measure_row(info, role, leaf)
-                rows.append(row.packed)
-                if row.flags:
-                    flags_of_inputs |= row.flags
-                    if row.packed[1] not in self.rows.spoilt:
+                rows.append(row[0])
+                flags = row[1]
+                if flags:
+                    flags_of_inputs |= flags
+                    if row[0][1] not in self.rows.spoilt:
+                        handed = handed or set()
                         handed.add(id(leaf))
             if not raised:
-                found: list[tuple[str, Any]] = []
-                leaves_of(output, "output", found)
-                for role, leaf in found:
-                    row = measure_row(info, role, leaf, Mark.PASSED_THROUGH if id(leaf) in handed else 0)
-                    rows.append(row.packed)
-                    if row.fresh:
+                for role, leaf in outputs_of(output):
+                    mark = _PASSED_THROUGH if handed is not None and id(leaf) in handed else 0
+                    row = measure_row(info, role, leaf, mark)
+                    rows.append(row[0])
+                    if row[2]:
                         self._returned(info, role, leaf, row, page)
-                    if row.flags and alarm is None:
-                        mark = row.packed[5]
-                        if mark & Mark.IGNORED:
+                    flags = row[1]
+                    if flags and alarm is None:
+                        mark = row[0][5]
+                        if mark & _IGNORED:
                             hidden.append((role, row))
                         elif alarms(
-                            row.flags, mark=mark, is_output=True, has_weights=weighted, input_flags=flags_of_inputs
+                            flags, mark=mark, is_output=True, has_weights=weighted, input_flags=flags_of_inputs
                         ):
                             alarm = (role, row)
         if alarm is not None and weighted and not flags_of_weights:
@@ -461,18 +494,9 @@ class Hooks:
                     flags_of_weights |= row.flags
                     alarm = (name, row)
                     break
-        parent = self._parent()
         seq = issued()
         collectives = max(0, seq - info.seq) if info.seq >= 0 else 0
-        index = self._recorder.frame(
-            info.id,
-            parent.id if parent else NOTHING,
-            len(self._stack) - 1,
-            self._phase,
-            seq,
-            rows,
-            collectives,
-        )
+        index = self._recorder.frame(info.id, self._parent(), len(self._stack) - 1, self._phase, seq, rows, collectives)
         if alarm is None and not hidden:
             return
         label = info.root.label
@@ -495,24 +519,17 @@ class Hooks:
 
     def _returned(self, info: ModuleInfo, role: str, leaf: torch.Tensor, row: Row, page: OpenPage) -> None:
         """A tensor that no call before this one has returned: look at its gradient, and at how large it is."""
-        if self._grads and leaf.requires_grad:
+        if self._grads:
             self._gradients.watch_output(info, role, leaf, page)
         self.policy.notice(page, info.root.label, info, self._phase, role, row)
 
-    def _parent(self) -> ModuleInfo | None:
-        """The module whose code made this call: the nearest one on the stack that is not a wrapper."""
-        for info in reversed(self._stack[:-1]):
-            if not info.is_wrapper:
-                return info
-        return None
-
-    @staticmethod
-    def _inputs(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-        found: list[tuple[str, Any]] = []
-        leaves_of(args if isinstance(args, tuple) else (args,), "input", found)
-        if kwargs:
-            leaves_of(kwargs, "kwargs", found)
-        return found
+    def _parent(self) -> int:
+        """The id of the module whose code made this call: the nearest one on the stack that is not a wrapper."""
+        stack = self._stack
+        for position in range(len(stack) - 2, -1, -1):
+            if not stack[position].is_wrapper:
+                return stack[position].id
+        return NOTHING
 
     # -- compiled regions ---------------------------------------------------------------------------------------
 
@@ -562,7 +579,7 @@ class Hooks:
 
     def _batch_ended(self) -> None:
         """The root's forward has returned. Raises what the user asked for, and nothing else."""
-        if self.policy.pending:
+        if self.policy.pending is not None:
             self.policy.raise_pending()
         last = self._settings.abort_after_batch
         if last is not None and self._last_root.id == self._first_root and self.progress.batch >= last:

@@ -12,6 +12,60 @@ from torch.utils import _pytree
 
 _MAX_DEPTH = 16
 _MAX_LEAVES = 256
+_TENSOR = torch.Tensor
+
+INPUTS = tuple(f"input[{position}]" for position in range(_MAX_LEAVES))
+OUTPUTS = tuple(f"output[{position}]" for position in range(_MAX_LEAVES))
+KWARGS: dict[str, str] = {}
+"""Name of a keyword argument -> its role. These are asked for in every call: a string made anew is hashed anew."""
+
+
+def inputs_of(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """(role, leaf) for every leaf of a call's arguments."""
+    found: list[tuple[str, Any]] = []
+    for role, value in zip(INPUTS, args if isinstance(args, tuple) else (args,), strict=False):
+        if value is None or isinstance(value, _TENSOR):
+            found.append((role, value))
+        else:
+            leaves_of(value, role, found, 1)
+    for key in kwargs or ():
+        role = KWARGS.get(key) or role_of_keyword(key)
+        value = kwargs[key]
+        if value is None or isinstance(value, _TENSOR):
+            found.append((role, value))
+        else:
+            leaves_of(value, role, found, 1)
+    del found[_MAX_LEAVES:]
+    return found
+
+
+def outputs_of(output: Any) -> list[tuple[str, Any]]:
+    """(role, leaf) for every leaf of what a call returned."""
+    if output is None or isinstance(output, _TENSOR):
+        return [("output", output)]
+    found: list[tuple[str, Any]] = []
+    if type(output) is tuple:
+        for role, value in zip(OUTPUTS, output, strict=False):
+            if value is None or isinstance(value, _TENSOR):
+                found.append((role, value))
+            else:
+                leaves_of(value, role, found, 1)
+        del found[_MAX_LEAVES:]
+    else:
+        leaves_of(output, "output", found)
+    return found
+
+
+def role_of_keyword(key: Any) -> str:
+    """The role of a keyword argument, remembered."""
+    role = _of_key("kwargs", key)
+    if isinstance(key, str) and len(KWARGS) < 4096:
+        KWARGS[key] = role
+    return role
+
+
+def _of_key(role: str, key: Any) -> str:
+    return f"{role}.{key}" if isinstance(key, str) and key.isidentifier() else f"{role}[{key!r}]"
 
 
 def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 0) -> None:
@@ -34,8 +88,7 @@ def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 
             leaves_of(item, f"{role}.{fields[position]}" if fields else f"{role}[{position}]", found, depth + 1)
     elif isinstance(value, Mapping):
         for key in islice(value, _MAX_LEAVES):
-            name = f"{role}.{key}" if isinstance(key, str) and key.isidentifier() else f"{role}[{key!r}]"
-            leaves_of(value[key], name, found, depth + 1)
+            leaves_of(value[key], _of_key(role, key), found, depth + 1)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             leaves_of(getattr(value, field.name, None), f"{role}.{field.name}", found, depth + 1)

@@ -54,11 +54,12 @@ class Policy:
         self._anomalies = 0
         self._alarmed: set[int] = set()
         """Pages that have their anomaly: what comes after it in the same batch is its consequence."""
-        self._pending: Anomaly | None = None
+        self.pending: Anomaly | None = None
+        """Why the job is to end at the next place where it may."""
         self._warned: set[tuple[int, str]] = set()
         self._hidden: set[int] = set()
         self._underflow_share = settings.underflow_share
-        self._near = near_bits(settings.near_overflow)
+        self.near = near_bits(settings.near_overflow)
         """dtype code -> (bits of abs max from which on it is near overflow, bits of the largest finite number)"""
 
     # -- non-finite ---------------------------------------------------------------------------------------------
@@ -98,8 +99,8 @@ class Policy:
             self._recorder.append(anomaly)
         else:  # training on with nan in every batch: the first ones are what the question is about
             self._fields[Field.RECORDS_LOST] += 1
-        if anomaly.aborts and self._pending is None:
-            self._pending = anomaly
+        if anomaly.aborts and self.pending is None:
+            self.pending = anomaly
 
     def hidden(self, sighting: Sighting) -> None:
         """A row that a rule of the user's covers. Every one is counted, the first of each kind is an event."""
@@ -156,14 +157,9 @@ class Policy:
                         )
                     )
 
-    @property
-    def pending(self) -> bool:
-        """The job is to end at the next place where it may."""
-        return self._pending is not None
-
     def raise_pending(self) -> None:
         """End the job, if that is what an anomaly asked for. Raises OverflowDetected."""
-        pending, self._pending = self._pending, None
+        pending, self.pending = self.pending, None
         if pending is not None:
             self._fields[Field.ABORT] = ExitCode.OVERFLOW
             raise OverflowDetected(sentence(pending))
@@ -172,11 +168,11 @@ class Policy:
 
     def notice(self, page: OpenPage, root: str, info: ModuleInfo, phase: Phase, role: str, row: Row) -> None:
         """Warn of an output or a gradient that is near overflow, or in underflow."""
-        dtype = row.packed[3]
-        near = self._near.get(dtype)
-        if near is not None and near[0] <= row.high < near[1]:
+        dtype = row[0][3]
+        near = self.near.get(dtype)
+        if near is not None and near[0] <= row[3] < near[1]:
             self._warn("near overflow", page, root, info, phase, role, row)
-        if row.meta & COUNTED and dtype in _LOW and is_underflow(row, phase, role, self._underflow_share):
+        if row[4] & COUNTED and dtype in _LOW and is_underflow(row, phase, role, self._underflow_share):
             self._warn("underflow", page, root, info, phase, role, row)
 
     def _warn(self, kind: str, page: OpenPage, root: str, info: ModuleInfo, phase: Phase, role: str, row: Row) -> None:

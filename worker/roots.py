@@ -24,10 +24,20 @@ def _nothing() -> None:
     return None
 
 
+def _holds(parent: nn.Module | None, module: nn.Module) -> bool:
+    return parent is not None and any(part is module for part in parent._modules.values())
+
+
+def _made_by(parent: ModuleInfo, module: nn.Module) -> str:
+    """The name of a module that is made on the fly: it hangs on no attribute of the model."""
+    cls = type(module).__name__
+    return f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>"
+
+
 class ModuleInfo:
     """What the hooks need to know of a module, without keeping it alive."""
 
-    __slots__ = ("cls", "entered", "id", "is_wrapper", "name", "ref", "root", "seq", "slots", "watched")
+    __slots__ = ("cls", "entered", "guessed", "id", "is_wrapper", "name", "ref", "root", "seq", "slots", "watched")
 
     def __init__(self, module: nn.Module | None, number: int, root: RootInfo, name: str, cls: str = "") -> None:
         """`module` is None for a place that is none and calls itself `cls`."""
@@ -38,6 +48,8 @@ class ModuleInfo:
         self.cls = class_of(module) if module is not None else cls
         self.entered = 0
         """A wrapper's: frames in the page when it was last entered."""
+        self.guessed = False
+        """It was taken for one that is made on the fly, as its like were, and not looked for in the tree."""
         self.is_wrapper = module is not None and wrapped_child(module) is not None
         self.seq = -1
         """Collectives that had been issued when it was last entered."""
@@ -49,7 +61,7 @@ class ModuleInfo:
 class RootInfo:
     """A root module: its batches are counted by themselves."""
 
-    __slots__ = ("batches", "cls", "definitions", "id", "label", "modules", "ordinal", "page")
+    __slots__ = ("batches", "cls", "definitions", "id", "label", "made", "modules", "ordinal", "page")
 
     def __init__(self, number: int, cls: str, ordinal: int) -> None:
         self.id = number
@@ -59,6 +71,8 @@ class RootInfo:
         self.modules: dict[int, ModuleInfo] = {}
         self.definitions: dict[tuple[str, str], ModuleInfo] = {}
         """(name, class) -> the first module of that name: one that is made anew in every step shares its number."""
+        self.made: set[tuple[str, type]] = set()
+        """(name of the parent, class) of modules that hang nowhere in the tree. The next such one is not looked for."""
         self.batches = 0
         self.page: OpenPage | None = None
         """The page of its last batch."""
@@ -81,7 +95,7 @@ class Roots:
         """id of a module -> its info under the first root that was known to hold it."""
         self._modules = 0
         self._many = _FEW
-        self._parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
+        self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
         """id of a parameter -> the first module that was seen to hold it, and its name there."""
         self.on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None = None
         """Called once for every parameter of every module that becomes known."""
@@ -105,15 +119,27 @@ class Roots:
         """The info of a module that runs inside `root`."""
         info = root.modules.get(id(module))
         if info is not None and info.ref() is module:
-            return info
+            if not info.guessed:
+                return info
+            del root.modules[id(module)]  # it was not thrown away: it may hang somewhere after all
+        else:
+            info = None
+            if (parent.name, type(module)) in root.made and not _holds(parent.ref(), module):
+                info = self._intern(module, root, _made_by(parent, module))
+                info.guessed = True
+                return info
         holder = self._find(root)
         if holder is not None:
             self._intern_tree(holder, root)  # the model has grown since
-            info = root.modules.get(id(module))
-            if info is not None and info.ref() is module:
-                return info
-        cls = type(module).__name__  # made on the fly: it hangs on no attribute of the model
-        return self._intern(module, root, f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>")
+            found = root.modules.get(id(module))
+            if found is not None and found.ref() is module:
+                return found
+        root.made.add((parent.name, type(module)))
+        if info is None:
+            return self._intern(module, root, _made_by(parent, module))
+        root.modules[id(module)] = info
+        info.guessed = False
+        return info
 
     def name_of(self, module: nn.Module) -> str | None:
         """The name of a module that was seen, its class for a root."""
@@ -141,14 +167,14 @@ class Roots:
 
     def owner_of(self, parameter: torch.Tensor) -> tuple[ModuleInfo, str] | None:
         """The module that holds a parameter, and the parameter's name there; None for one that nobody has seen."""
-        known = self._parameters.get(id(parameter))
+        known = self.parameters.get(id(parameter))
         return known[1:] if known is not None and known[0]() is parameter else None
 
     def own(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
         """Remember whose parameter this is: of tied weights the first module's that is watched."""
-        known = self._parameters.get(id(parameter))
+        known = self.parameters.get(id(parameter))
         if known is None or known[0]() is not parameter or (info.watched and not known[1].watched):
-            self._parameters[id(parameter)] = (weakref.ref(parameter), info, name)
+            self.parameters[id(parameter)] = (weakref.ref(parameter), info, name)
             if self.on_parameter is not None:
                 self.on_parameter(parameter, info, name)
 
@@ -200,13 +226,14 @@ class Roots:
         """Modules that a forward makes anew each time leave an entry each behind."""
         self._owner = {key: info for key, info in self._owner.items() if info.ref() is not None}
         self._root_by_id = {key: known for key, known in self._root_by_id.items() if known[0]() is not None}
-        self._parameters = {key: known for key, known in self._parameters.items() if known[0]() is not None}
+        for gone in [key for key, known in self.parameters.items() if known[0]() is None]:
+            del self.parameters[gone]
         for _, root in self._roots:
             root.modules = {key: info for key, info in root.modules.items() if info.ref() is not None}
-        self._many = 2 * max(_FEW, len(self._owner) + len(self._parameters))
+        self._many = 2 * max(_FEW, len(self._owner) + len(self.parameters))
 
     def _intern(self, module: nn.Module, root: RootInfo, name: str) -> ModuleInfo:
-        if len(self._owner) + len(self._parameters) > self._many:
+        if len(self._owner) + len(self.parameters) > self._many:
             self._forget_dead()
         first = root.definitions.get((name, class_of(module)))
         info = ModuleInfo(module, first.id if first is not None else self._modules, root, name)

@@ -23,6 +23,8 @@ COUNT_EVERY = 10
 """Zeros and subnormals are counted in one batch of so many."""
 
 
+_TENSOR = torch.Tensor
+_ref = weakref.ref
 _MEASURED = int(RowKind.MEASURED)
 _IGNORED, _PASSED_THROUGH = int(Mark.IGNORED), int(Mark.PASSED_THROUGH)
 
@@ -41,8 +43,8 @@ class Row(NamedTuple):
 _new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
 """Makes a named tuple in a third of the time that its class takes."""
 
-_Seen = tuple[Callable[[], Any], int, Row]
-"""Weak reference to the tensor, its version, its row."""
+_Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int]
+"""Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta."""
 
 
 _Weight = tuple[Callable[[], Any], int, int, Numbers | DeviceRow]
@@ -66,16 +68,16 @@ class Rows:
         self._recorder = recorder
         self._selection = selection
         self._on_fault = on_fault
-        self._seen: dict[int, _Seen] = {}
-        self._by_memory: dict[tuple[int, int, int], _Seen] = {}
+        self.seen: dict[int, _Seen] = {}
+        self.by_memory: dict[tuple[int, int, int], _Seen] = {}
         """(address, elements, dtype code): of two tensors that are alive, the same is the same elements."""
-        self._weights: dict[int, _Weight] = {}
-        self._shapes: dict[tuple[int, ...], int] = {}
+        self.weights: dict[int, _Weight] = {}
+        self.shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
         self._many = _FEW
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
-        self._excused: set[int] = set()
+        self.excused: set[int] = set()
         """Values of the page that a rule covers as an output: whoever returns the same tensor has not made it."""
         self.spoilt: set[int] = set()
         """Values of the page that are in a tensor which was finite when it was last seen: changed in place since."""
@@ -87,13 +89,14 @@ class Rows:
 
     def begin_page(self, batch: int) -> None:
         """What was seen in another page is not known in this one."""
-        self._seen.clear()
-        self._by_memory.clear()
-        self._excused.clear()
+        self.seen.clear()
+        self.by_memory.clear()
+        self.excused.clear()
         self.spoilt.clear()
-        if len(self._weights) > self._many:  # those of modules that a forward makes anew each time
-            self._weights = {key: known for key, known in self._weights.items() if known[0]() is not None}
-            self._many = 2 * max(_FEW, len(self._weights))
+        if len(self.weights) > self._many:  # those of modules that a forward makes anew each time
+            for gone in [key for key, known in self.weights.items() if known[0]() is None]:
+                del self.weights[gone]
+            self._many = 2 * max(_FEW, len(self.weights))
         self.count_in(batch)
 
     def count_in(self, batch: int) -> None:
@@ -119,20 +122,20 @@ class Rows:
             dims: tuple[int, ...] = tensor.shape
         except RuntimeError:  # a nested tensor has no shape of its own
             return NOTHING
-        shape = self._shapes.get(dims)
+        shape = self.shapes.get(dims)
         if shape is None:
             dims = tuple(dims)
             try:
                 numbers = tuple(int(dim) for dim in dims)
             except Exception:  # one of a jagged tensor's dimensions is no number
                 return NOTHING
-            shape = self._shapes[dims] = len(self._shapes)
+            shape = self.shapes[dims] = len(self.shapes)
             self._recorder.append(ShapeDef(shape, numbers), name=True)
         return shape
 
     def dims(self, shape: int) -> list[int] | None:
         """The inverse of `_shape`, for an event."""
-        return next((list(dims) for dims, number in self._shapes.items() if number == shape), None)
+        return next((list(dims) for dims, number in self.shapes.items() if number == shape), None)
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
@@ -143,37 +146,42 @@ class Rows:
             slot = self.slot(info, role)
         if slot in self.ignored:
             mark |= _IGNORED
-        if not isinstance(leaf, torch.Tensor):
+        if not isinstance(leaf, _TENSOR):
             return self._no_tensor(slot, leaf, mark)
         try:
             version = leaf._version
         except RuntimeError:  # an inference tensor
             version = -1
-        known = self._seen.get(id(leaf))
+        key = id(leaf)
+        known = self.seen.get(key)
         if known is not None and known[1] == version >= 0 and known[0]() is leaf:
-            row = known[2]
-            _, value, shape, dtype, kind, _ = row[0]
-            if value in self._excused:
+            if known[2] in self.excused:
                 mark |= _PASSED_THROUGH
-            return _new(Row, ((slot, value, shape, dtype, kind, mark), row[1], False, 0, 0))
+            return _new(Row, ((slot, known[2], known[3], known[4], known[5], mark), known[6], False, 0, 0))
         place = in_memory(leaf)
-        memory = (place[0], place[1], place[2][0]) if place is not None and type(leaf) is torch.Tensor else None
+        memory = None
+        if place is not None:
+            if type(leaf) is _TENSOR:
+                memory = (place[0], place[1], place[2][0])
+                alias = self.by_memory.get(memory)
+                if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
+                    # another view of the same elements: reshaped, or handed through an autograd function as FSDP does
+                    if alias[2] in self.excused:
+                        mark |= _PASSED_THROUGH
+                    packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
+                    return _new(Row, (packed, alias[6], False, 0, 0))
+            row = self._plain_row(slot, leaf, mark, place)
+        else:
+            row = self._row(slot, leaf, mark)
+        packed, flags, _, high, meta = row
+        if mark & _IGNORED and packed[1] != NOTHING and is_output(role):
+            self.excused.add(packed[1])
+        if flags and known is not None and not known[6] and known[0]() is leaf:
+            self.spoilt.add(packed[1])
+        seen = (_ref(leaf), version, packed[1], packed[2], packed[3], packed[4], flags, high, meta)
+        self.seen[key] = seen
         if memory is not None:
-            alias = self._by_memory.get(memory)
-            if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
-                # another view of all the same elements: reshaped, or handed through an autograd function as FSDP does
-                _, value, _, dtype, kind, _ = alias[2][0]
-                if value in self._excused:
-                    mark |= _PASSED_THROUGH
-                return _new(Row, ((slot, value, self._shape(leaf), dtype, kind, mark), alias[2][1], False, 0, 0))
-        row = self._plain_row(slot, leaf, mark, place) if place is not None else self._row(slot, leaf, mark)
-        if mark & _IGNORED and row[0][1] != NOTHING and is_output(role):
-            self._excused.add(row[0][1])
-        if row[1] and known is not None and not known[2][1] and known[0]() is leaf:
-            self.spoilt.add(row[0][1])
-        seen = self._seen[id(leaf)] = (weakref.ref(leaf), version, row)
-        if memory is not None:
-            self._by_memory[memory] = seen
+            self.by_memory[memory] = seen
         return row
 
     @staticmethod
@@ -183,8 +191,8 @@ class Rows:
 
     def forget(self) -> None:
         """Look at everything again."""
-        self._seen.clear()
-        self._by_memory.clear()
+        self.seen.clear()
+        self.by_memory.clear()
 
     def gradient(
         self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: int = 0, numbers: Numbers | None = None
@@ -235,15 +243,18 @@ class Rows:
             slot = self.slot(info, name)
         mark = _IGNORED if slot in self.ignored else 0
         version = version_of(parameter)
-        seen = self._seen.get(id(parameter))
+        key = id(parameter)
+        seen = self.seen.get(key)
         if seen is not None and seen[1] == version and seen[0]() is parameter:
-            row = seen[2]
-            return _new(Row, ((slot, *row[0][1:5], mark), row[1], False, row[3], row[4]))
-        known = self._weights.get(id(parameter))
+            packed = (slot, seen[2], seen[3], seen[4], seen[5], mark)
+            return _new(Row, (packed, seen[6], False, seen[7], seen[8]))
+        known = self.weights.get(key)
         numbers: Numbers | DeviceRow | None
         if known is not None and known[1] == version and known[2] == step and known[0]() is parameter:
+            reference = known[0]
             row = self._row(slot, parameter, mark, known[3])
         else:
+            reference = _ref(parameter)
             if not parameter.is_cpu:
                 row = self._row(slot, parameter, mark)
                 numbers = self.device_pages.last() if self.device_pages and row[0][1] != NOTHING else None
@@ -251,14 +262,15 @@ class Rows:
                 numbers = measure(parameter)
                 row = self._row(slot, parameter, mark, numbers)
             if numbers is not None:
-                self._weights[id(parameter)] = (weakref.ref(parameter), version, step, numbers)
-        self._seen[id(parameter)] = (weakref.ref(parameter), version, row)
+                self.weights[key] = (reference, version, step, numbers)
+        packed = row[0]
+        self.seen[key] = (reference, version, packed[1], packed[2], packed[3], packed[4], row[1], row[3], row[4])
         return row
 
     def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Read a weight anew: something else than the optimizer may have changed it, and nothing told."""
-        self._seen.pop(id(parameter), None)
-        self._weights.pop(id(parameter), None)
+        self.seen.pop(id(parameter), None)
+        self.weights.pop(id(parameter), None)
         return self.weight(info, name, parameter, step)
 
     def _plain_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, Float]) -> Row:

@@ -49,6 +49,8 @@ class Steps:
         self._weights = "weights" in settings.watch
         self.only = False
         """One model is watched: optimizers that hold nothing of it are left alone."""
+        self.taker: Any = None
+        """`Taker` of fast.c, if there is one."""
         self.found_inf: torch.Tensor | None = None
         """What a GradScaler has told the fused optimizer that stepped last: not 0 if it is to skip."""
 
@@ -97,8 +99,12 @@ class Steps:
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         bad = False
         for info, parameters in self._by_module(optimizer).items():
-            rows: list[tuple[str, Row]] = []
             page = self._resume(info)
+            if page is not None:
+                self._rows.count_in(page.batch)
+            if not reduced and not self._guard and self.taker is not None and self.taker.all_local(parameters):
+                continue
+            rows: list[tuple[str, Row]] = []
             for name, parameter in parameters:
                 gradient = parameter.grad
                 if gradient is None or not (reduced or self._guard or not self._gradients.is_local(gradient)):
@@ -169,11 +175,13 @@ class Steps:
             page = self._resume(info)
             if page is None:
                 continue
+            if self.taker is not None and self.taker.weights(info, parameters, self._progress.step):
+                continue
             rows: list[tuple[str, Row]] = []
             for name, parameter in parameters:
                 row = self._rows.weight(info, name, parameter, self._progress.step)
                 rows.append((name, row))
-                if row.flags:
+                if row[1]:
                     rows += self._state_rows(info, name, optimizer, parameter)
             self._put(info, page, Phase.OPTIMIZER, rows)
 
@@ -191,15 +199,24 @@ class Steps:
         """The optimizer's parameters under the watched modules that hold them."""
         found: _Parameters = {}
         searched = False
+        owners = self._roots.parameters
+        parameter: torch.Tensor
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                owner = self._roots.owner_of(parameter)
-                if owner is None and not searched:
-                    self._roots.find_parameters()
-                    searched = True
-                    owner = self._roots.owner_of(parameter)
-                if owner is not None and owner[0].watched:
-                    found.setdefault(owner[0], []).append((owner[1], parameter))
+                owner = owners.get(id(parameter))
+                if owner is None or owner[0]() is not parameter:
+                    if not searched:
+                        self._roots.find_parameters()
+                        searched = True
+                    owner = owners.get(id(parameter))
+                    if owner is None or owner[0]() is not parameter:
+                        continue
+                info = owner[1]
+                if info.watched:
+                    held = found.get(info)
+                    if held is None:
+                        held = found[info] = []
+                    held.append((owner[2], parameter))
         return found
 
     def _resume(self, info: ModuleInfo) -> OpenPage | None:
@@ -210,10 +227,10 @@ class Steps:
         return page
 
     def _put(self, info: ModuleInfo, page: OpenPage, phase: Phase, rows: list[tuple[str, Row]]) -> bool:
-        frame = self._recorder.frame(info.id, NOTHING, 0, phase, issued(), [row.packed for _, row in rows])
+        frame = self._recorder.frame(info.id, NOTHING, 0, phase, issued(), [row[0] for _, row in rows])
         bad = False
         for role, row in rows:
-            if not row.flags:
+            if not row[1]:
                 continue
             sighting = Sighting(page, info.root.label, info, frame, phase, role, row)
             if row.packed[5] & Mark.IGNORED:

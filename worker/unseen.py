@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 def unseen(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call with gradients off, and out of sight of every mode that is set (a tracer, a counter, a device)."""
-    grad = torch.is_grad_enabled()
-    if grad:
-        torch._C._set_grad_enabled(False)
-    try:
-        with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():  # first: a mode would be shown that gradients go off
+        grad = torch.is_grad_enabled()
+        if grad:
+            torch._C._set_grad_enabled(False)
+        try:
             if torch._C._len_torch_dispatch_stack():
                 with _disable_current_modes():
                     return call(*args, **kwargs)
             return call(*args, **kwargs)
-    finally:
-        if grad:
-            torch._C._set_grad_enabled(True)
+        finally:
+            if grad:
+                torch._C._set_grad_enabled(True)

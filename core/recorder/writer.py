@@ -7,6 +7,7 @@ import os
 import struct
 import time
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain
@@ -27,6 +28,10 @@ RowTuple = tuple[int, int, int, int, int, int]
 
 # As plain integers: an IntEnum costs more than the store itself.
 _FRAMES, _ROWS, _VALUES = int(SegmentField.FRAMES), int(SegmentField.ROWS), int(SegmentField.VALUES)
+_FRAME_BASE, _VALUE_BASE = int(SegmentField.FRAME_BASE), int(SegmentField.VALUE_BASE)
+_VALUES_PER_SEGMENT, _ROWS_PER_SEGMENT = layout.VALUES_PER_SEGMENT, layout.ROWS_PER_SEGMENT
+_FRAMES_PER_SEGMENT = layout.FRAMES_PER_SEGMENT
+_pack_value, _pack_frame = layout.VALUE.pack_into, layout.FRAME.pack_into
 
 
 @cache
@@ -47,6 +52,7 @@ class OpenPage:
         self.step = step
         self.frames = 0
         self.values = 0
+        """How many there are of both, without those of the segment that is open."""
         self.segments = 0
         self.segment = -1
         """Its last segment, counted from the beginning of the run."""
@@ -95,6 +101,12 @@ class RecorderWriter:
         self._pages = 0
         self.page: OpenPage | None = None
         """The page that is being written."""
+        self.cursor = array("q", [-1])
+        """Offset in the file of the segment that is being written, -1 while there is none.
+
+        With the counts in that segment's own header it is all that another writer of rows in this process (the
+        worker's compiled one) needs to know, and what that one has written is not to be told here.
+        """
         self.on_segment_end: Callable[[int, int], None] | None = None
         """Called with (offset of its values in the file, number of the page) when a segment is done."""
 
@@ -129,7 +141,12 @@ class RecorderWriter:
     @property
     def value_position(self) -> int:
         """Position of the last value in its segment."""
-        return self._values_used - 1
+        return self._seg[_VALUES] - 1
+
+    @property
+    def frame_count(self) -> int:
+        """Frames so far in the page that is being written; 0 while there is none."""
+        return self._seg[_FRAME_BASE] + self._seg[_FRAMES] if self.page is not None else 0
 
     # -- the log ------------------------------------------------------------------------------------------------
 
@@ -178,6 +195,7 @@ class RecorderWriter:
         page = self.page
         if page is not None:
             self.page = None
+            self.cursor[0] = -1
             self._seg[SegmentField.CLOSED] = Closed.PAGE_END if page.ended else Closed.CONTINUED
             self._segment_done(page)
             self.fields[Field.MOVED_NS] = time.monotonic_ns()
@@ -203,53 +221,43 @@ class RecorderWriter:
 
     def value(self, low: int, high: int, meta: int) -> int:
         """Store the numbers of one tensor; returns its index in the page."""
-        page = self.page
-        assert page is not None
-        if self._values_used == layout.VALUES_PER_SEGMENT:
-            self._continue_segment(page)
-        layout.VALUE.pack_into(self._bytes, self._values_at + self._values_used * 24, low, high, meta)
-        self._values_used += 1
-        self._seg[_VALUES] = self._values_used
-        index = page.values
-        page.values = index + 1
-        return index
+        assert self.page is not None
+        seg = self._seg
+        used = seg[_VALUES]
+        if used == _VALUES_PER_SEGMENT:
+            seg = self._continue_segment()
+            used = 0
+        _pack_value(self._bytes, self._values_at + used * 24, low, high, meta)
+        seg[_VALUES] = used + 1
+        return seg[_VALUE_BASE] + used
 
     def frame(
         self, module: int, parent: int, depth: int, phase: int, seq: int, rows: Sequence[RowTuple], collectives: int = 0
     ) -> int:
         """Store a finished module call; returns its index in the page. Rows beyond a segment's table are counted."""
-        page = self.page
-        assert page is not None
+        assert self.page is not None
         count = len(rows)
-        if count > layout.ROWS_PER_SEGMENT:
-            self.fields[Field.ROWS_LOST] += count - layout.ROWS_PER_SEGMENT
-            count = layout.ROWS_PER_SEGMENT
+        if count > _ROWS_PER_SEGMENT:
+            self.fields[Field.ROWS_LOST] += count - _ROWS_PER_SEGMENT
+            count = _ROWS_PER_SEGMENT
             rows = rows[:count]
-        if self._frames_used == layout.FRAMES_PER_SEGMENT or self._rows_used + count > layout.ROWS_PER_SEGMENT:
-            self._continue_segment(page)
+        seg = self._seg
+        frames, used = seg[_FRAMES], seg[_ROWS]
+        if frames == _FRAMES_PER_SEGMENT or used + count > _ROWS_PER_SEGMENT:
+            seg = self._continue_segment()
+            frames = used = 0
         data = self._bytes
         if count:
-            _rows_of(count).pack_into(data, self._rows_at + self._rows_used * 16, *chain.from_iterable(rows))
-        index = page.frames
-        layout.FRAME.pack_into(
-            data,
-            self._frames_at + self._frames_used * 32,
-            module,
-            parent,
-            min(depth, 32767),
-            phase,
-            min(collectives, 255),
-            seq,
-            self._rows_used,
-            count,
-            index,
-        )
-        self._rows_used += count
-        self._frames_used += 1
-        page.frames = index + 1
-        seg = self._seg
-        seg[_ROWS] = self._rows_used
-        seg[_FRAMES] = self._frames_used
+            _rows_of(count).pack_into(data, self._rows_at + used * 16, *chain.from_iterable(rows))
+        index = seg[_FRAME_BASE] + frames
+        if depth > 32767:
+            depth = 32767
+        if collectives > 255:
+            collectives = 255
+        at = self._frames_at + frames * 32
+        _pack_frame(data, at, module, parent, depth, phase, collectives, seq, used, count, index)
+        seg[_ROWS] = used + count
+        seg[_FRAMES] = frames + 1
         return index
 
     def _say_where(self, page: OpenPage) -> None:
@@ -259,12 +267,18 @@ class RecorderWriter:
         fields[Field.PAGE] = page.number
         fields[Field.MOVED_NS] = time.monotonic_ns()
 
-    def _continue_segment(self, page: OpenPage) -> None:
+    def _continue_segment(self) -> memoryview:
+        page = self.page
+        assert page is not None
         self._seg[SegmentField.CLOSED] = Closed.CONTINUED
         self._segment_done(page)
         self._next_segment(page)
+        return self._seg
 
     def _segment_done(self, page: OpenPage) -> None:
+        seg = self._seg
+        page.frames = seg[_FRAME_BASE] + seg[_FRAMES]
+        page.values = seg[_VALUE_BASE] + seg[_VALUES]
         if self.on_segment_end is not None:
             self.on_segment_end(self._values_at, page.number)
 
@@ -290,7 +304,7 @@ class RecorderWriter:
         self._frames_at = at + layout.FRAMES_AT
         self._rows_at = at + layout.ROWS_AT
         self._values_at = at + layout.VALUES_AT
-        self._frames_used = self._rows_used = self._values_used = 0
+        self.cursor[0] = at
         self.fields[Field.SEGMENT] = self._segment
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -299,6 +313,8 @@ class RecorderWriter:
         """Unmap. The file stays for its readers; whoever made its folder removes it."""
         if self._map.closed:
             return
+        self.page = None
+        self.cursor[0] = -1
         self.fields.release()
         if self._segment >= 0:
             self._seg.release()

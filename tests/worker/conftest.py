@@ -97,14 +97,15 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every tensor that is looked at, kept alive so that none is taken for another."""
-    from gpuwatch.worker import rows
+    """Every tensor that is looked at, kept alive so that none is taken for another. The compiled way shows none."""
+    from gpuwatch.worker import rows, taker
 
     seen: list[Any] = []
 
     def noted(real: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tensor, *rest: (seen.append(tensor), real(tensor, *rest))[1]
 
+    monkeypatch.setattr(taker, "Taker", None)
     monkeypatch.setattr(rows, "measure", noted(rows.measure))
     monkeypatch.setattr(rows, "numbers_in_memory", noted(rows.numbers_in_memory))
     return seen

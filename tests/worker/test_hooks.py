@@ -136,6 +136,60 @@ def test_a_module_made_on_the_fly_has_a_name_of_its_own(watch):
     assert watched.faults == []
 
 
+def test_modules_made_on_the_fly_are_not_looked_for_in_the_whole_model_each_time(watch):
+    class Counting(dict):
+        walks = 0
+
+        def items(self):
+            Counting.walks += 1
+            return super().items()
+
+    class Fly(nn.Module):
+        def forward(self, x):
+            return nn.Softmax(dim=-1)(x)
+
+    watched = watch()
+    model = nn.Sequential(Fly(), nn.Identity())
+    model(X)
+    model[1]._modules = Counting()
+    for _ in range(3):
+        model(X)
+    assert Counting.walks == 0
+    assert [frame.module for frame in watched.last.frames] == ["0.<Softmax>", "0", "1", ""]
+
+
+def test_one_that_is_kept_after_others_were_thrown_away_gets_its_true_name(watch):
+    class Fly(nn.Module):
+        def forward(self, x):
+            return (self.parts[0] if hasattr(self, "parts") else nn.Softmax(dim=-1))(x)
+
+    watched = watch()
+    model = nn.Sequential(Fly())
+    for _ in range(3):
+        model(X)
+    assert [frame.module for frame in watched.last.frames] == ["0.<Softmax>", "0", ""]
+    model[0].parts = nn.ModuleList([nn.Softmax(dim=-1)])
+    for _ in range(3):
+        model(X)
+    assert [frame.module for frame in watched.last.frames] == ["0.parts.0", "0", ""]
+
+
+def test_one_that_is_kept_outside_of_the_model_keeps_its_name(watch):
+    made = []
+
+    class Fly(nn.Module):
+        def forward(self, x):
+            if len(made) < 2:
+                made.append(nn.Softmax(dim=-1))
+            return made[-1](x)
+
+    watched = watch()
+    model = nn.Sequential(Fly())
+    for _ in range(5):
+        model(X)
+        assert [frame.module for frame in watched.last.frames] == ["0.<Softmax>", "0", ""]
+
+
 def test_a_module_added_later_gets_its_true_name(watch):
     watched = watch()
     model = net()
@@ -643,7 +697,7 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
     def broken(*_):
         raise LookupError("ours")
 
-    monkeypatch.setattr(hooks_module, "leaves_of", broken)
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", broken)
     for _ in range(10):
         assert torch.equal(net()(X), expected)
     assert 0 < len(watched.faults) <= 20
@@ -653,10 +707,10 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
 
 def test_after_an_error_of_ours_the_next_root_is_a_root(watch, monkeypatch):
     watched = watch()
-    real = hooks_module.leaves_of
-    monkeypatch.setattr(hooks_module, "leaves_of", lambda *_: 1 / 0)
+    real = hooks_module.Hooks._parent
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", lambda *_: 1 / 0)
     nn.Sequential(nn.Identity())(X)
-    monkeypatch.setattr(hooks_module, "leaves_of", real)
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", real)
     nn.Linear(4, 4)(X)
     assert (watched.last.root, titles(watched.last)) == ("Linear", [("", "Linear", None, 0)])
 

@@ -443,10 +443,16 @@ def test_whatever_is_written_each_page_is_the_newest_that_the_ring_has_room_for(
             assert (message.number, message.complete) == (page.number, complete)
             assert [segment.index for segment in message.segments] == indexes
             assert tables(message) == (frames, values)
+            written = (len(diary.frames[page.number]), len(diary.values[page.number]))
+            assert [index for index, *_ in frames] == list(range(written[0] - len(frames), written[0]))
+            assert list(values) == list(range(written[1] - len(values), written[1]))
+            assert held[page.number] == HeldPage(page.number, page.root, page.batch, complete, *written)
+            if page is writer.page:
+                assert (writer.frame_count, writer.cursor[0] > 0) == (written[0], True)
+        writer.pause_page()
+        assert (writer.frame_count, writer.cursor[0]) == (0, -1)
+        for page in diary.pages:
             assert (page.frames, page.values) == (len(diary.frames[page.number]), len(diary.values[page.number]))
-            assert [index for index, *_ in frames] == list(range(page.frames - len(frames), page.frames))
-            assert list(values) == list(range(page.values - len(values), page.values))
-            assert held[page.number] == HeldPage(page.number, page.root, page.batch, complete, page.frames, page.values)
 
 
 # -- the log ------------------------------------------------------------------------------------------------------
@@ -698,7 +704,7 @@ def test_reading_while_another_process_goes_back_and_forth_between_pages_never_m
         "def write(p, count):\n"
         "    w.resume_page(p)\n"
         "    for _ in range(count):\n"
-        "        n, i = p.number, p.frames\n"
+        "        n, i = p.number, w.frame_count\n"
         "        w.frame(n, 0, 0, 0, i, [(n, w.value(n, i, 0), i, 1, 0, 0)])\n"
         "last = None\n"
         "for batch in range(1500):\n"
