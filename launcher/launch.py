@@ -121,8 +121,7 @@ class _Launch:
             outcome = self._run_torchrun()
             return self._finish(outcome)
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)  # from here on it is a matter of seconds, and must be done
+            _ignore_signals()  # from here on it is a matter of seconds, and must be done
             self._live.close()
             self._kill_ranks()
             self._end_children()
@@ -352,8 +351,10 @@ class _Launch:
             if self._collector is not None:
                 self._live_over.wait(_LAST_LINE_S)
         except (SignalException, KeyboardInterrupt):
-            self._hurry = True
-            return fallback
+            if self._verdict is None:
+                self._hurry = True
+                return fallback
+        _ignore_signals()  # srun ends all others as soon as the first node has left with the answer that all have
         self._live.close()
         verdict = self._verdict
         if verdict is None:
@@ -378,6 +379,11 @@ class _Launch:
                 print(Path(verdict.report).read_text(), flush=True)
             except OSError:
                 print(verdict.text, file=sys.stderr, flush=True)
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _aborted(recorder: Path) -> bool:
