@@ -133,6 +133,7 @@ class Cluster:
         self.log.mkdir(parents=True, exist_ok=True)
         self.network = Network(name, 3, self.folder)
         *self.nodes, self.login = self.network.nodes
+        self._started: list[subprocess.Popen[bytes]] = []
 
     # -- up and down ----------------------------------------------------------------------------------------------
 
@@ -155,6 +156,8 @@ class Cluster:
         """End all that runs in it. The logs stay."""
         with self._alone():
             self.network.down()
+            while self._started:
+                self._started.pop().wait()
             for path in self.folder.iterdir():
                 if path.is_dir() and path != self.log:
                     shutil.rmtree(path)
@@ -254,11 +257,35 @@ class Cluster:
         assert pid is not None, f"there is no slurmd on {node.host}"
         os.kill(pid, signal.SIGKILL)
 
+    # -- what jobs leave ------------------------------------------------------------------------------------------
+
+    def left_by_jobs(self) -> list[str]:
+        """Processes of jobs that run on the nodes, and gpuwatch's folders in their shared memory."""
+        found = []
+        for node in self.nodes:
+            found += [f"{node.host}: {_command_line(pid)}" for pid in self._job_pids(node)]
+            found += [f"{node.host}: {folder.name}" for folder in self._folders(node)]
+        return found
+
+    def clear(self) -> None:
+        """Away with it."""
+        for node in self.nodes:
+            for pid in self._job_pids(node):
+                os.kill(pid, signal.SIGKILL)
+            for folder in self._folders(node):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _job_pids(self, node: Node) -> list[int]:
+        return [pid for pid in node.pids() if b"SLURM_JOB_ID=" in _read(pid, "environ")]
+
+    def _folders(self, node: Node) -> list[Path]:
+        return list(Path(f"/proc/{self.init_of(node)}/root/dev/shm").glob("gpuwatch-*"))
+
     # -- processes ------------------------------------------------------------------------------------------------
 
     def _spawn(self, name: str, node: Node, command: list[str]) -> None:
         with (self.log / f"{name}.out").open("ab") as output:
-            subprocess.Popen(
+            process = subprocess.Popen(
                 node.inside(command),
                 env=self._own(),
                 stdin=subprocess.DEVNULL,
@@ -266,6 +293,7 @@ class Cluster:
                 stderr=output,
                 start_new_session=True,
             )
+        self._started.append(process)
 
     def _own(self) -> dict[str, str]:
         return {"PATH": _PATH, "LC_ALL": "C", "SLURM_CONF": str(self.folder / "slurm.conf")}
@@ -293,10 +321,19 @@ def take_down_stale() -> None:
 
 
 def _status(pid: int) -> str:
+    return _read(pid, "status").decode()
+
+
+def _command_line(pid: int) -> str:
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Nothing once the process is gone."""
     try:
-        return Path(f"/proc/{pid}/status").read_text()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
-        return ""
+        return b""
 
 
 def main(arguments: list[str]) -> int:
