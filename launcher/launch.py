@@ -49,7 +49,7 @@ from .elastic import run_torchrun
 from .live_lines import live_lines
 from .options import check_together, get_check_parser, get_parser
 from .plan import Plan, limit_rendezvous, make_plan
-from .prepare import expect_script, job_keys, number_of_ranks
+from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
 from .scratch import make_scratch, remove_scratch
 from .signals_raise import signals_raise
@@ -65,6 +65,7 @@ _LAST_LINE_S = 2.0
 def launch(arguments: list[str]) -> int:
     """Run a job. Returns the exit code; raises UsageError when the options cannot work."""
     args = get_parser().parse_args(arguments)
+    fill_in_from_job(args, get_parser(), arguments)
     plan = make_plan(args, _matches_machine_hostname)
     expect_script(args)
     check_together(args)
@@ -74,6 +75,7 @@ def launch(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Run the preflight of a job, and nothing after it. Returns the exit code; raises UsageError as `launch` does."""
     args = get_check_parser().parse_args(arguments)
+    fill_in_from_job(args, get_check_parser(), arguments)
     plan = make_plan(args, _matches_machine_hostname)
     args.max_restarts = 0
     limit_rendezvous(args)
