@@ -9,6 +9,7 @@ import msgspec
 
 from ..core.errors import GpuwatchError
 from ..core.messages import AgentMessage
+from .exit_code import exit_code
 from .facts import fold
 from .paths import RunPaths
 from .report import Report, build_report, to_json
@@ -46,11 +47,12 @@ def report_from_messages(messages: Iterable[AgentMessage], run_id: str) -> Repor
 
 
 def write_report(paths: RunPaths, report: Report) -> str | None:
-    """Write report.json and report.txt, each whole or not at all. Returns what went wrong, if something did."""
+    """Write report.json, report.txt, exit-code, each whole or not at all. Returns what went wrong, if something did."""
     try:
         for path, data in (
             (paths.report_json, to_json(report)),
             (paths.report_text, (render_text(report) + "\n").encode()),
+            (paths.exit_code, f"{exit_code(report)}\n".encode()),
         ):
             part = path.with_suffix(path.suffix + ".part")
             part.write_bytes(data)

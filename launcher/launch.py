@@ -45,6 +45,7 @@ from ..core.pipe import (
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from .children import Child
+from .cluster import read_job
 from .elastic import run_torchrun
 from .live_lines import live_lines
 from .options import check_together, get_check_parser, get_parser
@@ -52,7 +53,8 @@ from .plan import Plan, limit_rendezvous, make_plan
 from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
 from .scratch import make_scratch, remove_scratch
-from .signals_raise import signals_raise
+from .signals_raise import TimeLimitNear, signals_raise
+from .slurm_word import ask_slurm
 from .worker_settings import worker_settings
 
 _VERDICT_WAIT_S = 420.0
@@ -153,6 +155,7 @@ class _Launch:
             runs_dir=str(Path(self._args.runs_dir).absolute()),
             rdzv_id=plan.job,
             max_frames=self._args.max_frames,
+            run_name=self._args.run_name or "",
         )
         self._collector = Child("collector", config)
         answer = self._first_word(self._collector)
@@ -223,7 +226,7 @@ class _Launch:
             context.destroy(linger=0)
 
     def _start_agent(self, address: str) -> None:
-        plan = self._plan
+        plan, job = self._plan, read_job(os.environ)
         config = AgentConfig(
             collector=address,
             server_key=self._keys.collector.public.decode(),
@@ -239,6 +242,9 @@ class _Launch:
             rdzv_id=plan.job,
             trace_batches=self._args.trace_batches,
             check_only=self._args.check_only,
+            slurm_job=(job.job_id or "") if job is not None else "",
+            slurm_node=(job.node or "") if job is not None else "",
+            slurm_nodes=list(job.hosts) if job is not None else [],
         )
         self._agent = Child("launcher.agent", config)
         threading.Thread(target=self._listen, args=(self._agent,), daemon=True, name="gpuwatch-listen").start()
@@ -284,6 +290,8 @@ class _Launch:
         """Run it to its end; its errors are printed as it prints them."""
         try:
             run_torchrun(self._args, self)
+        except TimeLimitNear:
+            return LaunchDone("signal", int(signal.SIGUSR2))
         except SignalException as error:
             return LaunchDone("signal", int(error.sigval))
         except KeyboardInterrupt:
@@ -342,8 +350,11 @@ class _Launch:
 
     def _finish(self, done: LaunchDone) -> int:
         """Wait for the verdict, print it, and say what to exit with."""
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # a scheduler repeats them, and once a node has ended ends the others
         if done.outcome == "signal":
-            say(f"got {signal.Signals(done.signal).name}; writing the report (once more: leave at once)")
+            say(f"got {signal.Signals(done.signal).name}; writing the report (Ctrl-C: leave at once)")
+            done = self._with_reason(done)
         self._tell(done)
         fallback = {"ok": int(ExitCode.CLEAN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
             done.outcome, int(ExitCode.SIGNAL) + done.signal
@@ -364,6 +375,13 @@ class _Launch:
             return self._exit_code(fallback)
         self._print(verdict)
         return self._exit_code(verdict.exit_code)
+
+    def _with_reason(self, done: LaunchDone) -> LaunchDone:
+        """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
+        if not self._plan.hosts or done.signal != signal.SIGTERM:
+            return done
+        word = ask_slurm(read_job(os.environ))
+        return msgspec.structs.replace(done, reason=word.reason, down_nodes=list(word.down_nodes))
 
     def _exit_code(self, code: int) -> int:
         """A check has no script that could fail by itself: whatever went wrong, it has failed."""
