@@ -16,7 +16,11 @@ class TimeLimitNear(SignalException):
 
 
 class signals_raise:
-    """SIGTERM and SIGHUP raise what torchrun's handlers raise, until it installs them; SIGUSR2 does all the time."""
+    """SIGTERM and SIGHUP raise what torchrun's handlers raise, until it installs them; SIGUSR2 does all the time.
+
+    What the launch has come to ignore at its end stays ignored: the interpreter takes a moment to leave, and srun, once
+    the first node has left, kills those that do so. Their exit code would be the job's.
+    """
 
     def __enter__(self) -> None:
         handlers = {signal.SIGTERM: self._raise, signal.SIGHUP: self._raise, signal.SIGUSR2: self._time_limit}
@@ -24,7 +28,8 @@ class signals_raise:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
 
     @staticmethod
     def _raise(number: int, frame: FrameType | None) -> None:
