@@ -1,0 +1,201 @@
+"""Jobs of the real SLURM: by the template, by `gpuwatch submit`, and by a launch that is told nothing."""
+
+import os
+from pathlib import Path
+
+import gpuwatch
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TEMPLATE = str(Path(gpuwatch.__file__).parent / "slurm" / "gpuwatch.sbatch")
+TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
+STOPPED, OVERFLOW, LOST = 3, 4, 5
+LONG = ("--rank", "9", "--batch", "0", "--batches", "100000")
+UNDER_WAY = "batch 3 loss"
+"""What ddp_overflow.py says in its fourth batch."""
+
+
+def overflow(rank, batch=2):
+    return ("--rank", str(rank), "--batch", str(batch))
+
+
+def blames(report, rank, host):
+    verdict = report["verdict"]
+    assert (verdict["kind"], verdict["rank"], verdict["host"]) == ("overflow", rank, host)
+    assert (verdict["module"], verdict["batch"]) == ("block.widen", 2)
+    assert (report["run"]["nnodes"], report["run"]["world_size"]) == (2, 2)
+
+
+def code_of_a_signal(number):
+    return f"{128 + number}:0"
+
+
+# -- a launch that is told nothing ------------------------------------------------------------------------------------
+
+
+def test_a_launch_in_a_job_needs_no_options(user):
+    command = f"srun --kill-on-bad-exit=1 --wait=60 gpuwatch launch {user.script('ddp_overflow.py')} --rank 1 --batch 2"
+    job = user.sbatch(*TWO_NODES, "--ntasks-per-node=1", f"--wrap={command}")
+
+    assert job.end() == f"{OVERFLOW}:0"
+    blames(user.report(), 1, "node-1")
+
+
+def test_a_launch_without_a_batch_script_has_one_rank_for_each_gpu(user):
+    command = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "gpuwatch", "launch")
+    done = user.run(*command, "--preflight", "off", user.script("ddp_overflow.py"), *overflow(3))
+
+    assert done.returncode == OVERFLOW, done.stderr
+    report = user.report()
+    assert (report["run"]["nnodes"], report["run"]["world_size"]) == (2, 4)
+    assert (report["verdict"]["rank"], report["verdict"]["host"]) == (3, "node-1")
+
+
+def test_what_is_given_wins_over_what_the_job_says(user):
+    command = ("srun", *TWO_NODES, "--ntasks-per-node=1", "gpuwatch", "launch")
+    given = ("--nproc-per-node", "2", "--rdzv-id", "mine", "--rdzv-endpoint", "node-0:31000", "--preflight", "off")
+    done = user.run(*command, *given, user.script("ddp_overflow.py"), *overflow(9))
+
+    assert done.returncode == 0, done.stderr
+    assert user.report()["run"]["world_size"] == 4
+    assert "rendezvous id 'mine'" in done.stderr
+
+
+def test_several_tasks_on_a_node_are_one_sentence(user):
+    done = user.run(
+        "srun", "--nodes=2", "--ntasks-per-node=2", "gpuwatch", "launch", user.script("ddp_overflow.py"), *overflow(1)
+    )
+
+    assert done.returncode == 2
+    sentences = {line for line in done.stderr.splitlines() if line.startswith("gpuwatch: ")}
+    assert len(sentences) == 1
+    assert "one task on each node" in sentences.pop()
+
+
+# -- the template -----------------------------------------------------------------------------------------------------
+
+
+def test_the_template_alone(user):
+    job = user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1))
+
+    assert job.end() == f"{OVERFLOW}:0"
+    blames(user.report(), 1, "node-1")
+
+
+def test_the_tasks_of_an_array_have_a_report_each(user):
+    user.sbatch("--array=0-1", *TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1))
+    user.until(lambda: len(user.jobs()) == 2, "two tasks of the array", 10)
+
+    assert [job.end() for job in user.jobs()] == [f"{OVERFLOW}:0"] * 2
+    reports = user.reports()
+    assert len(reports) == 2
+    for report in reports:
+        blames(report, 1, "node-1")
+
+
+def test_two_jobs_at_once_on_the_same_nodes_do_not_meet(user):
+    jobs = [user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(rank)) for rank in (0, 1)]
+
+    assert [job.end() for job in jobs] == [f"{OVERFLOW}:0"] * 2
+    reports = user.reports()
+    assert len(reports) == 2
+    for report in sorted(reports, key=lambda report: report["verdict"]["rank"]):
+        blames(report, report["verdict"]["rank"], f"node-{report['verdict']['rank']}")
+    assert {report["verdict"]["rank"] for report in reports} == {0, 1}
+
+
+def test_scancel_leaves_a_report_that_says_so(user):
+    job = user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *LONG)
+    job.says(UNDER_WAY)
+    user.run("scancel", job.number)
+    job.end()
+
+    assert job.state == "CANCELLED"
+    verdict = user.report()["verdict"]
+    assert (verdict["kind"], verdict["rank"]) == ("interrupted", None)
+    assert "SIGTERM" in verdict["statement"]
+
+
+def test_the_time_limit_leaves_a_report_that_says_so(user):
+    job = user.sbatch(*TWO_NODES, "--time=1", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
+    job.says(UNDER_WAY)
+    job.end(within_s=150)
+
+    verdict = user.report()["verdict"]
+    assert (verdict["kind"], verdict["rank"]) == ("interrupted", None)
+    assert "time limit" in verdict["statement"]
+
+
+def test_a_job_that_is_requeued_in_the_middle_keeps_its_attempts_apart(user):
+    """The first attempt is stopped by SLURM; the second one runs to its overflow."""
+    script = user.cwd / "train.py"
+    script.write_text(
+        f"import os, runpy, sys\n"
+        f"second = bool(os.environ.get('SLURM_RESTART_COUNT'))\n"
+        f"sys.argv[1:] = {list(overflow(1))!r} if second else {list(LONG)!r}\n"
+        f"runpy.run_path({user.script('ddp_overflow.py')!r}, run_name='__main__')\n"
+    )
+    job = user.sbatch(*TWO_NODES, TEMPLATE, str(script))
+    job.says(UNDER_WAY)
+    user.run("scontrol", "requeue", job.number)
+
+    assert job.end(within_s=200) == f"{OVERFLOW}:0"
+    assert job.facts["Restarts"] == "1"
+    first, second = user.reports()
+    assert (first["verdict"]["kind"], first["verdict"]["rank"]) == ("interrupted", None)
+    blames(second, 1, "node-1")
+
+
+def test_a_node_that_loses_its_power_is_lost_and_the_line_that_drains_it_is_said(user):
+    job = user.sbatch(*TWO_NODES, "--no-requeue", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
+    job.says(UNDER_WAY)
+    user.cluster.power_off(user.cluster.nodes[1])
+    job.end()
+
+    verdict = user.report()["verdict"]
+    assert (verdict["kind"], verdict["host"]) == ("lost", "node-1")
+    assert "scontrol update nodename=node-1 state=drain" in job.output
+    assert "--exclude=node-1" in job.output
+
+
+def test_a_node_whose_slurmd_is_killed_is_lost(user):
+    """SLURM takes the node for lost, and ends the job."""
+    job = user.sbatch(*TWO_NODES, "--no-requeue", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
+    job.says(UNDER_WAY)
+    user.cluster.kill_slurmd(user.cluster.nodes[1])
+    job.end(within_s=150)
+
+    verdict = user.report()["verdict"]
+    assert (verdict["kind"], verdict["host"]) == ("lost", "node-1")
+    assert "scontrol update nodename=node-1 state=drain" in job.output
+
+
+def test_a_preflight_that_fails_on_the_second_node_stops_the_job_and_names_it(user):
+    wrong = {"WRONG_RANK": "adds wrong", "PYTHONPATH": with_path(user.script("wrong_rank"))}
+    job = user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1), **wrong)
+
+    assert job.end() == f"{STOPPED}:0"
+    verdict = user.report()["verdict"]
+    assert (verdict["kind"], verdict["host"]) == ("preflight", "node-1")
+    assert "node-1" in verdict["statement"]
+    assert "batch 0" not in job.output
+
+
+# -- gpuwatch submit --------------------------------------------------------------------------------------------------
+
+
+def test_submit_waits_for_the_job_and_prints_the_report(user):
+    done = user.gpuwatch("submit", *TWO_NODES, "--wait", user.script("ddp_overflow.py"), *overflow(1))
+
+    assert done.returncode == OVERFLOW
+    report = user.report()
+    blames(report, 1, "node-1")
+    assert report["verdict"]["statement"] in done.stdout
+    (job,) = user.jobs()
+    assert job.facts["ExitCode"] == f"{OVERFLOW}:0"
+    assert job.facts["Command"]
+
+
+def with_path(folder):
+    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
