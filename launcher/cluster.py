@@ -57,7 +57,7 @@ class Job:
 
 def read_job(environ: Mapping[str, str]) -> Job | None:
     """The job that this process is part of; None if nothing speaks of one. Raises UsageError on a senseless value."""
-    if any(environ.get(name) for name in _SLURM["job_id"].names):
+    if any(environ.get(name, "").strip() for name in _SLURM["job_id"].names):
         return _slurm_job(environ)
     facts = _read(_PLAIN, environ)
     return Job("plain", **facts) if any(value is not None for value in facts.values()) else None

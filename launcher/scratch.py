@@ -35,7 +35,10 @@ def _sign(folder: Path) -> None:
 
 def _pid_namespace() -> int:
     """Where the pid counts: containers on one host may share /dev/shm, and know nothing of each other's processes."""
-    return Path("/proc/self/ns/pid").stat().st_ino
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # not on Linux
+        return 0
 
 
 def remove_scratch(folder: Path) -> None:
