@@ -9,6 +9,7 @@ import msgspec
 
 from ..core.errors import GpuwatchError
 from ..core.messages import AgentMessage
+from .earlier import EarlierLife, earlier_lives
 from .exit_code import exit_code
 from .facts import fold
 from .paths import RunPaths
@@ -38,6 +39,7 @@ def build(store: RunStore, run_id: str, extra_counters: dict[str, int] | None = 
         ended=store.get("ended"),
         max_frames=int(store.get("max_frames") or 21),
         counters={**counters, **(extra_counters or {}), "unwritten": store.unwritten},
+        earlier=msgspec.json.decode(store.get("earlier") or "[]", type=list[EarlierLife]),
     )
 
 
@@ -67,6 +69,7 @@ def open_store(paths: RunPaths, max_frames: int) -> RunStore:
     store = RunStore(paths.store, create=True)
     stamp(store, "started")
     store.set("max_frames", str(max_frames))
+    store.set("earlier", msgspec.json.encode(earlier_lives(paths)).decode())
     return store
 
 

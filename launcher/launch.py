@@ -390,6 +390,9 @@ class _Launch:
 
     def _print(self, verdict: Verdict) -> None:
         """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
+        job = read_job(os.environ)
+        if job is not None and job.scheduler == "slurm" and job.in_step and job.node_rank:
+            return  # SLURM puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
             print(verdict.text, file=sys.stderr, flush=True)
         elif self._args.format == "text":
