@@ -118,7 +118,7 @@ def test_scancel_leaves_a_report_that_says_so(user):
 
 
 def test_the_time_limit_leaves_a_report_that_says_so(user):
-    job = user.sbatch(*TWO_NODES, "--time=1", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
+    job = user.sbatch(*TWO_NODES, "--time=1", "--signal=USR2@10", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
     job.says(UNDER_WAY)
     job.end(within_s=150)
 
