@@ -25,8 +25,8 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
         return None
     attempt = facts.last_attempt
     ranks = facts.of_attempt(attempt)
-    interrupted = any(node.signal is not None for node in facts.nodes.values())
-    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank, interrupted)]
+    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
+    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank, signals)]
     if not ended:
         return None
     ended.sort(key=lambda pair: (pair[0], pair[1].rank))
@@ -61,10 +61,13 @@ def _killed(rank: RankFacts) -> bool:
     return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0
 
 
-def _ended_by_itself(rank: RankFacts, interrupted: bool) -> bool:
+def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
+    """`signals` have ended the launches: a terminal, and some schedulers, send them to the ranks, too."""
     error = own_error(rank)
-    if error is not None:  # torchrun hands a Ctrl-C on to its ranks
-        return not (interrupted and error.error == "KeyboardInterrupt")
+    if error is not None:
+        return not (signals and error.error == "KeyboardInterrupt")
+    if rank.exit is not None and rank.exit.code is not None and -rank.exit.code in signals:
+        return False
     if _killed(rank):
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:

@@ -17,6 +17,7 @@ from ..core.errors import UsageError
 
 RUNS_DIR = "gpuwatch-runs"
 _PLAIN = re.compile(r"[\w.,:/=@%+*\[\]~^-]+", re.ASCII)
+_LOOKS_ACTIVE = re.compile(r"[$`\\]")
 _LINE_END = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\x85\u2028\u2029]")
 
 
@@ -60,7 +61,7 @@ def render(script: BatchScript) -> str:
         job_name=script.job_name,
         program=shlex.join(script.program),
         runs_dir=script.runs_dir,
-        quiets_shellcheck=bool(arguments) and bool(re.search(r"[$`]", shlex.join(script.program) + str(arguments))),
+        quiets_shellcheck=arguments is not None and bool(_LOOKS_ACTIVE.search(arguments)),
     )
 
 
