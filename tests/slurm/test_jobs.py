@@ -1,5 +1,6 @@
 """Jobs of the real SLURM: by the template, by `gpuwatch submit`, and by a launch that is told nothing."""
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TEMPLATE = str(Path(gpuwatch.__file__).parent / "slurm" / "gpuwatch.sbatch")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
-STOPPED, OVERFLOW, LOST = 3, 4, 5
+STOPPED, OVERFLOW, LOST = 3, 4, 5  # gpuwatch's exit codes
 LONG = ("--rank", "9", "--batch", "0", "--batches", "100000")
 UNDER_WAY = "batch 3 loss"
 """What ddp_overflow.py says in its fourth batch."""
@@ -25,10 +26,6 @@ def blames(report, rank, host):
     assert (verdict["kind"], verdict["rank"], verdict["host"]) == ("overflow", rank, host)
     assert (verdict["module"], verdict["batch"]) == ("block.widen", 2)
     assert (report["run"]["nnodes"], report["run"]["world_size"]) == (2, 2)
-
-
-def code_of_a_signal(number):
-    return f"{128 + number}:0"
 
 
 # -- a launch that is told nothing ------------------------------------------------------------------------------------
@@ -145,6 +142,8 @@ def test_a_job_that_is_requeued_in_the_middle_keeps_its_attempts_apart(user):
     first, second = user.reports()
     assert (first["verdict"]["kind"], first["verdict"]["rank"]) == ("interrupted", None)
     blames(second, 1, "node-1")
+    assert [(life["run"], life["kind"]) for life in second["run"]["earlier"]] == [(first["run"]["id"], "interrupted")]
+    assert first["run"]["earlier"] == []
 
 
 def test_a_node_that_loses_its_power_is_lost_and_the_line_that_drains_it_is_said(user):
@@ -172,8 +171,9 @@ def test_a_node_whose_slurmd_is_killed_is_lost(user):
 
 
 def test_a_preflight_that_fails_on_the_second_node_stops_the_job_and_names_it(user):
-    wrong = {"WRONG_RANK": "adds wrong", "PYTHONPATH": with_path(user.script("wrong_rank"))}
-    job = user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1), **wrong)
+    job = user.sbatch(
+        *TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1), **second_node_adds_wrong(user)
+    )
 
     assert job.end() == f"{STOPPED}:0"
     verdict = user.report()["verdict"]
@@ -191,11 +191,90 @@ def test_submit_waits_for_the_job_and_prints_the_report(user):
     assert done.returncode == OVERFLOW
     report = user.report()
     blames(report, 1, "node-1")
-    assert report["verdict"]["statement"] in done.stdout
+    assert report["verdict"]["statement"] in done.stdout.replace("\n", " ")
     (job,) = user.jobs()
     assert job.facts["ExitCode"] == f"{OVERFLOW}:0"
-    assert job.facts["Command"]
+    assert job.facts["JobName"] == "ddp_overflow"
 
 
-def with_path(folder):
-    return os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+def test_submit_of_a_clean_run_of_two_ranks_on_each_node(user):
+    options = ("--nodes", "2", "--gpus-per-node", "2", "--comment", "two words", "--preflight", "off", "-W")
+    done = user.gpuwatch("submit", *options, user.script("ddp_overflow.py"), *overflow(9))
+
+    assert done.returncode == 0
+    report = user.report()
+    assert (report["verdict"]["kind"], report["run"]["world_size"], report["run"]["nnodes"]) == ("clean", 4, 2)
+    assert not list((user.cwd / "gpuwatch-runs").glob(".secret*"))
+
+
+def test_submit_without_waiting_says_which_job_it_is(user):
+    done = user.gpuwatch("submit", *TWO_NODES, "--preflight", "off", user.script("ddp_overflow.py"), *overflow(9))
+
+    assert done.returncode == 0
+    (job,) = user.jobs()
+    assert f"job {job.number};" in done.stderr
+    assert job.end() == "0:0"
+    secrets = "keys derived from the rendezvous id"  # which a launch without a secret says
+    assert secrets not in job.output
+
+
+@pytest.mark.parametrize(
+    "name", ["my train.py", "it's.py", 'a "b".py', "a; touch owned; .py", "$(touch owned).py", "-n.py"]
+)
+def test_a_script_of_any_name_is_run_and_gets_its_arguments(user, name):
+    folder = user.cwd / "a folder\nof two lines"
+    folder.mkdir()
+    (folder / name).write_text("import json, sys\njson.dump(sys.argv, open('argv.json', 'w'))\n")
+    arguments = ["two words", "it's", "$HOME `id`", "*", "", "--wait", "a\nb"]
+    options = ("--nodes=1", "--gpus-per-node=1", "--wait", "--preflight", "off")
+    done = user.gpuwatch("submit", *options, str(folder / name), *arguments)
+
+    assert done.returncode == 0
+    assert json.loads((user.cwd / "argv.json").read_text()) == [str(folder / name), *arguments]
+    assert not list(user.cwd.rglob("owned"))
+
+
+def test_submit_of_what_slurm_does_not_take_is_one_sentence(user):
+    done = user.gpuwatch("submit", "--nodes", "3", user.script("ddp_overflow.py"), *overflow(1))
+
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.startswith("gpuwatch: sbatch does not take the job: ")
+    assert user.jobs() == []
+
+
+def test_the_line_that_drains_a_bad_node_drains_it_and_the_next_submit_leaves_it_out(user):
+    bad = second_node_adds_wrong(user)
+    done = user.gpuwatch("submit", *TWO_NODES, "-W", user.script("ddp_overflow.py"), *overflow(9), **bad)
+    assert done.returncode == STOPPED
+    (line,) = [line.strip() for line in done.stdout.splitlines() if line.strip().startswith("scontrol update ")]
+    assert user.run("bash", "-c", line).returncode == 0
+    first, second = user.cluster.nodes
+    assert user.cluster.state(second) == "drain"
+    assert user.cluster.takes_jobs(first)
+    user.cluster.up()
+
+    again = ("--exclude-bad", "latest", "--gpus-per-node=1", "--preflight", "off")
+    refused = user.gpuwatch("submit", "--nodes", "2", *again, user.script("ddp_overflow.py"), *overflow(9))
+    assert refused.returncode == 2
+    done = user.gpuwatch("submit", "--nodes", "1", "-W", *again, user.script("ddp_overflow.py"), *overflow(9))
+    assert done.returncode == 0
+    assert user.jobs()[-1].facts["NodeList"] == first.host
+
+
+def test_check_is_a_job_of_its_own(user):
+    done = user.gpuwatch("check", "--slurm", "-N", "2", "--gpus-per-node=1", "--wait")
+    assert done.returncode == 0
+    assert "2 ranks on 2 nodes" in done.stdout
+
+    bad = second_node_adds_wrong(user)
+    done = user.gpuwatch("check", "--slurm", "-N", "2", "--gpus-per-node=1", "--wait", **bad)
+    assert done.returncode == STOPPED
+    assert "node-1" in done.stdout
+    assert [job.facts["ExitCode"] for job in user.jobs()] == ["0:0", f"{STOPPED}:0"]
+
+
+def second_node_adds_wrong(user):
+    """Of two nodes with a rank each."""
+    path = os.pathsep.join([user.script("wrong_rank"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"WRONG_RANK": "adds wrong", "PYTHONPATH": path}
