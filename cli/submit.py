@@ -119,10 +119,13 @@ def _check(parser: argparse.ArgumentParser, submission: Submission, verb: Verb) 
 def _program(submission: Submission) -> tuple[str, ...]:
     """This installation: the nodes see the same file system, and maybe not the same PATH."""
     if submission.program is not None:
-        words = tuple(shlex.split(submission.program))
+        try:
+            words = shlex.split(submission.program)
+        except ValueError:
+            words = []
         if not words:
-            raise UsageError("--program: expected a command, found none")
-        return words
+            raise UsageError(f"--program: expected a command, found {submission.program!r}")
+        return tuple(words)
     beside = Path(sys.executable).parent / "gpuwatch"
     return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-m", "gpuwatch.cli.main")
 

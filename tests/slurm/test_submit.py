@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from gpuwatch.cli.main import main
+from gpuwatch.collector.answer import Verdict
+from gpuwatch.collector.facts import fold
+from gpuwatch.collector.report import build_report, to_json
 from gpuwatch.core.errors import UsageError
 from gpuwatch.slurm.sbatch import Slurm, exit_code_of, read_tasks
 from gpuwatch.slurm.scheduler import JobTask
 from gpuwatch.slurm.submit import Follower
+from msgspec.structs import replace
 
 
 class FakeSlurm:
@@ -155,39 +159,52 @@ def test_a_job_that_slurm_has_forgotten_and_a_slurm_that_is_away(commands):
 # -- the command --------------------------------------------------------------------------------------------------
 
 
-def submit(folder: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "PET_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "gpuwatch.cli.main", *arguments],
-        cwd=folder,
-        env={**clean, **({"PATH": path} if path is not None else {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@dataclass
+class Done:
+    code: int
+    stdout: str
+    stderr: str
 
 
-def test_print_shows_the_script_and_needs_no_slurm(tmp_path):
+@pytest.fixture
+def gpuwatch(tmp_path, monkeypatch, capsys):
+    """The command, in a folder with a script, where there is no SLURM."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "my train.py").touch()
-    done = submit(
-        tmp_path, "submit", "--print", "-N2", "--gpus-per-node=8", "my train.py", "--lr", "1", path="/nowhere"
-    )
-    assert done.returncode == 0, done.stderr
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["gpuwatch", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Done(ended.value.code, *capsys.readouterr())
+
+    return run
+
+
+def test_print_shows_the_script_and_needs_no_slurm(gpuwatch):
+    done = gpuwatch("submit", "--print", "-N2", "--gpus-per-node=8", "my train.py", "--lr", "1")
+    assert (done.code, done.stderr) == (0, "")
     assert "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=8\n" in done.stdout
     assert '#SBATCH --job-name="my train"\n' in done.stdout
-    assert re.search(r"gpuwatch\S* launch .* 'my train.py' --lr 1 &$", done.stdout, re.MULTILINE) or (
-        "gpuwatch.cli.main launch" in done.stdout
-    )
+    assert re.search(r" launch --runs-dir .* 'my train.py' --lr 1 &$", done.stdout, re.MULTILINE)
 
 
-def test_print_alone_shows_the_template(tmp_path):
-    done = submit(tmp_path, "submit", "--print")
-    assert done.stdout == (Path(__file__).parents[2] / "slurm" / "gpuwatch.sbatch").read_text()
+def test_the_nodes_run_what_is_installed_here_or_what_they_are_told(gpuwatch):
+    done = gpuwatch("submit", "--print", "my train.py")
+    assert f" {Path(sys.executable).parent}" in done.stdout
+    done = gpuwatch("submit", "--print", "--program", "uv run gpuwatch", "my train.py")
+    assert "\n    uv run gpuwatch launch " in done.stdout
 
 
-def test_a_check_as_a_job(tmp_path):
-    done = submit(tmp_path, "check", "--slurm", "-N", "64", "--quick", "--print")
-    assert done.returncode == 0, done.stderr
+def test_print_alone_shows_the_template(gpuwatch):
+    template = Path(__file__).parents[2] / "slurm" / "gpuwatch.sbatch"
+    assert gpuwatch("submit", "--print").stdout == template.read_text()
+
+
+def test_a_check_as_a_job(gpuwatch):
+    done = gpuwatch("check", "--slurm", "-N", "64", "--quick", "--print")
+    assert (done.code, done.stderr) == (0, "")
     assert "#SBATCH --nodes=64\n" in done.stdout
     assert re.search(r" check --runs-dir .* --quick &$", done.stdout, re.MULTILINE)
 
@@ -197,25 +214,42 @@ def test_a_check_as_a_job(tmp_path):
     [
         (["submit"], "expected a script to run, found none"),
         (["submit", "-N2", "no_such.py"], "found no file 'no_such.py'"),
-        (["submit", "--every", "0", "x.py"], "expected a number of batches of 1 or more, found '0'"),
-        (["submit", "--sync", "--on-overflow", "continue", "x.py"], "expected --on-overflow abort with --sync"),
-        (["submit", "--comment", "a\nb", "x.py"], "--comment: expected a value in one line"),
-        (["submit", "--exclude-bad", "nothing", "x.py"], "expected a run's folder, its name"),
-        (["submit", "--program", "", "x.py"], "--program: expected a command"),
-        (["check", "--slurm", "-N2", "x.py"], "check runs no script, found 'x.py'"),
-        (["submit", "x.py"], "expected SLURM's sbatch on this machine"),
+        (["submit", "--every", "0", "my train.py"], "expected a number of batches of 1 or more, found '0'"),
+        (["submit", "--sync", "--on-overflow", "continue", "my train.py"], "expected --on-overflow abort with --sync"),
+        (["submit", "--comment", "a\nb", "my train.py"], "--comment: expected a value in one line"),
+        (["submit", "--exclude-bad", "nothing", "my train.py"], "expected a run's folder, its name"),
+        (["submit", "--program", "", "my train.py"], "--program: expected a command"),
+        (["submit", "--program", "it's", "my train.py"], "--program: expected a command"),
+        (["check", "--slurm", "-N2", "my train.py"], "check runs no script, found 'my train.py'"),
+        (["submit", "my train.py"], "expected SLURM's sbatch on this machine"),
     ],
 )
-def test_what_cannot_work_is_found_before_the_job_is_in_the_queue(tmp_path, arguments, sentence):
-    (tmp_path / "x.py").touch()
-    done = submit(tmp_path, *arguments, path="/nowhere")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and done.stderr.startswith("gpuwatch: ")
+def test_what_cannot_work_is_found_before_the_job_is_in_the_queue(gpuwatch, arguments, sentence):
+    done = gpuwatch(*arguments)
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("gpuwatch: ") and done.stderr.count("\n") == 1
     assert sentence in done.stderr
-    assert done.stdout == ""
 
 
-def test_help_says_whose_options_are_taken(tmp_path):
-    done = submit(tmp_path, "submit", "--help")
-    assert done.returncode == 0
+def test_help_says_whose_options_are_taken(gpuwatch):
+    done = gpuwatch("submit", "--help")
+    assert (done.code, done.stderr) == (0, "")
     assert "Options of sbatch go to sbatch" in done.stdout
+
+
+def write_report(folder: Path, bad_nodes: list[str]) -> None:
+    folder.mkdir(parents=True)
+    verdict = Verdict("lost", "Gone.", "supported", bad_nodes=bad_nodes)
+    report = build_report(fold([]), run_id=folder.name, started=None, ended=None)
+    (folder / "report.json").write_bytes(to_json(replace(report, verdict=verdict)))
+
+
+def test_the_nodes_that_a_run_blames_are_left_out(gpuwatch, tmp_path):
+    write_report(tmp_path / "gpuwatch-runs" / "first", ["gpu-7", "gpu-8"])
+    write_report(tmp_path / "gpuwatch-runs" / "second", [])
+    done = gpuwatch("submit", "--print", "--exclude-bad", "first", "--exclude-bad=second", "-x", "gpu-1", "my train.py")
+    assert "#SBATCH --exclude=gpu-1,gpu-7,gpu-8\n" in done.stdout
+    assert done.stderr.splitlines() == [
+        "gpuwatch: leaving out gpu-7, gpu-8",
+        "gpuwatch: the verdict of second blames no node: none is left out",
+    ]
