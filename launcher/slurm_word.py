@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from typing import NamedTuple
 
 from .cluster import Job
@@ -31,7 +32,9 @@ def ask_slurm(job: Job | None) -> SlurmWord:
     down = down_nodes(_output("sinfo", "--noheader", "--Node", f"--nodes={','.join(job.hosts)}", "--format=%N %T"))
     if down:
         return SlurmWord("SLURM: a node of the job is down", tuple(down))
-    return SlurmWord(TIME_LIMIT if is_over_time(_output("scontrol", "--oneliner", "show", "job", job.job_id)) else "")
+    said = _output("scontrol", "--oneliner", "show", "job", job.job_id)
+    over = is_over_time(said) if said else job.ends is not None and time.time() >= job.ends
+    return SlurmWord(TIME_LIMIT if over else "")
 
 
 def down_nodes(sinfo: str) -> list[str]:
