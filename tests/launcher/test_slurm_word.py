@@ -25,6 +25,50 @@ def test_where_nobody_tells_there_is_no_reason(no_commands):
     assert ask_slurm(None) == SlurmWord()
 
 
+@pytest.fixture
+def commands(monkeypatch, tmp_path):
+    """Stand-ins for SLURM's commands: each prints what it is given, if its arguments are those that are expected."""
+
+    def make(name: str, arguments: str, output: str, code: int = 0) -> None:
+        (tmp_path / f"{name}.out").write_bytes(output.encode("utf-8", "surrogateescape"))
+        script = tmp_path / name
+        script.write_text(f'#!/bin/sh\n[ "$*" = "{arguments}" ] || exit 64\n/bin/cat {script}.out\nexit {code}\n')
+        script.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return make
+
+
+SINFO = "--noheader --Node --nodes=gpu-1,gpu-2 --format=%N %T"
+SCONTROL = "--oneliner show job 7"
+OVER = "JobId=7 RunTime=00:01:01 TimeLimit=00:01:00"
+JOB = Job("slurm", job_id="7", hosts=("gpu-1", "gpu-2"), ends=int(time.time()) + 3600)
+
+
+def test_a_node_that_is_down_comes_before_the_time_limit(commands):
+    commands("sinfo", SINFO, "gpu-1 mixed\ngpu-2 down*\n")
+    commands("scontrol", SCONTROL, OVER)
+    assert ask_slurm(JOB) == SlurmWord("SLURM: a node of the job is down", ("gpu-2",))
+
+
+def test_the_time_limit_is_told(commands):
+    commands("sinfo", SINFO, "gpu-1 mixed\ngpu-2 mixed\n")
+    commands("scontrol", SCONTROL, OVER)
+    assert ask_slurm(JOB) == SlurmWord(TIME_LIMIT)
+
+
+def test_scontrol_knows_of_a_time_limit_that_was_changed(commands):
+    commands("sinfo", SINFO, "")
+    commands("scontrol", SCONTROL, "JobId=7 RunTime=00:01:01 TimeLimit=00:09:00")
+    assert ask_slurm(Job("slurm", job_id="7", hosts=("gpu-1", "gpu-2"), ends=1)) == SlurmWord()
+
+
+def test_commands_that_fail_or_print_nonsense_say_nothing(commands):
+    commands("sinfo", SINFO, "gpu-2 down*\n", code=1)
+    commands("scontrol", SCONTROL, "\udcff\udcfe")
+    assert ask_slurm(JOB) == SlurmWord()
+
+
 @pytest.mark.parametrize(
     ("job", "over"),
     [
