@@ -39,8 +39,8 @@ from network import Network, Node
 NAME = "gpuwatch-slurm"
 GPUS = 2
 """That each node claims to have. SLURM never opens them."""
-NODE_LOST_S = 20
-"""Silence of a slurmd after which the controller takes its node for lost."""
+NODE_LOST_S = 60
+"""Silence of a slurmd after which the controller takes its node for lost: later than gpuwatch, as on real clusters."""
 _PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -153,7 +153,7 @@ class Cluster:
             self._until(lambda: all(self.takes_jobs(node) for node in self.nodes), "both nodes take jobs")
 
     def down(self) -> None:
-        """End all that runs in it. The logs stay."""
+        """End all that runs in it. The logs stay, and the file of its hosts' names, which the network has made."""
         with self._alone():
             self.network.down()
             while self._started:
@@ -161,7 +161,7 @@ class Cluster:
             for path in self.folder.iterdir():
                 if path.is_dir() and path != self.log:
                     shutil.rmtree(path)
-                elif path.is_file() or path.is_socket():
+                elif path.name != "lock" and path.suffix != ".hosts" and not path.is_dir():
                     path.unlink()
 
     def _start_control(self) -> None:

@@ -33,7 +33,9 @@ def test_up_is_soon_and_twice_does_no_harm_and_down_leaves_nothing(own_cluster):
     own_cluster.down()
     own_cluster.down()
     assert not any(own_cluster.takes_jobs(node) for node in own_cluster.nodes)
-    assert {path.name for path in own_cluster.folder.iterdir()} <= {"log", "lock"}
+    assert {path.name for path in own_cluster.folder.iterdir()} == {"log", "lock", f"{own_cluster.name}.hosts"}
+    own_cluster.up()
+    assert all(own_cluster.takes_jobs(node) for node in own_cluster.nodes)
 
 
 def test_nodes_that_were_lost_come_back(own_cluster):
