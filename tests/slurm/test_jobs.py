@@ -124,6 +124,18 @@ def test_the_time_limit_leaves_a_report_that_says_so(user):
     assert "time limit" in verdict["statement"]
 
 
+def test_the_time_limit_without_a_warning_leaves_a_report_that_says_so(user):
+    """A launch without the template hears SIGTERM, as from scancel, and asks SLURM why."""
+    command = " ".join(["srun gpuwatch launch", user.script("ddp_overflow.py"), *LONG])
+    job = user.sbatch(*TWO_NODES, "--ntasks-per-node=1", "--time=1", f"--wrap={command}")
+    job.end(within_s=150)
+
+    assert job.state == "TIMEOUT"
+    verdict = user.report()["verdict"]
+    assert (verdict["kind"], verdict["rank"]) == ("interrupted", None)
+    assert "time limit" in verdict["statement"]
+
+
 def test_a_job_that_is_requeued_in_the_middle_keeps_its_attempts_apart(user):
     """The first attempt is stopped by SLURM; the second one runs to its overflow."""
     script = user.cwd / "train.py"
