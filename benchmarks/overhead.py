@@ -9,8 +9,9 @@ interquartile range, and a 95 % interval of the median. `plain again` is the noi
 
 Peak memory is that of a process of its own for each variant, from its start to its end.
 
-Not in these figures: the node agent, which reads the recorder in another process; attaching, and the first steps, in
-which names are interned and graphs compiled; the garbage collector, which runs between the rounds only.
+Not in these figures: the node agent, which reads the recorder in another process; attaching, which each variant does
+anew in every round, and the step after it; the first steps, in which names are interned and graphs compiled; the garbage
+collector, which runs between the rounds only.
 """
 
 from __future__ import annotations
@@ -312,9 +313,10 @@ def _own_graph() -> dict[str, Any]:
 
 
 def _block(variant: Variant, steps: int, synchronize: Callable[[], None]) -> float:
-    """Milliseconds per step."""
+    """Milliseconds per step. The first one after attaching is not measured: it puts hooks on parameters."""
     variant.watcher.attach()
     try:
+        variant.job.step()
         synchronize()
         start = time.perf_counter_ns()
         for _ in range(steps):

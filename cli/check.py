@@ -13,6 +13,10 @@ import click
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(arguments: tuple[str, ...]) -> int:
     """Test the ranks, GPUs, nodes and links of a job before it is run."""
+    if "--slurm" in arguments:
+        from .submit import submit
+
+        return submit([argument for argument in arguments if argument != "--slurm"], "check")
     from ..launcher.launch import check  # imports torch
 
     return check(list(arguments))

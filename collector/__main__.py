@@ -21,7 +21,7 @@ from .store import RunStore
 
 def main() -> int:
     """Entry of `python -m gpuwatch.collector`."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # it ends when the job has: after the report is written
     config = read_config(0, CollectorConfig)
     if config is None:
@@ -32,7 +32,7 @@ def main() -> int:
         write_line(sys.stdout.buffer, CannotBind(error.errno == zmq.EADDRINUSE, str(error)))
         return int(ExitCode.USAGE)
     try:
-        paths = new_run(Path(config.runs_dir))
+        paths = new_run(Path(config.runs_dir), config.run_name)
         store = open_store(paths, config.max_frames)
     except OSError as error:
         write_line(sys.stdout.buffer, CannotBind(False, f"no folder for the run: {error}"))

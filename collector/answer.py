@@ -49,3 +49,5 @@ class Verdict(msgspec.Struct, frozen=True):
     cascade: list[Cascade] = []
     signal: str | None = None
     stage: str | None = None
+    bad_nodes: list[str] = []
+    """Nodes that it blames, as SLURM calls them."""

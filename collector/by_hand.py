@@ -13,9 +13,10 @@ import zmq
 from ..core.errors import UsageError
 from ..core.keys import derive_keys
 from .conductor import Conductor
+from .exit_code import exit_code
 from .finish import open_store
 from .paths import new_run
-from .server import Server, exit_code
+from .server import Server
 from .text import render_text
 
 

@@ -25,8 +25,8 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
         return None
     attempt = facts.last_attempt
     ranks = facts.of_attempt(attempt)
-    interrupted = any(node.signal is not None for node in facts.nodes.values())
-    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank, interrupted)]
+    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
+    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank, signals)]
     if not ended:
         return None
     ended.sort(key=lambda pair: (pair[0], pair[1].rank))
@@ -61,10 +61,13 @@ def _killed(rank: RankFacts) -> bool:
     return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0
 
 
-def _ended_by_itself(rank: RankFacts, interrupted: bool) -> bool:
+def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
+    """`signals` have ended the launches: a terminal, and some schedulers, send them to the ranks, too."""
     error = own_error(rank)
-    if error is not None:  # torchrun hands a Ctrl-C on to its ranks
-        return not (interrupted and error.error == "KeyboardInterrupt")
+    if error is not None:
+        return not (signals and error.error == "KeyboardInterrupt")
+    if rank.exit is not None and rank.exit.code is not None and -rank.exit.code in signals:
+        return False
     if _killed(rank):
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:
@@ -157,10 +160,10 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
 
 
 def lost_node_verdict(facts: RunFacts) -> Verdict | None:
-    """A node that went silent."""
+    """A node that went silent, or that the scheduler has lost."""
     lost = [node for node in facts.nodes.values() if node.lost]
     if not lost:
-        return None
+        return _down_verdict(facts)
     hosts = ", ".join(sorted(node_name(node) for node in lost))
     ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
     return Verdict(
@@ -179,15 +182,42 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
     )
 
 
+def _down_verdict(facts: RunFacts) -> Verdict | None:
+    """A node that may run on, but that the scheduler has lost: for that it ends the job."""
+    down = facts.down_nodes
+    if not down:
+        return None
+    agents = {n.agent for n in facts.nodes.values() if n.hello is not None and n.hello.slurm_node in down}
+    ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
+    names = ", ".join(down)
+    return Verdict(
+        kind="lost",
+        statement=f"SLURM has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job.",
+        certainty="established",
+        rank=ranks[0] if len(ranks) == 1 else None,
+        host=names,
+        attempt=facts.last_attempt,
+        evidence=[
+            f"sinfo says that {names} is down",
+            *(progress(rank) for rank in facts.of_attempt(facts.last_attempt)),
+        ],
+        next=[f"Look whether {names} is up and its slurmd runs."],
+    )
+
+
 def interrupted_verdict(facts: RunFacts) -> Verdict | None:
     """A launch that was told to end."""
-    signals = [node.signal.signal for node in facts.nodes.values() if node.signal is not None]
+    signals = [node.signal for node in facts.nodes.values() if node.signal is not None]
     if not signals:
         return None
-    name = signal_name(signals[0])
+    name = signal_name(signals[0].signal)
+    reason = next((signal.reason for signal in signals if signal.reason), "")
+    if name == "SIGUSR2":
+        reason = "the scheduler's warning: the time limit is near"
+    why = f" ({reason})" if reason else ""
     return Verdict(
         kind="interrupted",
-        statement=f"The run was ended from outside by {name}; no overflow had been seen.",
+        statement=f"The run was ended from outside by {name}{why}; no overflow had been seen.",
         certainty="established",
         attempt=facts.last_attempt,
         signal=name,

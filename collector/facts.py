@@ -122,6 +122,13 @@ class RunFacts:
         return max((attempt for attempt, _ in self.ranks), default=0)
 
     @property
+    def down_nodes(self) -> list[str]:
+        """Nodes that the scheduler has lost, as it calls them."""
+        return sorted(
+            {name for node in self.nodes.values() if node.signal is not None for name in node.signal.down_nodes}
+        )
+
+    @property
     def check_only(self) -> bool:
         """There was no script: `gpuwatch check`."""
         return any(node.hello.check_only for node in self.nodes.values() if node.hello is not None)

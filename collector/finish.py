@@ -9,6 +9,8 @@ import msgspec
 
 from ..core.errors import GpuwatchError
 from ..core.messages import AgentMessage
+from .earlier import EarlierLife, earlier_lives
+from .exit_code import exit_code
 from .facts import fold
 from .paths import RunPaths
 from .report import Report, build_report, to_json
@@ -37,6 +39,7 @@ def build(store: RunStore, run_id: str, extra_counters: dict[str, int] | None = 
         ended=store.get("ended"),
         max_frames=int(store.get("max_frames") or 21),
         counters={**counters, **(extra_counters or {}), "unwritten": store.unwritten},
+        earlier=msgspec.json.decode(store.get("earlier") or "[]", type=list[EarlierLife]),
     )
 
 
@@ -46,11 +49,12 @@ def report_from_messages(messages: Iterable[AgentMessage], run_id: str) -> Repor
 
 
 def write_report(paths: RunPaths, report: Report) -> str | None:
-    """Write report.json and report.txt, each whole or not at all. Returns what went wrong, if something did."""
+    """Write report.json, report.txt, exit-code, each whole or not at all. Returns what went wrong, if something did."""
     try:
         for path, data in (
             (paths.report_json, to_json(report)),
             (paths.report_text, (render_text(report) + "\n").encode()),
+            (paths.exit_code, f"{exit_code(report)}\n".encode()),
         ):
             part = path.with_suffix(path.suffix + ".part")
             part.write_bytes(data)
@@ -65,6 +69,7 @@ def open_store(paths: RunPaths, max_frames: int) -> RunStore:
     store = RunStore(paths.store, create=True)
     stamp(store, "started")
     store.set("max_frames", str(max_frames))
+    store.set("earlier", msgspec.json.encode(earlier_lives(paths)).decode())
     return store
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import time
@@ -38,15 +39,26 @@ class RunPaths:
         return self.folder / "report.txt"
 
     @property
+    def exit_code(self) -> Path:
+        """What the launches exit with, as a number: for scripts."""
+        return self.folder / "exit-code"
+
+    @property
     def logs(self) -> Path:
         """What gpuwatch's own processes wrote."""
         return self.folder / "logs"
 
 
-def new_run(runs_dir: Path) -> RunPaths:
-    """Make the folder of a new run and point `latest` at it. Raises OSError when it cannot be made."""
-    while True:
-        paths = RunPaths(runs_dir / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
+def new_run(runs_dir: Path, name: str = "") -> RunPaths:
+    """Make the folder of a new run and point `latest` at it. Raises OSError when it cannot be made.
+
+    A name that is taken gets a number: `pretrain`, `pretrain-2`.
+    """
+    for number in itertools.count(1):
+        chosen = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        if name:
+            chosen = name if number == 1 else f"{name}-{number}"
+        paths = RunPaths(runs_dir / chosen)
         try:
             paths.logs.mkdir(parents=True)
             break

@@ -13,6 +13,7 @@ from ..core.frames import Frame, Page
 from ..core.gpu_health.difference import GpuSincePreflight
 from ..core.records import GpuHealth, PreflightResult, Xid
 from .answer import Verdict
+from .earlier import EarlierLife
 from .facts import RankFacts, RunFacts
 from .gpu_evidence import gpu_of
 from .notices import cost_of, hidden_of, scaler_of, warnings_of
@@ -40,6 +41,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     cwd: str = ""
     check_only: bool = False
     """`gpuwatch check`: the preflight was all."""
+    earlier: list[EarlierLife] = []
+    """Of a SLURM job that was requeued: what its earlier lives came to."""
 
 
 class FirstAnomaly(msgspec.Struct, frozen=True):
@@ -142,6 +145,7 @@ def build_report(
     ended: str | None,
     max_frames: int = 21,
     counters: dict[str, int] | None = None,
+    earlier: list[EarlierLife] | None = None,
 ) -> Report:
     """Put the report together."""
     verdict = decide(facts)
@@ -150,7 +154,7 @@ def build_report(
     ranks = [_rank_report(facts, rank, verdict, target, max_frames) for rank in facts.of_attempt(attempt)]
     return Report(
         schema=SCHEMA,
-        run=_run_info(facts, run_id, started, ended, len(ranks)),
+        run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
         verdict=verdict,
         ranks=ranks,
         preflight=preflight_report(facts, attempt),
@@ -165,7 +169,9 @@ def to_json(report: Report) -> bytes:
     return msgspec.json.format(msgspec.json.encode(report), indent=1)
 
 
-def _run_info(facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int) -> RunInfo:
+def _run_info(
+    facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[EarlierLife]
+) -> RunInfo:
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     versions: dict[str, str] = {}
     for hello in hellos:
@@ -184,6 +190,7 @@ def _run_info(facts: RunFacts, run_id: str, started: str | None, ended: str | No
         attempts=facts.last_attempt + 1,
         cwd=hellos[0].cwd if hellos else "",
         check_only=facts.check_only,
+        earlier=earlier,
     )
 
 

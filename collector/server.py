@@ -6,7 +6,6 @@ messages is counted and not answered.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable
 
@@ -15,10 +14,10 @@ from msgspec import structs
 from msgspec.json import encode as to_json
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..core.exits import EXIT_OF_KIND, ExitCode
 from ..core.messages import MAX_MESSAGE_BYTES, Ack, CollectorMessage, Final, WireError, decode_agent, encode
 from ..core.pipe import PreflightOver, StageLine
 from .conductor import Action, Conductor, Finish, Keep, Send
+from .exit_code import exit_code
 from .finish import build, stamp, write_report
 from .paths import RunPaths
 from .report import Report
@@ -191,15 +190,3 @@ class Server:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
-
-
-def exit_code(report: Report) -> int:
-    """The exit code that a verdict stands for."""
-    verdict = report.verdict
-    if verdict.kind == "interrupted" and verdict.signal is not None:
-        number = verdict.signal.removeprefix("signal ")  # one without a name
-        return int(ExitCode.SIGNAL) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
-    code = EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED)
-    if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
-        code = ExitCode.PREFLIGHT_FAILED
-    return int(code)

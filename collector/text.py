@@ -77,6 +77,11 @@ def _verdict(console: Console, report: Report) -> None:
     if verdict.cascade:
         _list(console, "Because of it", _cascade(verdict.cascade))
     _list(console, "Next", verdict.next)
+    _list(
+        console,
+        "Before this job was requeued",
+        [f"{life.run}{f', {life.kind}' if life.kind else ''}: {life.statement}" for life in report.run.earlier],
+    )
     console.print()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .answer import Verdict
 from .clean_verdict import clean_verdict
+from .drain import with_drain
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .facts import RunFacts
 from .gpu_evidence import with_gpu
@@ -28,5 +29,5 @@ def decide(facts: RunFacts) -> Verdict:
     ):
         verdict = rule(facts)
         if verdict is not None:
-            return with_gpu(facts, verdict)
+            return with_drain(facts, with_gpu(facts, verdict))
     return clean_verdict(facts)

@@ -35,6 +35,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     trace_batches: list[int] = []
     check_only: bool = False
     """`gpuwatch check`: the preflight is all there is."""
+    slurm_job: str = ""
+    """Id of the SLURM job that it runs in; "" outside of SLURM."""
+    slurm_node: str = ""
+    """What SLURM calls this node."""
+    slurm_nodes: list[str] = []
+    """What SLURM calls the nodes of the job, in its order."""
 
 
 class EventMessage(msgspec.Struct, frozen=True, tag="event"):

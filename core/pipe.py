@@ -25,6 +25,9 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     rdzv_id: str
     trace_batches: list[int] = []
     check_only: bool = False
+    slurm_job: str = ""
+    slurm_node: str = ""
+    slurm_nodes: list[str] = []
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -49,6 +52,10 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
 
     outcome: str
     signal: int = 0
+    reason: str = ""
+    """Who sent the signal, where the scheduler tells."""
+    down_nodes: list[str] = []
+    """Nodes of the job that the scheduler has lost."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
@@ -88,6 +95,8 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     runs_dir: str
     rdzv_id: str
     max_frames: int = 21
+    run_name: str = ""
+    """Of the run's folder; "" for one made of the time."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):

@@ -258,6 +258,10 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
 
     signal: int
     time_ns: int = 0
+    reason: str = ""
+    """Who sent it, where the scheduler tells: `SLURM: its time limit`."""
+    down_nodes: list[str] = []
+    """Nodes of the job that the scheduler has lost."""
 
 
 class Xid(msgspec.Struct, frozen=True, tag="xid"):

@@ -110,6 +110,9 @@ class Agent:
                 cwd=str(Path.cwd()),
                 trace_batches=config.trace_batches,
                 check_only=config.check_only,
+                slurm_job=config.slurm_job,
+                slurm_node=config.slurm_node,
+                slurm_nodes=config.slurm_nodes,
             )
         )
 
@@ -207,7 +210,7 @@ class Agent:
             if not watch.ended:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
         if done.signal:
-            self._put(EventMessage(NodeSignal(done.signal, time.time_ns())))
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes)))
         self._done = done
         self._done_at = now
         self._gpus.end(now)
@@ -382,7 +385,7 @@ class LineReader:
 
 def main() -> int:
     """Entry of `python -m gpuwatch.launcher.agent`."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
     config = read_config(0, AgentConfig)
     if config is None:

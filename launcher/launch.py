@@ -46,14 +46,16 @@ from ..core.pipe import (
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from .children import Child
+from .cluster import read_job
 from .elastic import run_torchrun
 from .live_lines import live_lines
 from .options import check_together, get_check_parser, get_parser
 from .plan import Plan, limit_rendezvous, make_plan
-from .prepare import expect_script, job_keys, number_of_ranks
+from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
 from .scratch import make_scratch, remove_scratch
-from .signals_raise import signals_raise
+from .signals_raise import TimeLimitNear, signals_raise
+from .slurm_word import ask_slurm
 from .stuck import PATIENCE_S, watch_torchrun
 from .worker_settings import worker_settings
 
@@ -67,6 +69,7 @@ _LAST_LINE_S = 2.0
 def launch(arguments: list[str]) -> int:
     """Run a job. Returns the exit code; raises UsageError when the options cannot work."""
     args = get_parser().parse_args(arguments)
+    fill_in_from_job(args, get_parser(), arguments)
     plan = make_plan(args, _matches_machine_hostname)
     expect_script(args)
     check_together(args)
@@ -76,6 +79,7 @@ def launch(arguments: list[str]) -> int:
 def check(arguments: list[str]) -> int:
     """Run the preflight of a job, and nothing after it. Returns the exit code; raises UsageError as `launch` does."""
     args = get_check_parser().parse_args(arguments)
+    fill_in_from_job(args, get_check_parser(), arguments)
     plan = make_plan(args, _matches_machine_hostname)
     args.max_restarts = 0
     limit_rendezvous(args)
@@ -126,8 +130,7 @@ class _Launch:
             with self._finishing:
                 return self._finish(outcome)
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)  # from here on it is a matter of seconds, and must be done
+            _ignore_signals()  # from here on it is a matter of seconds, and must be done
             self._clear_up()
 
     def _clear_up(self) -> None:
@@ -173,6 +176,7 @@ class _Launch:
             runs_dir=str(Path(self._args.runs_dir).absolute()),
             rdzv_id=plan.job,
             max_frames=self._args.max_frames,
+            run_name=self._args.run_name or "",
         )
         self._collector = Child("collector", config)
         answer = self._first_word(self._collector)
@@ -243,7 +247,7 @@ class _Launch:
             context.destroy(linger=0)
 
     def _start_agent(self, address: str) -> None:
-        plan = self._plan
+        plan, job = self._plan, read_job(os.environ)
         config = AgentConfig(
             collector=address,
             server_key=self._keys.collector.public.decode(),
@@ -259,6 +263,9 @@ class _Launch:
             rdzv_id=plan.job,
             trace_batches=self._args.trace_batches,
             check_only=self._args.check_only,
+            slurm_job=(job.job_id or "") if job is not None else "",
+            slurm_node=(job.node or "") if job is not None else "",
+            slurm_nodes=list(job.hosts) if job is not None else [],
         )
         self._agent = Child("launcher.agent", config)
         threading.Thread(target=self._listen, args=(self._agent,), daemon=True, name="gpuwatch-listen").start()
@@ -305,6 +312,8 @@ class _Launch:
         watch_torchrun(lambda: self._unseen, self._leave_torchrun, PATIENCE_S + 2 * self._args.monitor_interval)
         try:
             run_torchrun(self._args, self)
+        except TimeLimitNear:
+            return LaunchDone("signal", int(signal.SIGUSR2))
         except SignalException as error:
             return LaunchDone("signal", int(error.sigval))
         except KeyboardInterrupt:
@@ -363,8 +372,11 @@ class _Launch:
 
     def _finish(self, done: LaunchDone) -> int:
         """Wait for the verdict, print it, and say what to exit with."""
+        # a scheduler repeats them, and once a node has ended ends the others
+        _ignore_signals(signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
         if done.outcome == "signal":
-            say(f"got {signal.Signals(done.signal).name}; writing the report (once more: leave at once)")
+            say(f"got {signal.Signals(done.signal).name}; writing the report (Ctrl-C: leave at once)")
+            done = self._with_reason(done)
         self._tell(done)
         fallback = {"ok": int(ExitCode.CLEAN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
             done.outcome, int(ExitCode.SIGNAL) + done.signal
@@ -374,8 +386,10 @@ class _Launch:
             if self._collector is not None:
                 self._live_over.wait(_LAST_LINE_S)
         except (SignalException, KeyboardInterrupt):
-            self._hurry = True
-            return fallback
+            if self._verdict is None:
+                self._hurry = True
+                return fallback
+        _ignore_signals()  # srun ends all others as soon as the first node has left with the answer that all have
         self._live.close()
         verdict = self._verdict
         if verdict is None:
@@ -384,6 +398,13 @@ class _Launch:
         self._print(verdict)
         return self._exit_code(verdict.exit_code)
 
+    def _with_reason(self, done: LaunchDone) -> LaunchDone:
+        """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
+        if not self._plan.hosts or done.signal != signal.SIGTERM:
+            return done
+        word = ask_slurm(read_job(os.environ))
+        return msgspec.structs.replace(done, reason=word.reason, down_nodes=list(word.down_nodes))
+
     def _exit_code(self, code: int) -> int:
         """A check has no script that could fail by itself: whatever went wrong, it has failed."""
         failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
@@ -391,6 +412,9 @@ class _Launch:
 
     def _print(self, verdict: Verdict) -> None:
         """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
+        job = read_job(os.environ)
+        if job is not None and job.scheduler == "slurm" and job.in_step and job.node_rank:
+            return  # SLURM puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
             print(verdict.text, file=sys.stderr, flush=True)
         elif self._args.format == "text":
@@ -400,6 +424,13 @@ class _Launch:
                 print(Path(verdict.report).read_text(), flush=True)
             except OSError:
                 print(verdict.text, file=sys.stderr, flush=True)
+
+
+def _ignore_signals(*numbers: signal.Signals) -> None:
+    """These, or by default all that end a launch. Beside a torchrun that does not come back, nobody can: it stays."""
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers or (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _aborted(recorder: Path) -> bool:

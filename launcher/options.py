@@ -193,6 +193,9 @@ def get_check_parser() -> argparse.ArgumentParser:
     ours = parser.add_argument_group("gpuwatch")
     ours.add_argument("--quick", action="store_true", help="only what every launch tests: a few seconds")
     ours.add_argument(
+        "--slurm", action="store_true", help="as a job of SLURM, with sbatch's options (gpuwatch submit --help)"
+    )
+    ours.add_argument(
         "--format", choices=["text", "json"], default="text", help="what to print on stdout: text, or report.json"
     )
     add_preflight_options(ours, CHECK_TIMEOUT_S)

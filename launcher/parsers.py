@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -13,6 +14,7 @@ from ..core.gpu_health.thresholds import load_thresholds
 from ..core.settings import Watched
 from .plan import is_number
 
+_OF_A_NAME = frozenset(f"{string.ascii_letters}{string.digits}._-")
 _LEAST_TESTED = 1 << 10
 _LEAST_ALLOCATED = 1 << 20
 """A bare `80` was meant as `80%`."""
@@ -86,6 +88,13 @@ def row_pattern(text: str) -> str:
     module, colon, role = text.partition(":")
     if not module.strip() or (colon and not role.strip()):
         raise argparse.ArgumentTypeError(f"expected MODULE or MODULE:ROLE, such as 'mask.*:output', found {text!r}")
+    return text
+
+
+def run_name(text: str) -> str:
+    """A folder's name."""
+    if not text or text.startswith((".", "-")) or not set(text) <= _OF_A_NAME:
+        raise argparse.ArgumentTypeError(f"expected a name of letters, digits, '.', '-' and '_', found {text!r}")
     return text
 
 

@@ -61,7 +61,7 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
         hosts,
         hosts,
         f"tcp://*:{port_number}",
-        f"tcp://{_bracketed('127.0.0.1' if hosts else host)}:{port_number}",
+        f"tcp://{bracketed('127.0.0.1' if hosts else host)}:{port_number}",
         job,
         False,
     )
@@ -70,10 +70,15 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
 def limit_rendezvous(args: argparse.Namespace) -> None:
     """Have torchrun wait for a missing node as long as the preflight would for its ranks, unless the user said."""
     name = {"c10d": "join_timeout", "static": "timeout"}.get(args.rdzv_backend)
-    given = {item.partition("=")[0].strip() for item in (args.rdzv_conf or "").split(",")}
-    if name is not None and name not in given:
-        limit = f"{name}={math.ceil(args.preflight_timeout)}"
-        args.rdzv_conf = f"{args.rdzv_conf},{limit}" if args.rdzv_conf else limit
+    if name is not None:
+        add_rendezvous_conf(args, name, str(math.ceil(args.preflight_timeout)))
+
+
+def add_rendezvous_conf(args: argparse.Namespace, name: str, value: str) -> None:
+    """Put `name=value` into --rdzv-conf, unless the user has said otherwise there."""
+    said = {item.partition("=")[0].strip() for item in (args.rdzv_conf or "").split(",")}
+    if name not in said:
+        args.rdzv_conf = f"{args.rdzv_conf},{name}={value}" if args.rdzv_conf else f"{name}={value}"
 
 
 def is_number(text: str) -> bool:
@@ -142,5 +147,6 @@ def split_endpoint(endpoint: str, default_port: int) -> tuple[str, int]:
     return host, int(port) if port else default_port
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
+    """A host as it stands before `:PORT`."""
     return f"[{host}]" if ":" in host else host

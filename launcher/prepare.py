@@ -3,14 +3,57 @@
 from __future__ import annotations
 
 import argparse
+import os
+import socket
+import time
 from pathlib import Path
 
+import torch
 from torch.distributed.run import determine_local_world_size
 
 from ..core.errors import UsageError
 from ..core.keys import JobKeys, derive_keys, random_secret, read_secret
-from .plan import Plan
+from .cluster import Job, read_job
+from .fill_in import fill_in, given_options
+from .plan import Plan, parse_nnodes
 from .say import say
+
+_NAME_WAIT_S = 30.0
+"""A node that was started for this job may be in the name service some seconds later."""
+
+
+def fill_in_from_job(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]) -> Job | None:
+    """Complete the options from the job that this launch is part of, and say what came out. Returns the job, if any."""
+    job = read_job(os.environ)
+    meets_there = fill_in(args, given_options(parser, arguments, os.environ), job, _count_gpus)
+    if job is not None and job.scheduler == "slurm" and meets_there:
+        assert job.head is not None
+        if job.node_rank == 0:
+            nodes = parse_nnodes(args.nnodes)[1]
+            say(f"SLURM job {job.job_id}: {nodes} nodes meet at {args.rdzv_endpoint or job.head}")
+        expect_address(job.head, _NAME_WAIT_S)
+    return job
+
+
+def _count_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def expect_address(host: str, limit_s: float) -> None:
+    """The name of the job's head must mean something here, soon. Raises UsageError if it does not."""
+    ends = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() >= ends:
+                raise UsageError(
+                    f"expected the name of the job's first node, {host!r}, to have an address on "
+                    f"{socket.gethostname()}, found none ({error.strerror}); pass --rdzv-endpoint HOST:PORT with an "
+                    "address that every node can reach, the same on every node"
+                ) from error
+        time.sleep(1)
 
 
 def expect_script(args: argparse.Namespace) -> None:

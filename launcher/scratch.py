@@ -30,7 +30,15 @@ def make_scratch(ranks: int) -> Path:
 
 
 def _sign(folder: Path) -> None:
-    (folder / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()}")
+    (folder / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()} {_pid_namespace()}")
+
+
+def _pid_namespace() -> int:
+    """Where the pid counts: containers on one host may share /dev/shm, and know nothing of each other's processes."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # not on Linux
+        return 0
 
 
 def remove_scratch(folder: Path) -> None:
@@ -39,12 +47,14 @@ def remove_scratch(folder: Path) -> None:
 
 
 def remove_stale() -> None:
-    """Remove folders of this user whose launch is gone (it and its agent were killed)."""
+    """Remove folders of this user whose launch is gone (it and its agent were killed), as far as can be told here."""
     for base in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
             try:
-                pid_text, created_text = (folder / _OWNER).read_text().split()
+                pid_text, created_text, namespace = (folder / _OWNER).read_text().split()
                 pid, created = int(pid_text), float(created_text)
+                if int(namespace) != _pid_namespace():
+                    continue
             except (OSError, ValueError):
                 continue
             try:

@@ -76,6 +76,14 @@ def add_collector_options(group: argparse._ArgumentGroup) -> None:
         help="folder for the runs' folders, on the head node (gpuwatch-runs)",
     )
     group.add_argument(
+        "--run-name",
+        "--run_name",
+        type=parsers.run_name,
+        default=None,
+        metavar="NAME",
+        help="name of the run's folder (the time and four random letters)",
+    )
+    group.add_argument(
         "--collector",
         type=parsers.address,
         default=None,

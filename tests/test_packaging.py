@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
 NOT_SHIPPED = {"tests", "examples", "benchmarks", "build", "dist"}
 
 
@@ -62,7 +63,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
     names = zipfile.ZipFile(wheel).namelist()
 
     in_wheel = sorted(name for name in names if ".dist-info/" not in name and not name.endswith(".so"))
-    assert in_wheel == sorted(["gpuwatch/py.typed", *(f"gpuwatch/{file.as_posix()}" for file in shipped(sources))])
+    assert in_wheel == sorted([*DATA, *(f"gpuwatch/{file.as_posix()}" for file in shipped(sources))])
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -95,6 +96,8 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
     help_text = run("-m", "gpuwatch.cli.main", "--help", **elsewhere)
     assert "gpuwatch launch --nproc-per-node 8 train.py" in help_text
     assert "Exit codes" in help_text
+    rendered = "from gpuwatch.slurm.render import BatchScript, render; print(render(BatchScript()), end='')"
+    assert run("-c", rendered, **elsewhere) == (installed / "gpuwatch" / "slurm" / "gpuwatch.sbatch").read_text()
     script = installed / "bin" / "gpuwatch"
     assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")
 

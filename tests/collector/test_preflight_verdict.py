@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.answer import Verdict
+from gpuwatch.collector.exit_code import exit_code
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.report import build_report
-from gpuwatch.collector.server import exit_code
 from gpuwatch.collector.verdict import decide
 from gpuwatch.core.messages import EventMessage
 from gpuwatch.core.preflight import InventoryFacts

@@ -10,10 +10,11 @@ import msgspec
 import pytest
 import zmq
 from gpuwatch.collector.conductor import Conductor
+from gpuwatch.collector.exit_code import exit_code
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.paths import new_run
 from gpuwatch.collector.report import build_report
-from gpuwatch.collector.server import Server, exit_code
+from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.keys import derive_keys
 from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Final, Welcome, decode_collector, encode

@@ -263,6 +263,28 @@ def test_a_signal_from_outside_is_an_interruption(make):
     assert (verdict.kind, verdict.signal) == ("interrupted", "SIGTERM")
 
 
+@pytest.mark.parametrize(
+    ("signal", "why"),
+    [
+        (NodeSignal(15), "by SIGTERM; no"),
+        (NodeSignal(15, 1, "SLURM: its time limit is reached"), "by SIGTERM (SLURM: its time limit is reached); no"),
+        (NodeSignal(12), "by SIGUSR2 (the scheduler's warning: the time limit is near); no"),
+    ],
+)
+def test_an_interruption_says_who_sent_the_signal_where_that_is_known(make, signal, why):
+    verdict = judge(make.hello(), EventMessage(signal), make.Bye("signal", signal.signal))
+    assert why in verdict.statement
+
+
+def test_a_rank_that_the_signal_has_reached_by_itself_was_not_first(make):
+    """Some of SLURM's ways to send a signal reach every process of the job, before torchrun does."""
+    hit = [make.ended(0, -12), make.ended(1, -15, "torchrun")]
+    verdict = judge(make.hello(), EventMessage(NodeSignal(12)), *hit, make.Bye("signal", 12))
+    assert (verdict.kind, verdict.signal) == ("interrupted", "SIGUSR2")
+    verdict = judge(make.hello(), EventMessage(NodeSignal(15)), make.ended(0, -9), make.Bye("signal", 15))
+    assert (verdict.kind, verdict.signal, verdict.rank) == ("lost", "SIGKILL", 0)
+
+
 def test_torchrun_failed_and_no_rank_said_why(make):
     verdict = judge(make.hello(), make.Bye("failed"))
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("crash", "unknown", None)

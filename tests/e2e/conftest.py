@@ -50,7 +50,7 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_", "SLURM"))}
         return {**clean, MARK: self.mark, "OMP_NUM_THREADS": "1"}
 
     def script(self, name: str) -> str:

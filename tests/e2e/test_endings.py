@@ -25,7 +25,7 @@ def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     assert [entry["rank"] for entry in verdict["cascade"]] == [0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 def test_a_signal_ends_everything_and_the_report_is_written(bench, number):
     process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("waits.py"))
     assert process.stdout is not None

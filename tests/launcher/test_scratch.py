@@ -32,7 +32,7 @@ def dead_pid() -> int:
 def folder_of(base: Path, name: str, pid: int, created: float) -> Path:
     folder = base / f"gpuwatch-{os.getuid()}-{name}"
     folder.mkdir()
-    (folder / "owner").write_text(f"{pid} {created}")
+    (folder / "owner").write_text(f"{pid} {created} {scratch._pid_namespace()}")
     (folder / "rank-00000.attempt-000.recorder").write_bytes(b"x")
     return folder
 
@@ -65,13 +65,21 @@ def test_a_folder_of_a_live_process_stays(bases):
     assert mine.exists()
 
 
+def test_a_folder_of_another_pid_namespace_stays(bases):
+    """Two nodes, or two containers, that share /dev/shm: a pid says nothing there."""
+    folder = folder_of(bases[0], "elsewhere", dead_pid(), 1.0)
+    (folder / "owner").write_text(f"{dead_pid()} 1.0 {scratch._pid_namespace() + 1}")
+    scratch.remove_stale()
+    assert folder.exists()
+
+
 def test_a_pid_that_now_belongs_to_another_process_does_not_keep_the_folder(bases):
     stale = folder_of(bases[0], "reused", os.getpid(), psutil.Process().create_time() - 100)
     scratch.remove_stale()
     assert not stale.exists()
 
 
-@pytest.mark.parametrize("owner", ["", "x", "1", "one two"])
+@pytest.mark.parametrize("owner", ["", "x", "1", "one two", "one two three", "1 1.0"])
 def test_a_folder_whose_owner_cannot_be_read_stays(bases, owner):
     folder = folder_of(bases[0], "odd", 1, 1.0)
     (folder / "owner").write_text(owner)

@@ -1,0 +1,156 @@
+"""The link between two nodes is cut in the middle of the training: for a while, or for good."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from gpuwatch.collector.facts import fold
+from gpuwatch.collector.store import RunStore
+from gpuwatch.launcher.scratch import remove_stale
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+COLLECTOR_PORT = 29401
+WITHIN_S = 200
+OVERFLOW, LOST = 4, 5
+GREETING = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5) as there:
+    there.sendall(bytes([0xFF, *[0] * 7, 1, 0x7F, 3, 1]) + b"CURVE".ljust(20, b"\\0") + bytes(32))
+    answer = b""
+    while len(answer) < 64:
+        answer += there.recv(64 - len(answer))
+print(answer[12:32].rstrip(b"\\0").decode())
+"""
+"""Says hello as ZeroMQ does, and prints which kind of security the other side has."""
+
+
+SECURITY = "CURVE"
+BATCHES = range(9)
+
+
+class Training:
+    """gated.py on two nodes, with a gate before and one after the batches in its middle, which need no other node."""
+
+    def __init__(self, job):
+        self.job = job
+        self.nodes = job.network.nodes
+        self._gates = {
+            where: [job.bench.cwd / f"{where}-{node.number}" for node in self.nodes] for where in ("before", "after")
+        }
+        for gate in (*self._gates["before"], *self._gates["after"]):
+            os.mkfifo(gate)
+
+    def start(self, *options, **environment):
+        for node, *gates in zip(self.nodes, self._gates["before"], self._gates["after"], strict=True):
+            variables = {"GATES": os.pathsep.join(map(str, gates)), "GPUWATCH_SECRET": "a secret that is long enough"}
+            self.job.start(
+                node, "launch", "--preflight", "off", *options, script="gated.py", **variables, **environment
+            )
+
+    def reached(self, where):
+        """Returns once both ranks stand there: a pipe can be opened for writing only when somebody reads."""
+        self._held = []
+        for gate in self._gates[where]:
+            until(lambda gate=gate: self._hold(gate), f"a rank opens {gate.name}")
+
+    def _hold(self, gate):
+        assert [process.poll() for process in self.job.processes.values()] == [None, None], "a launch has ended"
+        try:
+            self._held.append(os.open(gate, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            assert error.errno == errno.ENXIO  # nobody reads yet
+            return False
+        return True
+
+    def go_on(self):
+        for gate in self._held:
+            os.close(gate)
+
+
+@pytest.fixture
+def training(job):
+    return Training(job(2))
+
+
+def has_connection(node):
+    """Whether its agent is connected to the collector, as far as this node knows."""
+    listed = subprocess.run(
+        node.inside(["ss", "--no-header", "--tcp", "state", "established", f"dport = :{COLLECTOR_PORT}"]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return bool(listed.stdout.strip())
+
+
+def until(happened, what, within_s=60):
+    deadline = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+
+
+def security_of_the_collector(training):
+    head, other = training.nodes
+    command = other.inside([sys.executable, "-c", GREETING, head.address, str(COLLECTOR_PORT)])
+    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+
+
+def test_what_happens_while_the_link_is_cut_is_in_the_report_once_it_is_back(training):
+    other = training.nodes[1]
+    options = ("--on-overflow", "continue", "--trace-batches", ",".join(map(str, BATCHES)))
+    training.start(*options, OVERFLOWS="1")
+    training.reached("before")
+    assert security_of_the_collector(training) == SECURITY
+    assert has_connection(other)
+    training.job.network.cut_off(other)
+    training.go_on()
+    training.reached("after")
+    until(lambda: not has_connection(other), "the agent gives its connection up")
+    training.job.network.restore()
+    training.go_on()
+    runs = training.job.finish(WITHIN_S)
+
+    assert [run.code for run in runs] == [OVERFLOW, OVERFLOW]
+    verdict = runs[0].verdict
+    assert (verdict["kind"], verdict["rank"], verdict["host"]) == ("overflow", 1, other.host)
+    assert (verdict["module"], verdict["batch"]) == ("widen", 4)
+    assert [node["state"] for node in runs[0].report["nodes"]] == ["ok", "ok"]
+    assert all(set(rank["lost"].values()) == {0} for rank in runs[0].report["ranks"])
+    store = RunStore(runs[0].cwd / "gpuwatch-runs" / "latest" / "run.sqlite")
+    messages = list(store.messages())
+    store.close()
+    for agent in {agent for agent, _, _ in messages}:
+        numbers = [number for sender, number, _ in messages if sender == agent and number]
+        assert numbers == list(range(1, len(numbers) + 1))
+    facts = fold(messages)
+    for rank in (0, 1):
+        assert {page.batch for page in facts.ranks[0, rank].pages.values()} == set(BATCHES)
+
+
+def test_a_node_that_is_cut_off_for_good_is_lost_and_nobody_else_is_blamed(training):
+    head, other = training.nodes
+    training.start()
+    training.reached("before")
+    training.job.network.cut_off(other)
+    training.go_on()
+    training.reached("after")
+    training.go_on()
+    bench, processes = training.job.bench, training.job.processes
+    run = bench.finish(processes[head])
+
+    assert run.code == LOST
+    verdict = run.verdict
+    assert (verdict["kind"], verdict["host"], verdict["rank"]) == ("lost", other.host, 1)
+    assert "or the link to it" in verdict["statement"]
+    assert {node["host"]: node["state"] for node in run.report["nodes"]}[other.host] == "lost"
+
+    for pid in other.pids():  # by itself it waits for its peer as long as under torchrun: half an hour
+        os.kill(pid, signal.SIGKILL)
+    processes[other].communicate()
+    remove_stale()  # as the next launch on that node does
