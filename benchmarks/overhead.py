@@ -10,8 +10,8 @@ interquartile range, and a 95 % interval of the median. `plain again` is the noi
 Peak memory is that of a process of its own for each variant, from its start to its end.
 
 Not in these figures: the node agent, which reads the recorder in another process; attaching, which each variant does
-anew in every round, and the step after it; the first steps, in which names are interned and graphs compiled; the garbage
-collector, which runs between the rounds only.
+anew in every round, and the step after it; the first steps, in which names are interned and graphs compiled; the
+garbage collector, which runs between the rounds only.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_ten_thousand_batches_grow_nothing_and_slow_nothing_down(bench):
     run = bench.launch("many_batches.py", "--preflight", "off", nproc=1)
 
