@@ -230,12 +230,14 @@ class CompiledGpuwatch(Gpuwatch):
         """Put the entries back."""
         for table, entries in zip(_global_tables(), self._entries, strict=True):
             table.update(entries)
+        self._hooks._graphs.attach()  # a graph is looked into by who is there when it is traced
 
     def detach(self) -> None:
         """Take the entries out. Hooks on the model's own tensors stay: nobody else has them."""
         for table, entries in zip(_global_tables(), self._entries, strict=True):
             for key in entries:
                 del table[key]
+        self._hooks._graphs.detach()
 
 
 def _global_tables() -> list[dict[int, Any]]:

@@ -132,9 +132,9 @@ class Gradients:
 
     # -- what they see ------------------------------------------------------------------------------------------
 
-    def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
-        """The gradient of what a module returned."""
-        if not self._attached or _is_compiling():
+    def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
+        """The gradient of what a module returned; None where another output of the same operation alone has one."""
+        if gradient is None or not self._attached or _is_compiling():
             return
         try:
             self._page = page

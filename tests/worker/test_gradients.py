@@ -806,3 +806,30 @@ def test_a_backward_after_detach_records_nothing_and_works(watch):
     loss.backward()
     assert watched.rows("backward") == []
     assert watched.anomalies == []
+
+
+class _Two(torch.autograd.Function):
+    """As the function that a compiled graph becomes: an output that nobody uses gets no gradient, not even zeros."""
+
+    @staticmethod
+    def forward(context, x):
+        context.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(context, first, second):
+        assert second is None
+        return first * 2
+
+
+def test_an_output_that_gets_no_gradient_is_no_fault(watch):
+    class Two(nn.Module):
+        def forward(self, x):
+            return _Two.apply(x)
+
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), Two())
+    for _ in range(3):
+        model(torch.ones(2, 4))[0].sum().backward()
+    assert watched.faults == []
+    assert "grad output[0]" in [row.role for frame in watched.pages[-1].frames for row in frame.rows]
