@@ -27,9 +27,15 @@ def grades(run, rank: int) -> dict[str, str]:
     [
         # no timeout is waited for: the news travels through the store
         ("dies", "node group", "died at all_gather: killed by SIGKILL", 25),
-        ("coordinator dies", "allocation", "died in stage allocation: killed by SIGKILL", 25),
+        pytest.param(
+            "coordinator dies",
+            "allocation",
+            "died in stage allocation: killed by SIGKILL",
+            25,
+            marks=pytest.mark.slow,
+        ),
         ("hangs", "node group", "hung at all_gather for 6 s", 40),
-        ("coordinator hangs", "allocation", "hung in stage allocation", 40),
+        pytest.param("coordinator hangs", "allocation", "hung in stage allocation", 40, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("bad_rank", [1, pytest.param(0, marks=pytest.mark.slow)])
@@ -59,7 +65,7 @@ def test_a_worker_that_is_killed_in_its_preflight_is_named(bench):
     assert grades(run, 1)["arrive"] == "ok"
 
 
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_never_starts_is_missed(bench, missing):
     run, seconds = launch_bad(bench, "starts after 1000 s", "--preflight-timeout", "5", BAD_RANK=str(missing))
 
@@ -138,6 +144,7 @@ def test_an_error_of_the_test_itself_does_not_keep_the_training_from_starting(be
     assert "rank 0 step 9" in run.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_is_not_restarted(bench):
     run, _ = launch_bad(bench, "dies", "--max-restarts", "3")
 
@@ -155,6 +162,7 @@ def test_training_starts_all_the_same_when_asked_to(bench):
     assert outcomes(run)[1] == "failed"
 
 
+@pytest.mark.slow
 def test_it_can_be_left_out(bench):
     run = bench.launch("clean.py", "--preflight", "off")
 
@@ -162,6 +170,7 @@ def test_it_can_be_left_out(bench):
     assert {rank["preflight"]["outcome"] for rank in run.report["ranks"]} == {"off"}
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_preflight_that_hangs(bench):
     launch = bench.start(
         "gpuwatch.cli.main",
