@@ -25,7 +25,7 @@ test: $(READY)  ## all tests that need neither a GPU nor much time
 
 # Most of them wait, for a deadline or for SLURM; those of a network or a cluster bring up one of their own.
 slow: $(READY)  ## the long tests, three at a time; a quarter of an hour
-	$(BIN)/python -m pytest -m 'slow and not gpu and not alone' --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest -m 'slow and not gpu and not alone' --numprocesses 3 --dist loadfile
 	$(BIN)/python -m pytest -m 'slow and not gpu and alone'
 
 lint: $(READY)  ## formatting and lint rules

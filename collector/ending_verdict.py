@@ -18,6 +18,9 @@ from .words import (
     signal_name,
 )
 
+SIGNAL_S = 60
+"""So long may it take from a signal to when it is written down: torchrun gives its ranks half of that to end."""
+
 
 def ending_verdict(facts: RunFacts) -> Verdict | None:
     """A rank that was killed, or raised, and that no other rank dragged along."""
@@ -32,7 +35,11 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
     ended.sort(key=lambda pair: (pair[0], pair[1].rank))
     first = ended[0][1]
     if ended[0][0][0]:  # all that ended by themselves only say that another rank went away
-        return lost_node_verdict(facts) or _unknown_peer(facts, [rank for _, rank in ended])
+        victims = [rank for _, rank in ended]
+        lost = lost_node_verdict(facts)
+        if lost is None and all(_by_the_signal(facts, rank) for rank in victims):
+            return None
+        return lost or _unknown_peer(facts, victims)
     same = [rank for order, rank in ended[1:] if order == ended[0][0]]
     if _killed(first):
         return _lost(facts, first, same)
@@ -51,6 +58,18 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
         next=["Look at the ranks that are not among these: one of them, or the link to it, went first."],
         cascade=[Cascade(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
     )
+
+
+def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
+    """Whether the launch of this rank's node was itself told to end: then its peers were, about when they went away.
+
+    A launch writes its signal down when it has ended its ranks, by the same clock as theirs.
+    """
+    node = facts.nodes.get(rank.agent)
+    error = own_error(rank)
+    if node is None or node.signal is None or error is None:
+        return False
+    return error.where.time_ns > node.signal.time_ns - SIGNAL_S * 10**9
 
 
 def _job_failed(facts: RunFacts) -> bool:

@@ -285,6 +285,22 @@ def test_a_rank_that_the_signal_has_reached_by_itself_was_not_first(make):
     assert (verdict.kind, verdict.signal, verdict.rank) == ("lost", "SIGKILL", 0)
 
 
+@pytest.mark.parametrize(("seconds_before", "kind"), [(20, "interrupted"), (120, "lost")])
+def test_a_rank_that_missed_others_as_the_signal_came_was_not_first(make, seconds_before, kind):
+    """The signal reaches all nodes, and one of them ends its ranks a moment before the others do."""
+    signalled = 1_000_000_000_000
+    at = {"seq": 9, "time_ns": signalled - seconds_before * 10**9}
+    verdict = judge(
+        make.hello(),
+        make.raised(0, "RuntimeError", "Connection reset by peer", peer=True, **at),
+        make.ended(0, -15, "torchrun"),
+        make.ended(1, -15, "torchrun"),
+        EventMessage(NodeSignal(15, signalled)),
+        make.Bye("signal", 15),
+    )
+    assert (verdict.kind, verdict.rank) == (kind, None)
+
+
 def test_torchrun_failed_and_no_rank_said_why(make):
     verdict = judge(make.hello(), make.Bye("failed"))
     assert (verdict.kind, verdict.certainty, verdict.rank) == ("crash", "unknown", None)

@@ -27,6 +27,7 @@ def outcomes(request):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
 def test_the_verdict_is_the_truth(scenario, outcomes):
     outcome = outcomes[scenario.name].result()
