@@ -9,11 +9,12 @@ from .facts import RankFacts, RunFacts
 from .finding import Finding, from_event
 from .order import before, earliest
 from .origin import analyze
+from .overflow_at import overflow_at, whose
 from .overflow_evidence import evidence_of, of_concurrent
 from .overflow_words import next_steps, sentence, unknown_sentence, unlooked_sentence
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .words import cascade_of, device_of, finding_text
+from .words import cascade_of, finding_text
 
 _TIERS = (("made",), ("outside", "weight"), ("unlooked",), ("reduced",), ("received",), ("carried",))
 """Of what nothing puts in order: who made a value may have handed it to the others, and not the other way round."""
@@ -73,26 +74,13 @@ def _of_weight(first: Finding, odd: OddWeight) -> Finding:
 def _named(
     facts: RunFacts, first: Finding, rest: list[Finding], findings: list[Finding], odd: OddWeight | None
 ) -> Verdict:
-    rank = facts.ranks[first.attempt, first.rank]
-    host = facts.host(rank)
+    host = facts.host(facts.ranks[first.attempt, first.rank])
     certainty, evidence = evidence_of(facts, first, findings, rest, odd)
-    return Verdict(
-        kind="overflow",
+    return overflow_at(
+        first,
+        **whose(facts, first),
         statement=sentence(first, host, [f.rank for f in rest], odd),
         certainty=certainty,
-        rank=first.rank,
-        host=host or None,
-        device=device_of(rank),
-        module=first.module,
-        cls=first.cls,
-        root=first.root,
-        phase=first.phase,
-        role=first.role,
-        value=first.value,
-        dtype=first.dtype,
-        attempt=first.attempt,
-        step=first.step,
-        batch=first.batch,
         between=first.between,
         evidence=evidence,
         next=next_steps(first, odd),
@@ -107,25 +95,16 @@ def _named(
 def _unlooked(facts: RunFacts, tier: list[Finding], findings: list[Finding]) -> Verdict:
     """The rank is known, and nothing of what happened in it."""
     first = tier[0]
-    rank = facts.ranks[first.attempt, first.rank]
-    host = facts.host(rank)
+    host = facts.host(facts.ranks[first.attempt, first.rank])
     evidence = [f"rank {first.rank}, batch {first.batch}: {first.value} in the {first.role} of {finding_text(first)}"]
     evidence += of_concurrent(first, [f for f in findings if f is not first and not before(first, f)])
-    return Verdict(
-        kind="overflow",
+    return overflow_at(
+        first,
+        **whose(facts, first),
+        module=None,
+        cls=None,
         statement=unlooked_sentence(first, host),
         certainty="supported",
-        rank=first.rank,
-        host=host or None,
-        device=device_of(rank),
-        root=first.root,
-        phase=first.phase,
-        role=first.role,
-        value=first.value,
-        dtype=first.dtype,
-        attempt=first.attempt,
-        step=first.step,
-        batch=first.batch,
         evidence=evidence,
         next=next_steps(first, None),
         cascade=cascade_of(facts, first.attempt, {first.rank}),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from ..core.frames import Page, Row
 from .answer import Verdict
-from .facts import RankFacts, RunFacts
+from .facts import RunFacts
 from .finding import Finding
+from .overflow_at import overflow_at, whose
 from .overflow_evidence import missing_ranks
 from .overflow_words import next_steps
 from .replicas import page_of_batch
 from .step_origin import local_gradients
-from .words import cascade_of, device_of, finding_text, ranks_text
+from .words import cascade_of, finding_text, ranks_text
 
 
 def of_reduced(facts: RunFacts, tier: list[Finding], findings: list[Finding]) -> Verdict:
@@ -47,20 +48,11 @@ def of_reduced(facts: RunFacts, tier: list[Finding], findings: list[Finding]) ->
     )
     if first.cause:
         statement += f" ({first.cause})"
-    return Verdict(
-        kind="overflow",
+    return overflow_at(
+        first,
         statement=statement,
         certainty="established" if settled else "unknown",
-        module=first.module,
-        cls=first.cls,
-        root=first.root,
         phase="collective",
-        role=first.role,
-        value=first.value,
-        dtype=first.dtype,
-        attempt=first.attempt,
-        step=first.step,
-        batch=first.batch,
         evidence=[*evidence, *unseen_text, *missing, *first.notes],
         next=next_steps(first, None),
         cascade=cascade_of(facts, first.attempt, {f.rank for f in findings}),
@@ -69,30 +61,18 @@ def of_reduced(facts: RunFacts, tier: list[Finding], findings: list[Finding]) ->
 
 def _own_step(facts: RunFacts, first: Finding, evidence: list[str]) -> Verdict:
     """The code of this rank between its backward and its step."""
-    rank: RankFacts = facts.ranks[first.attempt, first.rank]
-    host = facts.host(rank)
+    host = facts.host(facts.ranks[first.attempt, first.rank])
     cause = f" ({first.cause})" if first.cause else ""
-    return Verdict(
-        kind="overflow",
+    return overflow_at(
+        first,
+        **whose(facts, first),
         statement=(
             f"Rank {first.rank}{f' on {host}' if host else ''} made {first.value} out of a finite gradient before its "
             f"step: {first.role} of {finding_text(first)}, batch {first.batch}{cause}; what runs between the backward "
             "and the step did it (clipping, unscaling, the script's own code)."
         ),
         certainty="established" if first.from_page else "supported",
-        rank=first.rank,
-        host=host or None,
-        device=device_of(rank),
-        module=first.module,
-        cls=first.cls,
-        root=first.root,
         phase="optimizer",
-        role=first.role,
-        value=first.value,
-        dtype=first.dtype,
-        attempt=first.attempt,
-        step=first.step,
-        batch=first.batch,
         evidence=[f"rank {first.rank}: the gradient was finite when the backward had made it", *evidence, *first.notes],
         next=[
             "Look at what the script does with gradients between backward() and step(): a norm of 0, a scale of inf."

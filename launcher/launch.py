@@ -46,7 +46,7 @@ from ..core.pipe import (
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from .children import Child
-from .cluster import read_job
+from .cluster import Job
 from .elastic import run_torchrun
 from .live_lines import live_lines
 from .options import check_together, get_check_parser, get_parser
@@ -68,41 +68,52 @@ _LAST_LINE_S = 2.0
 
 def launch(arguments: list[str]) -> int:
     """Run a job. Returns the exit code; raises UsageError when the options cannot work."""
-    args = get_parser().parse_args(arguments)
-    fill_in_from_job(args, get_parser(), arguments)
+    parser = get_parser()
+    args = parser.parse_args(arguments)
+    job = fill_in_from_job(args, parser, arguments)
     plan = make_plan(args, _matches_machine_hostname)
     expect_script(args)
     check_together(args)
-    return _run(args, plan, ["gpuwatch", "launch", *arguments])
+    return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
 
 
 def check(arguments: list[str]) -> int:
     """Run the preflight of a job, and nothing after it. Returns the exit code; raises UsageError as `launch` does."""
-    args = get_check_parser().parse_args(arguments)
-    fill_in_from_job(args, get_check_parser(), arguments)
+    parser = get_check_parser()
+    args = parser.parse_args(arguments)
+    job = fill_in_from_job(args, parser, arguments)
     plan = make_plan(args, _matches_machine_hostname)
     args.max_restarts = 0
     limit_rendezvous(args)
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`
-    return _run(args, plan, ["gpuwatch", "check", *arguments])
+    return _run(args, plan, ["gpuwatch", "check", *arguments], job)
 
 
-def _run(args: argparse.Namespace, plan: Plan, command: list[str]) -> int:
+def _run(args: argparse.Namespace, plan: Plan, command: list[str], job: Job | None) -> int:
     nproc = number_of_ranks(args)
     keys = job_keys(args, plan)
     with signals_raise():
-        return _Launch(args, plan, keys, nproc, command).run()
+        return _Launch(args, plan, keys, nproc, command, job).run()
 
 
 class _Launch:
     """One launch: its children, and what torchrun tells it (see elastic.Listener)."""
 
-    def __init__(self, args: argparse.Namespace, plan: Plan, keys: JobKeys, nproc: int, command: list[str]) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        keys: JobKeys,
+        nproc: int,
+        command: list[str],
+        job: Job | None,
+    ) -> None:
         self._args = args
         self._plan = plan
         self._keys = keys
         self._nproc = nproc
         self._command = command
+        self._job = job
         self._collector: Child | None = None
         self._agent: Child | None = None
         self._verdict: Verdict | None = None
@@ -247,7 +258,7 @@ class _Launch:
             context.destroy(linger=0)
 
     def _start_agent(self, address: str) -> None:
-        plan, job = self._plan, read_job(os.environ)
+        plan, job = self._plan, self._job
         config = AgentConfig(
             collector=address,
             server_key=self._keys.collector.public.decode(),
@@ -402,7 +413,7 @@ class _Launch:
         """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
         if not self._plan.hosts or done.signal != signal.SIGTERM:
             return done
-        word = ask_slurm(read_job(os.environ))
+        word = ask_slurm(self._job)
         return msgspec.structs.replace(done, reason=word.reason, down_nodes=list(word.down_nodes))
 
     def _exit_code(self, code: int) -> int:
@@ -412,7 +423,7 @@ class _Launch:
 
     def _print(self, verdict: Verdict) -> None:
         """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
-        job = read_job(os.environ)
+        job = self._job
         if job is not None and job.scheduler == "slurm" and job.in_step and job.node_rank:
             return  # SLURM puts the output of all nodes into one file: once is enough
         if not self._args.check_only:

@@ -23,10 +23,15 @@ _NAME_WAIT_S = 30.0
 
 
 def fill_in_from_job(args: argparse.Namespace, parser: argparse.ArgumentParser, arguments: list[str]) -> Job | None:
-    """Complete the options from the job that this launch is part of, and say what came out. Returns the job, if any."""
+    """Complete the options from the job that this launch is part of, and say what came out. Returns the job, if any.
+
+    `parser` is of no use afterwards, see `given_options`.
+    """
     job = read_job(os.environ)
+    if job is None:
+        return None
     meets_there = fill_in(args, given_options(parser, arguments, os.environ), job, _count_gpus)
-    if job is not None and job.scheduler == "slurm" and meets_there:
+    if job.scheduler == "slurm" and meets_there:
         assert job.head is not None
         if job.node_rank == 0:
             nodes = parse_nnodes(args.nnodes)[1]
