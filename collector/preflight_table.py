@@ -208,8 +208,6 @@ def _grade(stage: str, rank: RankFacts, finding: Finding | None, is_victim: bool
         return None
     grade: str = ended.grade if ended is not None else "ok"
     detail = ended.detail if ended is not None else ""
-    if ended is not None and not ended.ok and grade == "ok":
-        grade = "fail"
     result = rank.preflight
     if ended is None and begun:
         grade, detail = "unknown", "not ended"

@@ -142,7 +142,7 @@ def _told_by(facts: RunFacts, ranks: list[RankFacts], first: Finding) -> list[st
 
 def _witnesses(ranks: list[RankFacts], first: Finding) -> list[str]:
     """Who came through the stage in which the others failed, and who never ended it."""
-    passed = [r.rank for r in ranks if any(s.stage == first.stage and s.ok and s.grade != "fail" for s in r.stages)]
+    passed = [r.rank for r in ranks if any(s.stage == first.stage and s.grade != "fail" for s in r.stages)]
     passed = [rank for rank in passed if rank not in first.ranks and rank not in first.victims]
     stuck = [rank.rank for rank in ranks if unfinished_stage(rank) == first.stage]
     lines = [f"{ranks_text(passed)} came through stage {first.stage}"] if passed else []

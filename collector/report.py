@@ -283,10 +283,7 @@ def _preflight(rank: RankFacts) -> dict[str, Any]:
         "stage": result.stage if result is not None else unfinished_stage(rank),
         "detail": result.detail if result is not None else "",
         "backend": result.backend if result is not None else "",
-        "stages": [
-            {"stage": s.stage, "seconds": s.seconds, "detail": s.detail, "grade": s.grade if s.ok else "fail"}
-            for s in rank.stages
-        ],
+        "stages": [{"stage": s.stage, "seconds": s.seconds, "detail": s.detail, "grade": s.grade} for s in rank.stages],
         "unfinished": unfinished_stage(rank) or None,
         "bandwidth": [msgspec.to_builtins(row) for row in rank.bandwidth.rows] if rank.bandwidth is not None else [],
     }

@@ -93,7 +93,7 @@ class StageLines:
 
     def _grade(self, name: str, stage: _Stage) -> str:
         """The worst of what its ranks say of it and what was found in it; a stage that some never ended has failed."""
-        found = [event.grade if event.ok else "fail" for event in stage.ended.values()]
+        found = [event.grade for event in stage.ended.values()]
         found += [finding.grade for finding in self._findings() if finding.stage == name]
         if stage.begun - set(stage.ended):
             found.append(

@@ -186,7 +186,6 @@ class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
 
     where: Where
     stage: str
-    ok: bool
     seconds: float
     detail: str = ""
     grade: Grade = "ok"

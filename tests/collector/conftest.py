@@ -270,7 +270,7 @@ def began(rank, stage, **place) -> EventMessage:
 
 
 def stage(rank, name, seconds=0.1, grade="ok", detail="", **place) -> EventMessage:
-    return EventMessage(PreflightStage(where(rank, **place), name, grade != "fail", seconds, detail, grade))
+    return EventMessage(PreflightStage(where(rank, **place), name, seconds, detail, grade))
 
 
 def found(stage, grade="fail", subject="rank", ranks=(), hosts=(), sentence="it is bad", **more) -> Finding:

@@ -27,7 +27,7 @@ def test_everything_finds_its_place(make, batch):
     facts = facts_of(
         make.hello(host="alpha"),
         *batch.messages(),
-        EventMessage(PreflightStage(make.where(1), "store", True, 0.5)),
+        EventMessage(PreflightStage(make.where(1), "store", 0.5)),
         make.preflight(1, "ok", stops=False),
         EventMessage(make.Inventory(make.where(1), "cpu", {"torch": "2"})),
         make.raised(1),

@@ -40,7 +40,7 @@ EVENTS = [
     records.ScriptExit(HERE, 3),
     records.PreflightBegan(HERE, "bandwidth", 30.0),
     records.Bandwidth(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
-    records.PreflightStage(HERE, "all_reduce", True, 0.25, "ring"),
+    records.PreflightStage(HERE, "all_reduce", 0.25, "ring"),
     records.PreflightResult(HERE, "failed", "device", "no device", True, "nccl", "H100"),
     records.Inventory(HERE, "cpu", {"torch": "2.13.0"}),
     records.Fault(HERE, "forward hook", "KeyError: 1"),

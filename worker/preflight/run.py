@@ -171,8 +171,7 @@ def _follow(session: Session, run: CoordinatorRun) -> None:
         if isinstance(line, StageBegan):
             session.recorder.append(PreflightBegan(where, line.stage, line.limit_s))
         elif isinstance(line, StageEnded):
-            ok = line.grade != "fail"
-            session.recorder.append(PreflightStage(where, line.stage, ok, line.seconds, line.detail, line.grade))
+            session.recorder.append(PreflightStage(where, line.stage, line.seconds, line.detail, line.grade))
         elif isinstance(line, InventoryLine):
             session.recorder.append(Inventory(where, line.facts.device, line.facts.versions, line.facts))
         elif isinstance(line, BandwidthLine):
