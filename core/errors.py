@@ -24,3 +24,7 @@ class OverflowDetected(GpuwatchError, ValueError):
     """
 
     exit_code = ExitCode.OVERFLOW
+
+
+class JobEnded(SystemExit):
+    """Ends the job where it was asked to end (`--abort-after-batch`): exit code 0."""

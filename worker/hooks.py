@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from ..core.alarm import alarms
+from ..core.errors import JobEnded
 from ..core.frames import Mark, Phase
 from ..core.recorder.layout import NOTHING, Field, RankPhase
 from ..core.recorder.writer import OpenPage, RecorderWriter, RowTuple
@@ -587,7 +588,7 @@ class Hooks:
                 f"gpuwatch: rank {self.progress.rank}: ending after batch {self.progress.batch}: --abort-after-batch",
                 file=sys.stderr,
             )
-            raise SystemExit(0)
+            raise JobEnded(0)
 
     def _fault(self, part: str, error: Exception) -> None:
         """Our own error: recorded a few times, and the training goes on."""

@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
+
+from ..core.errors import JobEnded, OverflowDetected
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ def run(target: Target, raised: Callable[[BaseException], None], finished: Calla
         _execute(target)
     except SystemExit as stop:
         _tell(finished, _exit_code(stop))
+        if isinstance(stop, JobEnded):
+            _leave(0)
         raise
     except BaseException as error:
         error.__traceback__ = _own_frames_removed(error.__traceback__)
@@ -124,4 +129,22 @@ def _die_of(error: BaseException) -> NoReturn:
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
+    if isinstance(error, OverflowDetected):
+        _leave(1)
     sys.exit(1)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process as `multiprocessing` ends its children: Python's own end, and nothing after it.
+
+    Where we end the job in the middle of a batch, its process groups are still there. Their destructors would run last
+    of all, and now and then those of gloo abort the process (torch 2.13): a clean end would be told as a lost rank.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):  # closed, or none
+            pass
+    os._exit(code)

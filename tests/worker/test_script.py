@@ -151,6 +151,37 @@ def test_every_end_of_a_script(both, end, code, told):
         assert both.told == [told]
 
 
+ABORTS_LAST = """
+import atexit, ctypes, threading, time
+from gpuwatch.core.errors import JobEnded, OverflowDetected
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)  # as the destructors of a process group may
+atexit.register(print, "at exit")
+def work():
+    time.sleep(0.2)
+    print("the thread is through")
+threading.Thread(target=work).start()
+print("begin")
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("raise JobEnded(0)", 0, "0"),
+        ("raise OverflowDetected('inf')", 1, "OverflowDetected"),
+        ("raise SystemExit(0)", -signal.SIGABRT, "0"),
+    ],
+)
+def test_where_we_end_the_job_no_destructor_has_the_last_word(both, end, code, told):
+    both.write("train.py", ABORTS_LAST + end)
+    plain, ours = both("train.py")
+    assert ours.returncode == code
+    assert ours.stdout == plain.stdout == "begin\nthe thread is through\nat exit\n"
+    assert both.told == [told]
+    assert ("gpuwatch.core.errors.OverflowDetected: inf" in ours.stderr) == (code == 1)
+
+
 RAISES = """
 def inner(x):
     raise RuntimeError("näh\\n second line")
