@@ -1,19 +1,23 @@
 """Loops over the bits of host memory: `extremes` and `below` of fast.c, or the same in NumPy where it was not built.
 
-Not in torch: its loops wait for each other at the end of every operation, which takes milliseconds where data loaders
-keep the cores busy. These stay in the calling thread.
+Not in torch: its operations make several passes, and a temporary as large as the tensor. Those of NumPy stay in the
+calling thread; the extension reads large tensors with torch's own threads.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 from typing import Any
 
 import numpy
+import torch
 
 CHUNK = 1 << 16
 """Elements that are looked at in one go: the scratch stays in the cache and no temporary is as large as the tensor."""
 
 _SMALL = 1 << 13
+_OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_in_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _TYPES = {2: "<i2", 4: "<i4", 8: "<i8"}
 
 
@@ -85,8 +89,22 @@ def _scratch(dtype: Any) -> Any:
     return numpy.empty(CHUNK, dtype)
 
 
+def _use_threads() -> None:
+    """Let the extension read large tensors with torch's own OpenMP threads, where torch has some."""
+    try:
+        library = ctypes.CDLL(torch._C.__file__)  # and with it all that it is linked to
+        found = [ctypes.cast(library[name], ctypes.c_void_p).value for name in _OPENMP]
+    except (OSError, AttributeError):  # another system, or another kind of threads
+        return
+    use_threads(*found)
+    os.register_at_fork(after_in_child=use_threads)  # a forked process has no threads but one
+
+
 try:
     from .fast import below as below
     from .fast import extremes as extremes
+    from .fast import use_threads as use_threads
 except ImportError:  # there was no compiler where this was installed
     below, extremes = slow_below, slow_extremes
+else:
+    _use_threads()

@@ -3,7 +3,7 @@
 
    A float's bits with the sign cleared sort as integers: see core/values.py. The addresses are those of host memory
    that the caller keeps alive. Nothing is allocated and no thread is started. The interpreter's lock is kept: at the
-   speed of memory the largest tensors take some milliseconds, and to get the lock back can take as long. */
+   speed of memory the largest tensors take a millisecond or two, and to get the lock back can take as long. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -68,6 +68,71 @@ FOR_EACH_WIDTH(BELOW, int16_t, 16)
 FOR_EACH_WIDTH(BELOW, int32_t, 32)
 FOR_EACH_WIDTH(BELOW, int64_t, 64)
 
+/* -- several threads --------------------------------------------------------------------------------------------
+
+   A large tensor is read by the threads that have written it, each the part that is still in its own cache: torch's
+   OpenMP threads, which share a loop out in equal stretches, in order (at::parallel_for). They are reached by the entry
+   points that a compiler calls for `#pragma omp parallel`, in the very library that torch has loaded: with another one
+   there would be twice as many threads. */
+
+static void (*omp_parallel)(void (*part)(void *), void *shared, unsigned threads, unsigned flags);
+static int (*omp_most_threads)(void), (*omp_is_parallel)(void), (*omp_thread)(void), (*omp_team)(void);
+
+enum { MOST_THREADS = 64, LARGE = 1 << 18 };
+
+typedef struct {
+    const char *memory;
+    size_t count;
+    long bytes;
+    struct { int64_t low, high, apart[6]; } found[MOST_THREADS];
+} Shared;
+
+static void extremes_here(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high)
+{
+    if (bytes == 4)
+        CHOOSE(extremes32)(memory, count, low, high);
+    else if (bytes == 2)
+        CHOOSE(extremes16)(memory, count, low, high);
+    else
+        CHOOSE(extremes64)(memory, count, low, high);
+}
+
+static void extremes_of_part(void *argument)
+{
+    Shared *shared = argument;
+    const size_t team = (size_t)omp_team(), thread = (size_t)omp_thread();
+    const size_t stretch = (shared->count + team - 1) / team, start = thread * stretch;
+    if (start >= shared->count)
+        return;
+    const size_t count = shared->count - start < stretch ? shared->count - start : stretch;
+    extremes_here(shared->memory + start * (size_t)shared->bytes, count, shared->bytes, &shared->found[thread].low,
+                  &shared->found[thread].high);
+}
+
+/* Smallest and largest, the sign bit cleared; of nothing the largest number and 0 */
+static void extremes_of(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high)
+{
+    int threads = 1;
+    if (omp_parallel != NULL && count * (size_t)bytes >= LARGE && !omp_is_parallel())
+        threads = omp_most_threads();
+    if (threads <= 1) {
+        extremes_here(memory, count, bytes, low, high);
+        return;
+    }
+    if (threads > MOST_THREADS)
+        threads = MOST_THREADS;
+    Shared shared = {memory, count, bytes, {{0}}};
+    for (int i = 0; i < threads; i++)
+        shared.found[i].low = INT64_MAX;
+    omp_parallel(extremes_of_part, &shared, (unsigned)threads, 0);
+    *low = INT64_MAX;
+    *high = 0;
+    for (int i = 0; i < threads; i++) {
+        *low = shared.found[i].low < *low ? shared.found[i].low : *low;
+        *high = shared.found[i].high > *high ? shared.found[i].high : *high;
+    }
+}
+
 static PyObject *pair(int64_t first, int64_t second)
 {
     PyObject *tuple = PyTuple_New(2);
@@ -111,15 +176,28 @@ static PyObject *extremes(PyObject *module, PyObject *const *args, Py_ssize_t gi
         return wrong("expected extremes(address, count, bytes)");
     if (memory_of(args, &memory, &count, &bytes) < 0)
         return NULL;
-    if (bytes == 4)
-        CHOOSE(extremes32)(memory, count, &low, &high);
-    else if (bytes == 2)
-        CHOOSE(extremes16)(memory, count, &low, &high);
-    else if (bytes == 8)
-        CHOOSE(extremes64)(memory, count, &low, &high);
-    else
+    if (bytes != 4 && bytes != 2 && bytes != 8)
         return wrong("expected elements of 2, 4 or 8 bytes");
+    extremes_of(memory, count, bytes, &low, &high);
     return pair(low, high);
+}
+
+static PyObject *use_threads(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    void *found[5] = {NULL};
+    (void)module;
+    if (given != 0 && given != 5)
+        return wrong("expected use_threads(parallel, most, is_parallel, thread, team) or use_threads()");
+    for (int i = 0; i < given; i++)
+        found[i] = PyLong_AsVoidPtr(args[i]);
+    if (PyErr_Occurred())
+        return NULL;
+    memcpy(&omp_parallel, &found[0], sizeof found[0]);
+    memcpy(&omp_most_threads, &found[1], sizeof found[0]);
+    memcpy(&omp_is_parallel, &found[2], sizeof found[0]);
+    memcpy(&omp_thread, &found[3], sizeof found[0]);
+    memcpy(&omp_team, &found[4], sizeof found[0]);
+    Py_RETURN_NONE;
 }
 
 static PyObject *below(PyObject *module, PyObject *const *args, Py_ssize_t given)
@@ -411,22 +489,26 @@ static int64_t dense(const DLTensor *tensor, int *is_contiguous)
     return count;
 }
 
-static int shape_of(Taker *self, const DLTensor *tensor, uint32_t *shape)
+/* NULL with no exception set */
+static PyObject *dims_of(const DLTensor *tensor)
 {
     PyObject *dims = PyTuple_New(tensor->ndim);
-    if (dims == NULL) {
-        PyErr_Clear();
-        return 0;
-    }
-    for (int i = 0; i < tensor->ndim; i++) {
+    for (int i = 0; dims != NULL && i < tensor->ndim; i++) {
         PyObject *size = PyLong_FromLongLong(tensor->shape[i]);
-        if (size == NULL) {
-            PyErr_Clear();
-            Py_DECREF(dims);
-            return 0;
-        }
-        PyTuple_SET_ITEM(dims, i, size);
+        if (size == NULL)
+            Py_CLEAR(dims);
+        else
+            PyTuple_SET_ITEM(dims, i, size);
     }
+    PyErr_Clear();
+    return dims;
+}
+
+static int shape_of(Taker *self, const DLTensor *tensor, uint32_t *shape)
+{
+    PyObject *dims = dims_of(tensor);
+    if (dims == NULL)
+        return 0;
     PyObject *found = find(self->shapes, dims);
     Py_DECREF(dims);
     if (found == NULL)
@@ -436,10 +518,10 @@ static int shape_of(Taker *self, const DLTensor *tensor, uint32_t *shape)
 }
 
 /* Where a plain float tensor is, what type and shape; 0 for anything else. */
-static int place_of(Taker *self, PyObject *tensor, Entry *row, DLTensor *view)
+static int place_of(const Exchange *exchange, PyObject *tensor, Entry *row, DLTensor *view)
 {
     int is_contiguous;
-    if (self->exchange->view(tensor, view) != 0) {
+    if (exchange->view(tensor, view) != 0) {
         PyErr_Clear();
         return 0;
     }
@@ -470,12 +552,7 @@ static const int64_t encodings[] = {0, 2, 3, 4, 1};
 static int read_bits(const DLTensor *view, Entry *row)
 {
     const void *memory = (char *)view->data + view->offset;
-    if (row->dtype == 1)
-        CHOOSE(extremes32)(memory, (size_t)row->count, &row->low, &row->high);
-    else if (row->dtype == 4)
-        CHOOSE(extremes64)(memory, (size_t)row->count, &row->low, &row->high);
-    else
-        CHOOSE(extremes16)(memory, (size_t)row->count, &row->low, &row->high);
+    extremes_of(memory, (size_t)row->count, view->dtype.bits / 8, &row->low, &row->high);
     row->meta = encodings[row->dtype] << 8;
     row->kind = KIND_MEASURED;
     row->is_fresh = 1;
@@ -541,7 +618,7 @@ static int tensor_row(Taker *self, Frame *frame, Entry *row, PyObject *tensor, P
     PyObject *seen = find(self->seen, row->key);
     if (seen != NULL && is_seen(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) && item(seen, 1) == row->version)
         return from_seen(seen, row);
-    if (!place_of(self, tensor, row, &view) || !shape_of(self, &view, &row->shape))
+    if (!place_of(self->exchange, tensor, row, &view) || !shape_of(self, &view, &row->shape))
         return 0;
     if (cls != self->tensor)
         row->address = NULL;
@@ -614,7 +691,7 @@ static int weight_row(Taker *self, Frame *frame, PyObject *slots, PyObject *name
     for (int i = 0; i < frame->used - 1; i++)
         if (frame->rows[i].object == weight)
             return 0;  /* under two names in one module */
-    if (!place_of(self, weight, row, &view) || !shape_of(self, &view, &row->shape))
+    if (!place_of(self->exchange, weight, row, &view) || !shape_of(self, &view, &row->shape))
         return 0;
     row->address = NULL;
     PyObject *known = find(self->weights, row->key);
@@ -633,6 +710,21 @@ static int weight_row(Taker *self, Frame *frame, PyObject *slots, PyObject *name
     return read_bits(&view, row) && take_value(frame, row);
 }
 
+/* measure.Numbers of a row that was read; NULL with an exception set */
+static PyObject *numbers_of(PyTypeObject *type, const Entry *row)
+{
+    PyObject *numbers = type->tp_alloc(type, 4);
+    const int64_t fields[] = {row->low, row->high, row->meta, KIND_MEASURED};
+    for (int i = 0; numbers != NULL && i < 4; i++) {
+        PyObject *number = PyLong_FromLongLong(fields[i]);
+        if (number == NULL)
+            Py_CLEAR(numbers);
+        else
+            PyTuple_SET_ITEM(numbers, i, number);
+    }
+    return numbers;
+}
+
 /* All that is remembered of the fresh rows is made before any of it is put in its place. */
 static int make_memories(Taker *self, Frame *frame, int64_t step)
 {
@@ -645,21 +737,10 @@ static int make_memories(Taker *self, Frame *frame, int64_t step)
         if (ref == NULL)
             return 0;
         if (row->is_weight && row->known == NULL) {
-            PyTypeObject *type = (PyTypeObject *)self->numbers;
-            PyObject *numbers = type->tp_alloc(type, 4);
+            PyObject *numbers = numbers_of((PyTypeObject *)self->numbers, row);
             if (numbers == NULL) {
                 Py_DECREF(ref);
                 return 0;
-            }
-            const int64_t fields[] = {row->low, row->high, row->meta, KIND_MEASURED};
-            for (int k = 0; k < 4; k++) {
-                PyObject *number = PyLong_FromLongLong(fields[k]);
-                if (number == NULL) {
-                    Py_DECREF(numbers);
-                    Py_DECREF(ref);
-                    return 0;
-                }
-                PyTuple_SET_ITEM(numbers, k, number);
             }
             row->known = Py_BuildValue("(OLLN)", ref, (long long)row->version, (long long)step, numbers);
             if (row->known == NULL) {
@@ -802,7 +883,7 @@ static int take_gradient(Taker *self, Hook *hook, PyObject *page, PyObject *grad
     if (slots == NULL || !PyDict_CheckExact(slots))
         goto done;
     Entry *row = next_row(self, &frame, slots, hook->role);
-    if (row == NULL || !place_of(self, gradient, row, &view) || !shape_of(self, &view, &row->shape))
+    if (row == NULL || !place_of(self->exchange, gradient, row, &view) || !shape_of(self, &view, &row->shape))
         goto done;
     if (is_counted(&frame, row) || !read_bits(&view, row) || is_near_overflow(self, row) || !take_value(&frame, row))
         goto done;
@@ -877,7 +958,7 @@ static int take_parameter(Hook *self, PyObject *parameter)
         return 0;
     before = PyObject_GetAttr(self->gradients, s_before_parameter);
     if (before != NULL && before != Py_None) {  /* what a compiled backward has left may come first */
-        PyObject *done = PyObject_CallNoArgs(before);
+        PyObject *done = PyObject_CallOneArg(before, self->info);
         Py_XDECREF(done);
         if (done == NULL)
             goto done;
@@ -1159,6 +1240,114 @@ static PyObject *taker_watch(Taker *self, PyObject *const *args, Py_ssize_t give
                     args[1], given == 3 ? args[2] : NULL);
 }
 
+/* -- a look from inside of a compiled graph: worker/graph_look.py ---------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *seen, *cls, *numbers, *tensor, *otherwise;
+    const Exchange *exchange;
+} Look;
+
+/* 1 when it was an ordinary tensor; else 0, with no exception set */
+static int look_at(Look *self, PyObject *tensor, PyObject *place)
+{
+    Entry row;
+    DLTensor view;
+    memset(&row, 0, sizeof row);
+    const Py_ssize_t position = PyLong_CheckExact(place) ? PyLong_AsSsize_t(place) : -1;
+    if (position < 0 || position >= PyList_GET_SIZE(self->seen) || (PyObject *)Py_TYPE(tensor) != self->tensor ||
+        !place_of(self->exchange, tensor, &row, &view) || !read_bits(&view, &row)) {
+        PyErr_Clear();
+        return 0;
+    }
+    PyTypeObject *type = (PyTypeObject *)self->cls;
+    PyObject *seen = type->tp_alloc(type, 2), *numbers = numbers_of((PyTypeObject *)self->numbers, &row);
+    PyObject *dims = dims_of(&view);
+    if (seen == NULL || numbers == NULL || dims == NULL) {
+        PyErr_Clear();
+        Py_XDECREF(seen);
+        Py_XDECREF(numbers);
+        Py_XDECREF(dims);
+        return 0;
+    }
+    PyTuple_SET_ITEM(seen, 0, numbers);
+    PyTuple_SET_ITEM(seen, 1, dims);
+    if (PyList_SetItem(self->seen, position, seen) < 0)
+        PyErr_Clear();
+    return 1;
+}
+
+static PyObject *look_call(Look *self, PyObject *args, PyObject *kwargs)
+{
+    if (PyTuple_GET_SIZE(args) == 3 && (kwargs == NULL || PyDict_GET_SIZE(kwargs) == 0) &&
+        look_at(self, PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 2)))
+        Py_RETURN_NONE;
+    return PyObject_Call(self->otherwise, args, kwargs);
+}
+
+static int look_traverse(Look *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->seen);
+    Py_VISIT(self->cls);
+    Py_VISIT(self->numbers);
+    Py_VISIT(self->tensor);
+    Py_VISIT(self->otherwise);
+    return 0;
+}
+
+static int look_clear(Look *self)
+{
+    Py_CLEAR(self->seen);
+    Py_CLEAR(self->cls);
+    Py_CLEAR(self->numbers);
+    Py_CLEAR(self->tensor);
+    Py_CLEAR(self->otherwise);
+    return 0;
+}
+
+static void look_dealloc(Look *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    look_clear(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* The table of DLPack in a capsule, if it is a version that is known here; else NULL with an exception set */
+static const Exchange *exchange_of(PyObject *capsule)
+{
+    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (exchange != NULL && (exchange->header.version.major != 1 || exchange->view == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "another version of DLPack");
+        return NULL;
+    }
+    return exchange;
+}
+
+static PyObject *look_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"exchange", "seen", "cls", "numbers", "tensor", "otherwise", NULL};
+    PyObject *exchange;
+    Look *self = (Look *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    const int parsed = PyArg_ParseTupleAndKeywords(args, kwargs, "OO!O!O!OO", names, &exchange, &PyList_Type, &self->seen,
+                                                   &PyType_Type, &self->cls, &PyType_Type, &self->numbers,
+                                                   &self->tensor, &self->otherwise);
+    Py_XINCREF(self->seen);
+    Py_XINCREF(self->cls);
+    Py_XINCREF(self->numbers);
+    Py_XINCREF(self->tensor);
+    Py_XINCREF(self->otherwise);
+    if (!parsed || (self->exchange = exchange_of(exchange)) == NULL) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
 static int taker_traverse(Taker *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
@@ -1227,13 +1416,9 @@ static PyObject *taker_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         self->near[code] = from;
         self->largest[code] = to;
     }
-    self->exchange = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+    self->exchange = exchange_of(exchange);
     if (self->exchange == NULL)
         goto failed;
-    if (self->exchange->header.version.major != 1 || self->exchange->view == NULL) {
-        PyErr_SetString(PyExc_ValueError, "another version of DLPack");
-        goto failed;
-    }
     if (PyObject_GetBuffer(self->memory, &memory, PyBUF_WRITABLE) < 0)
         goto failed;
     /* Not kept: a map whose memory is lent could not be closed. When it is, the cursor is -1. */
@@ -1289,9 +1474,18 @@ static PyMemberDef hook_members[] = {
 static PyType_Slot output_hook_slots[] = {HOOK_SLOTS(output_hook_call)};
 static PyType_Slot parameter_hook_slots[] = {HOOK_SLOTS(parameter_hook_call)};
 
+static PyType_Slot look_slots[] = {
+    {Py_tp_doc, "Look(exchange, seen, cls, numbers, tensor, otherwise)\n\n"
+                "Called with (tensor, token, place), it puts what it sees of an ordinary tensor into seen[place]; of any\n"
+                "other, `otherwise` is called."},
+    {Py_tp_new, look_new}, {Py_tp_call, look_call}, {Py_tp_dealloc, look_dealloc}, {Py_tp_traverse, look_traverse},
+    {Py_tp_clear, look_clear}, {0, NULL},
+};
+
 #define FLAGS (Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC)
 #define NO_NEW (FLAGS | Py_TPFLAGS_DISALLOW_INSTANTIATION)
 static PyType_Spec taker_spec = {"gpuwatch.worker.fast.Taker", sizeof(Taker), 0, FLAGS, taker_slots};
+static PyType_Spec look_spec = {"gpuwatch.worker.fast.Look", sizeof(Look), 0, FLAGS, look_slots};
 static PyType_Spec output_spec = {"gpuwatch.worker.fast.OutputHook", sizeof(Hook), 0, NO_NEW, output_hook_slots};
 static PyType_Spec parameter_spec = {"gpuwatch.worker.fast.ParameterHook", sizeof(Hook), 0, NO_NEW, parameter_hook_slots};
 
@@ -1342,11 +1536,12 @@ static int add_taker(PyObject *module)
         return -1;
     }
     Py_DECREF(numbers);
-    PyTypeObject *taker = add_type(module, "Taker", &taker_spec);
+    PyTypeObject *taker = add_type(module, "Taker", &taker_spec), *look = add_type(module, "Look", &look_spec);
     Py_XDECREF(taker);
+    Py_XDECREF(look);
     output_hook_type = add_type(module, "OutputHook", &output_spec);
     parameter_hook_type = add_type(module, "ParameterHook", &parameter_spec);
-    return taker == NULL || output_hook_type == NULL || parameter_hook_type == NULL ? -1 : make_names();
+    return taker == NULL || look == NULL || output_hook_type == NULL || parameter_hook_type == NULL ? -1 : make_names();
 }
 
 static PyMethodDef methods[] = {
@@ -1356,6 +1551,10 @@ static PyMethodDef methods[] = {
     {"below", (PyCFunction)(void (*)(void))below, METH_FASTCALL,
      "below(address, count, bytes, limit) -> (zeros, small)\n\n"
      "How many are zero, and how many below `limit` (zeros too), the sign bit cleared. Raises TypeError."},
+    {"use_threads", (PyCFunction)(void (*)(void))use_threads, METH_FASTCALL,
+     "use_threads(parallel, most, is_parallel, thread, team) -> None\n\n"
+     "Read large tensors with the threads of the OpenMP whose functions GOMP_parallel, omp_get_max_threads,\n"
+     "omp_in_parallel, omp_get_thread_num and omp_get_num_threads are at these addresses; without any: with none."},
     {NULL, NULL, 0, NULL},
 };
 

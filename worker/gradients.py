@@ -86,8 +86,8 @@ class Gradients:
         """A GradScaler checks the gradients of this backward."""
         self.first_scaled: Sighting | None = None
         """The first non-finite gradient since the scaler's last step."""
-        self.before_parameter: Callable[[], None] | None = None
-        """Called before a parameter's gradient is taken down: what a compiled backward has left may come first."""
+        self.before_parameter: Callable[[ModuleInfo], None] | None = None
+        """Called with its module before a parameter's gradient is taken down: a compiled backward's may come first."""
 
     def attach(self) -> None:
         """From now on, hooks are put in, and those that are left from before look again."""
@@ -151,7 +151,7 @@ class Gradients:
             return
         try:
             if self.before_parameter is not None:
-                self.before_parameter()
+                self.before_parameter(info)
             page = self._page or info.root.page
             if page is None:
                 return

@@ -34,6 +34,7 @@ from .cost import CostMeter
 from .gradients import Gradients
 from .graphs import Graphs
 from .leaves import inputs_of, outputs_of
+from .names import unwrap
 from .policy import Policy, Sighting
 from .progress import Progress
 from .roots import ModuleInfo, Roots
@@ -322,8 +323,8 @@ class Hooks:
     def _enter_root(self, module: torch.nn.Module) -> ModuleInfo | None:
         """A module is called while no other one runs. None if this batch is left out, or nobody watches the module."""
         progress = self.progress
-        if self._only is not None and id(module) not in self._only:
-            return None  # a model inside of it may be the watched one: DDP, a module for the loss
+        if self._only is not None and id(unwrap(module)) not in self._only:
+            return None  # a model inside of it may be the watched one: a module for the loss
         if _is_trial():
             self._idle_root, self._trial = weakref.ref(module), True
             return None

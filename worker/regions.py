@@ -12,8 +12,9 @@ from ..core.recorder.layout import NOTHING
 from ..core.recorder.writer import OpenPage, RowTuple
 from ..core.values import decode
 from .collectives import issued
-from .compiled import BUFFERS, MARK, Region, RegionFrame, RegionRow, Regions, rewind
+from .compiled import MARK, Region, RegionFrame, RegionRow, Regions, on_device
 from .gradients import Gradients
+from .graph_look import SEEN
 from .policy import Policy, Sighting
 from .progress import Progress
 from .roots import ModuleInfo, Roots
@@ -41,7 +42,7 @@ class RegionPages:
         self._policy = policy
         self._gradients = gradients
         self._seen: dict[int, Row] = {}
-        """buffer -> its row in the page, of the region that ran last."""
+        """place -> its row in the page, of the region that ran last."""
         self._handed: list[Row] = []
         """Rows of what calls of that region were handed and none had returned."""
 
@@ -52,17 +53,17 @@ class RegionPages:
         """
         rootless = False
         for region in self._regions.regions:
-            unseen(self._backward, region, True)
+            self._take_gradients(region, True)
             if region.moved():
                 rootless |= unseen(self._forward, region, under)
         return rootless
 
-    def take_gradients(self) -> None:
-        """What the backward that runs has left so far."""
+    def take_gradients(self, info: ModuleInfo) -> None:
+        """What the backward that runs has left so far: a parameter of the module `info` has its gradient."""
         for region in self._regions.regions:
             if region.moved():
                 unseen(self._forward, region, None)
-            unseen(self._backward, region, False)
+            self._take_gradients(region, False, ran=region.root.root is info.root)
 
     def _page(self, region: Region, under: ModuleInfo | None) -> OpenPage:
         """The page of the batch: the one that is open, or, where no hook runs outside of the graph, a new one."""
@@ -75,16 +76,20 @@ class RegionPages:
         return page
 
     def _forward(self, region: Region, under: ModuleInfo | None) -> bool:
-        if self._progress.idle:
-            return False
-        rooted = any(not frame.info.name for frame in region.frames)
-        page = self._page(region, under)
-        seen = self._seen = {}
-        self._handed = []
-        for frame in region.frames:
-            if frame.info.watched:
-                self._put(frame, page, seen, None if rooted else under)
-        return not rooted
+        try:
+            if self._progress.idle:
+                region.skip()
+                return False
+            rooted = any(not frame.info.name for frame in region.frames)
+            page = self._page(region, under)
+            seen = self._seen = {}
+            self._handed = []
+            for frame in region.frames:
+                if frame.info.watched:
+                    self._put(frame, page, seen, None if rooted else under)
+            return not rooted
+        finally:
+            region.forget()
 
     def _put(
         self,
@@ -147,14 +152,16 @@ class RegionPages:
             )
 
     def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, Row]) -> Row:
-        if traced.buffer < 0:
+        place = traced.place
+        if place < 0:
             return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind(traced.kind))
-        known = seen.get(traced.buffer)
+        known = seen.get(place)
         if known is not None:
             return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, known)
-        buffer = getattr(BUFFERS, f"b{traced.buffer}")
-        row = self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, buffer)
-        seen[traced.buffer] = row
+        source = SEEN[place] or on_device(place)
+        kind = RowKind.MEASURED if source is not None else RowKind.NOT_MEASURABLE  # the graph has not come so far
+        row = self._rows.traced(frame.info, traced.role, traced.dtype, kind, source)
+        seen[place] = row
         if not is_output(traced.role):
             self._handed.append(row)
         return row
@@ -172,22 +179,29 @@ class RegionPages:
                 return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)
         return self._rows.leaf(info, role, leaf, mark)
 
-    def _backward(self, region: Region, all_of_them: bool) -> None:
-        found = region.new_gradients(all_of_them)
+    def _take_gradients(self, region: Region, all_of_them: bool, ran: bool = False) -> None:
+        found = region.new_gradients(all_of_them, ran)
+        if found:
+            try:
+                unseen(self._backward, region, found)
+            finally:
+                for position in found:
+                    SEEN[region.gradients[position]] = None
+
+    def _backward(self, region: Region, found: list[int]) -> None:
         page = region.root.root.page
-        if not found or page is None or self._progress.idle:
+        if page is None or self._progress.idle:
             return
         self._progress.resume(page)
         mark = Mark.SCALED if self._gradients.scaled else 0
         for position in found:
-            frame, traced = region.places[position]
-            number = region.gradients[position]
+            frame, traced = region.sources[position]
             if frame.info.watched:
                 role = f"grad {traced.role}"
-                buffer = getattr(BUFFERS, f"b{number}")
-                row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, buffer, mark)
+                place = region.gradients[position]
+                source = SEEN[place] or on_device(place)
+                row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, source, mark)
                 self._gradients.put(frame.info, role, page, row)
-            rewind(number)
 
 
 def _same(row: Row, other: Row) -> bool:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_BACKENDS = "<GraphModule>"
+"""What some backends of torch.compile call in place of the modules that were compiled: it has no name of its own."""
 _FEW = 256
 """Modules and parameters that are gone are only looked for among more than so many."""
 
@@ -237,7 +239,7 @@ class Roots:
             self._forget_dead()
         first = root.definitions.get((name, class_of(module)))
         info = ModuleInfo(module, first.id if first is not None else self._modules, root, name)
-        info.watched = self._selection.watches(name)
+        info.watched = self._selection.watches(name) and not name.endswith(_BACKENDS)
         root.modules[id(module)] = info
         self._own_all(module, info)
         owner = self._owner.get(id(module))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,9 @@ from .device_page import DevicePages, DeviceRow
 from .measure import CODES, Float, Numbers, in_memory, measure, numbers_in_memory
 from .roots import ModuleInfo
 from .selection import Selection
+
+if TYPE_CHECKING:
+    from .graph_look import Seen
 
 _FEW = 256
 """Weights that are gone are only looked for among more than so many."""
@@ -119,9 +122,11 @@ class Rows:
 
     def _shape(self, tensor: torch.Tensor) -> int:
         try:
-            dims: tuple[int, ...] = tensor.shape
+            return self._shape_of(tensor.shape)
         except RuntimeError:  # a nested tensor has no shape of its own
             return NOTHING
+
+    def _shape_of(self, dims: tuple[int, ...]) -> int:
         shape = self.shapes.get(dims)
         if shape is None:
             dims = tuple(dims)
@@ -217,24 +222,34 @@ class Rows:
         role: str,
         dtype: torch.dtype | None,
         kind: RowKind,
-        source: torch.Tensor | Row | None = None,
+        source: Seen | torch.Tensor | Row | None = None,
         mark: int = 0,
     ) -> Row:
-        """The row of a tensor of type `dtype` that was looked at inside a compiled region; its shape is not known.
+        """The row of a tensor of type `dtype` that was looked at inside a compiled region.
 
-        `source` is the buffer that holds its smallest, largest and smallest absolute value: what is smallest and
-        largest, and what is non-finite, in these three is so in the tensor. Or it is an earlier row about that tensor.
+        `source` is what was seen of it in host memory. Or it is the buffer, on a device, of its smallest, largest and
+        smallest absolute value (what is smallest and largest, and what is non-finite, in these three is so in the
+        tensor; its shape is not known). Or it is an earlier row about that tensor.
         """
-        slot = self.slot(info, role)
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = self.slot(info, role)
         if slot in self.ignored:
             mark |= _IGNORED
         code = CODES.get(dtype, 0) if dtype is not None else 0
-        if isinstance(source, Row):
-            return source._replace(packed=(slot, source.packed[1], NOTHING, code, int(kind), mark), fresh=False)
         if source is None:
             return Row((slot, NOTHING, NOTHING, code, int(kind), mark), 0, False)
-        row = self._row(slot, source, mark)
-        return row._replace(packed=(slot, row.packed[1], NOTHING, code, row.packed[4], mark))
+        if isinstance(source, Row):
+            packed, flags, _, high, meta = source
+            return _new(Row, ((slot, packed[1], packed[2], code, packed[4], mark), flags, False, high, meta))
+        if isinstance(source, torch.Tensor):
+            packed, flags, _, high, meta = self._row(slot, source, mark)
+            return _new(Row, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta))
+        (low, high, meta, seen_as), dims = source
+        if seen_as != _MEASURED:
+            return Row((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
+        value = self._recorder.value(low, high, meta)
+        return _new(Row, ((slot, value, self._shape_of(dims), code, 0, mark), meta & 0xFF, True, high, meta))
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
+
 import numpy
 import pytest
 from gpuwatch.worker import bits
@@ -59,3 +63,130 @@ def test_wrong_arguments_are_refused(extremes):
     for arguments in ((0, 0, 3), (0, 0), ("here", 1, 4)):
         with pytest.raises(TypeError):
             extremes(*arguments)
+
+
+# -- with several threads -----------------------------------------------------------------------------------------
+
+
+class Team:
+    """Stands for OpenMP: `given` threads in place of those asked for, one after the other, in this thread."""
+
+    def __init__(self, most: int, given: int, *, is_parallel: bool = False) -> None:
+        self.asked: list[int] = []
+        self._thread = 0
+
+        def parallel(part, shared, threads, flags):
+            self.asked.append(threads)
+            for self._thread in range(given):
+                part(shared)
+
+        number = ctypes.CFUNCTYPE(ctypes.c_int)
+        of_thread = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self._kept = [
+            ctypes.CFUNCTYPE(None, of_thread, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel),
+            number(lambda: most),
+            number(lambda: is_parallel),
+            number(lambda: self._thread),
+            number(lambda: given),
+        ]
+
+    def __enter__(self) -> Team:
+        bits.use_threads(*(ctypes.cast(function, ctypes.c_void_p).value for function in self._kept))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        bits.use_threads()
+        bits._use_threads()
+
+
+LARGE = 1 << 18
+"""Bytes, from which on a tensor is read by several threads."""
+
+
+@compiled
+@pytest.mark.parametrize(("most", "given"), [(2, 2), (3, 3), (7, 7), (64, 64), (5, 2), (4, 1)])
+@pytest.mark.parametrize("size", sorted(TYPES))
+def test_every_element_is_in_the_part_of_some_thread(size, most, given):
+    mask = int(numpy.iinfo(TYPES[size]).max)
+    array = numpy.full(LARGE // size + 5, 3, TYPES[size])
+    stretch = -(-array.size // given)
+    edges = [edge + side for edge in range(0, array.size + 1, stretch) for side in (-1, 0)]
+    with Team(most, given) as team:
+        for position in [array.size - 1, *(edge for edge in edges if 0 <= edge < array.size)]:
+            array[position] = -1
+            assert bits.extremes(array.ctypes.data, array.size, size) == (3, mask)
+            array[position] = 0
+            assert bits.extremes(array.ctypes.data, array.size, size) == (0, 3)
+            array[position] = 3
+    assert set(team.asked) == {most}
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("elements", "team"),
+    [
+        pytest.param(LARGE // 4 - 1, Team(8, 8), id="small"),
+        pytest.param(LARGE, Team(1, 1), id="one thread"),
+        pytest.param(LARGE, Team(8, 8, is_parallel=True), id="in a loop that is parallel already"),
+    ],
+)
+def test_nobody_else_is_asked(elements, team):
+    array = numpy.full(elements, 3, numpy.int32)
+    with team:
+        assert bits.extremes(array.ctypes.data, array.size, 4) == (3, 3)
+    assert team.asked == []
+
+
+@compiled
+def test_more_threads_than_are_ever_used():
+    array = numpy.arange(1, LARGE + 1, dtype=numpy.int32)
+    with Team(200, 64) as team:
+        assert bits.extremes(array.ctypes.data, array.size, 4) == (1, LARGE)
+    assert team.asked == [64]
+
+
+ON_TORCHS_THREADS = """
+import os, threading, torch
+from gpuwatch.worker import bits
+torch.set_num_threads(2)
+tensor = torch.full((1 << 22,), 2.0)
+tensor[-1] = float("-inf")
+def look():
+    return bits.extremes(tensor.data_ptr(), tensor.numel(), 4)
+expected = (0x40000000, 0x7F800000)
+def threads():
+    return len(os.listdir("/proc/self/task"))
+(tensor + 1).sum()  # torch's threads have begun by now
+before = threads()
+for _ in range(50):
+    assert look() == expected
+assert threads() == before, "torch's threads are not the ones that read"
+found = []
+other = threading.Thread(target=lambda: found.append(look()))
+other.start()
+other.join()
+assert found == [expected]
+if not (child := os.fork()):  # here, those threads are no more
+    os._exit(0 if look() == expected else 1)
+assert os.waitpid(child, 0)[1] == 0
+print(before)
+"""
+
+
+@compiled
+def test_torchs_own_threads_read_and_no_others():
+    ran = subprocess.run([sys.executable, "-c", ON_TORCHS_THREADS], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) >= 2
+
+
+@compiled
+def test_a_torch_without_openmp_is_read_by_one_thread(monkeypatch):
+    array = numpy.full(LARGE, 3, numpy.int32)
+    with Team(8, 8) as team:
+        bits.use_threads()
+        monkeypatch.setattr(bits, "_OPENMP", ("no_such_function",))
+        bits._use_threads()
+        assert bits.extremes(array.ctypes.data, array.size, 4) == (3, 3)
+        monkeypatch.undo()
+    assert team.asked == []
