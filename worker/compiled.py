@@ -77,6 +77,20 @@ class RegionFrame:
     rows: list[RegionRow] = field(default_factory=list)
 
 
+@dataclass
+class _Traced:
+    """A look in the graph that is being traced: what it looks at is the tensor without numbers that dynamo computes."""
+
+    nodes: list[torch.fx.Node]
+    tensor: torch.Tensor
+    version: int
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing so far has changed the tensor in place."""
+        return self.tensor._version == self.version
+
+
 class Region:
     """One graph."""
 
@@ -95,7 +109,8 @@ class Region:
         self.token = _new_token()
         self.gradient_token = _new_token()
         self._before: torch.fx.Node | None = None
-        self._looks: list[torch.fx.Node] = []
+        self.looks: dict[int, _Traced] = {}
+        self._waiting: list[_Traced] = []
         self._version = 0
         self._next = -1
         self._skipped = False
@@ -104,30 +119,36 @@ class Region:
         """Dynamo has thrown its first try away."""
         for every in (self.stack, self.frames, self.places, self.gradients, self.sources):
             every.clear()
+        self.looks.clear()
+        self._waiting.clear()
 
     def look_at_others(self, graph: torch.fx.Graph | None) -> None:
         """A module has returned. What was to be looked at when the one before it did, is looked at now.
 
         What is made of a tensor between the two calls then stands in front of the look. AOTAutograd does not compute
         again in the backward what stands behind somebody who reads the tensor as it lies, but keeps it: a third more
-        memory for the activations of a GPT-2 (torch 2.13).
+        memory for the activations of a GPT-2 (torch 2.13). What was changed in place in between was looked at before.
         """
-        looks, self._looks = self._looks, []
-        for node in looks:
-            last = _last_of(graph)
-            if last is not None and last is not node and node.graph is graph and not node._erased:
-                last.append(node)
+        looks, self._waiting = self._waiting, []
+        for look in looks:
+            for node in look.nodes if look.is_unchanged else ():
+                last = _last_of(graph)
+                if last is not None and last is not node and node.graph is graph and not node._erased:
+                    last.append(node)
 
     def look_begins(self, graph: torch.fx.Graph | None) -> None:
         """What is traced from here on is a look."""
         self._before = _last_of(graph)
 
-    def look_ends(self, graph: torch.fx.Graph | None) -> None:
-        """And up to here."""
+    def look_ends(self, graph: torch.fx.Graph | None, place: int) -> None:
+        """And up to here: that of `place`."""
         if graph is None or self._before is None or self._before.graph is not graph:
             return
-        found = list(itertools.takewhile(lambda node: node is not self._before, reversed(graph.nodes)))
-        self._looks += reversed(found)
+        nodes = list(itertools.takewhile(lambda node: node is not self._before, reversed(graph.nodes)))[::-1]
+        tensor = nodes[0].args[0].meta.get("example_value") if nodes else None  # what was detached
+        if isinstance(tensor, torch.Tensor):
+            self.looks[place] = _Traced(nodes, tensor, tensor._version)
+            self._waiting.append(self.looks[place])
 
     def moved(self) -> bool:
         """Whether the forward has run since the last call. A new batch's gradients are then to come."""
@@ -143,6 +164,7 @@ class Region:
             if self._skipped:  # what there is by now is of the backward of the batch that was left out
                 _forget(self.gradients)
             self._skipped = False
+            self.looks.clear()  # nothing is traced any more
             self._next = len(self.gradients) - 1
         return moved
 
@@ -385,10 +407,17 @@ def _look_begins() -> int:
 
 
 @_constant
-def _look_ends() -> int:
+def _look_ends(place: int) -> int:
     assert Regions.current is not None
-    Regions.current.region.look_ends(_graph())
+    Regions.current.region.look_ends(_graph(), place)
     return 0
+
+
+@_constant
+def _is_unchanged(place: int) -> bool:
+    assert Regions.current is not None
+    look = Regions.current.region.looks.get(place)
+    return look is None or look.is_unchanged
 
 
 @_constant
@@ -487,7 +516,7 @@ def _look_at_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         _row(role, -1, 3, tensor.dtype, "")
         return
     known = getattr(tensor, MARK, -1)
-    if known >= 0:
+    if known >= 0 and _is_unchanged(known):
         _row(role, known, 0, tensor.dtype, "")
         return
     device = str(tensor.device)
@@ -497,8 +526,8 @@ def _look_at_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         torch.ops.gpuwatch.look(tensor.detach(), getattr(BUFFERS, _token()), place)
     else:
         getattr(BUFFERS, f"place_{place}").copy_(_numbers(tensor.detach()))
-    _look_ends()
-    if returned:
+    _look_ends(place)
+    if returned or known >= 0:
         setattr(tensor, MARK, place)
     if returned and tensor.requires_grad and _wants_gradients():
         gradient = _gradient(device)

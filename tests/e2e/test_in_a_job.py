@@ -47,6 +47,7 @@ def test_two_nodes_of_a_slurm_job_find_each_other(bench, job_id):
     assert "the report will be in" not in other.stderr
 
 
+@pytest.mark.slow
 def test_two_nodes_of_plain_variables_find_each_other(bench, port):
     plain = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NPROC_PER_NODE": "1"}
     nodes = [

@@ -82,6 +82,7 @@ def test_a_collector_that_does_not_answer_is_said_and_the_training_goes_on(bench
     assert len(list((bench.cwd / "gpuwatch-runs").glob("*.spool"))) == 1
 
 
+@pytest.mark.slow
 def test_a_collector_that_was_started_by_hand(bench, port):
     (bench.cwd / "secret").write_text("a secret that is long enough\n")
     collector = bench.start(

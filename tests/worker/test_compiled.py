@@ -132,8 +132,25 @@ def rows(page):
     }
 
 
+class ChangedInPlace(Plain):
+    """What the layer returns is largest where it is negative: nothing is left of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential()
+        self.block.up = nn.Linear(16, 16)
+        self.block.act = nn.ReLU(inplace=True)
+        with torch.no_grad():
+            self.block.up.bias.fill_(-2)
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 @pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan], ids=str)
-def test_a_graph_shows_the_same_numbers_as_eager_does(watch, value):
+@pytest.mark.parametrize("cls", [Plain, ChangedInPlace])
+def test_a_graph_shows_the_same_numbers_as_eager_does(watch, monkeypatch, cls, value, on_host):
+    if not on_host:
+        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+
     def spoil(batch, model, x):
         if value is not None and batch == 2:
             with torch.no_grad():
@@ -141,23 +158,28 @@ def test_a_graph_shows_the_same_numbers_as_eager_does(watch, value):
 
     eager = watch(on_overflow="continue", watch=GRADIENTS)
     torch.compiler.set_stance("force_eager")
-    train(Plain, spoil=spoil)
+    train(cls, spoil=spoil)
     torch.compiler.set_stance("default")
     eager.hooks.detach()
     graph = watch(on_overflow="continue", watch=GRADIENTS)
-    train(Plain, backend="aot_eager", spoil=spoil)
+    train(cls, spoil=spoil)
 
     expected, found = rows(eager.last), rows(graph.last)
-    assert found.keys() == expected.keys()
-    assert {key: value for key, value in found.items() if not same(value, expected[key])} == {}
+    assert found.keys() - expected.keys() <= {("block", "grad output")}  # of what was changed in place
+    unlike = {key for key in expected if not same(found[key], expected[key], on_host)}
+    assert {key: (found[key], expected[key]) for key in unlike} == {}
     assert [(a.where.batch, a.module, a.role, a.value) for a in graph.anomalies][:1] == [
         (a.where.batch, a.module, a.role, a.value) for a in eager.anomalies
     ][:1]
 
 
-def same(one, other):
-    return one[:5] == other[:5] and all(
-        a is b is None or a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=1e-4)
+def same(one, other, on_host):
+    """In the graph, a nan hides what else there is, and the shape is not known."""
+    if not on_host and other[2]:
+        return one[0] == other[0] and one[2]
+    known = one[:5] == other[:5] if on_host else one[0] == other[0] and one[2:5] == other[2:5]
+    return known and all(
+        a is b is None or a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-5)
         for a, b in zip(one[5:], other[5:], strict=True)
     )
 

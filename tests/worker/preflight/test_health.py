@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.gpu_health.whose import gpu_of_rank
 from gpuwatch.worker.preflight.health import check_health
@@ -132,8 +133,8 @@ def test_whose_gpu_it_is(uuid, local_rank, visible, expected):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_real_gpu_is_looked_at_under_load():
-    torch = pytest.importorskip("torch")
     from gpuwatch.worker.preflight.health import cuda_load
 
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
