@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -392,24 +393,30 @@ def _is_open() -> bool:
     return region is not None and not _is_closed()
 
 
+# These go by how dynamo keeps its graph. Where another release does so in another way, the looks stay where they are.
+
+
 @_constant
 def _look_at_others() -> int:
-    assert Regions.current is not None
-    Regions.current.region.look_at_others(_graph())
+    with suppress(Exception):
+        assert Regions.current is not None
+        Regions.current.region.look_at_others(_graph())
     return 0
 
 
 @_constant
 def _look_begins() -> int:
-    assert Regions.current is not None
-    Regions.current.region.look_begins(_graph())
+    with suppress(Exception):
+        assert Regions.current is not None
+        Regions.current.region.look_begins(_graph())
     return 0
 
 
 @_constant
 def _look_ends(place: int) -> int:
-    assert Regions.current is not None
-    Regions.current.region.look_ends(_graph(), place)
+    with suppress(Exception):
+        assert Regions.current is not None
+        Regions.current.region.look_ends(_graph(), place)
     return 0
 
 
