@@ -11,16 +11,16 @@ import typing
 from .core.errors import GpuwatchError, OverflowDetected
 
 if typing.TYPE_CHECKING:
-    from .worker.debug_underflow_overflow import DebugUnderflowOverflow
-    from .worker.detect_overflow import detect_overflow
-    from .worker.watch import watch
+    from .worker.api.debug_underflow_overflow import DebugUnderflowOverflow
+    from .worker.api.detect_overflow import detect_overflow
+    from .worker.api.watch import watch
 
 __all__ = ["DebugUnderflowOverflow", "GpuwatchError", "OverflowDetected", "detect_overflow", "watch"]
 
 _HOME = {
-    "DebugUnderflowOverflow": ".worker.debug_underflow_overflow",
-    "detect_overflow": ".worker.detect_overflow",
-    "watch": ".worker.watch",
+    "DebugUnderflowOverflow": ".worker.api.debug_underflow_overflow",
+    "detect_overflow": ".worker.api.detect_overflow",
+    "watch": ".worker.api.watch",
 }
 """Public name -> the module that has it and imports torch."""
 

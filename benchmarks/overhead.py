@@ -45,7 +45,7 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Fault
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.hooks import Hooks
+from gpuwatch.worker.hooks.forward import Hooks
 from rich.console import Console
 from rich.table import Table
 from torch import nn

@@ -27,8 +27,8 @@ def command(run: str | None, runs_dir: str, rank: int | None, form: str, again: 
     """
     from ..collector.finish import read_report, report_from_messages, report_from_store, write_report
     from ..collector.paths import RunPaths
-    from ..collector.report import to_json
-    from ..collector.text import render_text
+    from ..collector.report.model import to_json
+    from ..collector.report.text import render_text
 
     path = find_run(run, Path(runs_dir))
     if path.is_file():

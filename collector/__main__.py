@@ -12,9 +12,9 @@ import zmq
 
 from ..core.exits import ExitCode
 from ..core.pipe import Bound, CannotBind, CollectorConfig, read_config, write_line
-from .conductor import Conductor
 from .finish import open_store
 from .paths import RunPaths, new_run
+from .run_protocol import RunProtocol
 from .server import Server
 from .store import RunStore
 
@@ -62,13 +62,13 @@ def listen(config: CollectorConfig) -> Server:
 
 def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> None:
     """Run to the end with the launch's pipe as stdin."""
-    conductor = Conductor(paths.run_id, str(paths.folder), rdzv_id)
+    run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id)
     try:
         server.run(
             paths,
             store,
-            conductor,
-            conductor.launch_gone,
+            run_protocol,
+            run_protocol.launch_gone,
             end_fd=0,
             tell=lambda line: write_line(sys.stdout.buffer, line),
         )

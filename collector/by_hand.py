@@ -12,12 +12,12 @@ import zmq
 
 from ..core.errors import UsageError
 from ..core.keys import derive_keys
-from .conductor import Conductor
 from .exit_code import exit_code
 from .finish import open_store
 from .paths import new_run
+from .report.text import render_text
+from .run_protocol import RunProtocol
 from .server import Server
-from .text import render_text
 
 
 def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, max_frames: int, out: TextIO) -> int:
@@ -46,9 +46,9 @@ def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, ma
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    conductor = Conductor(paths.run_id, str(paths.folder), rdzv_id, expected_nodes=nodes)
+    run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id, expected_nodes=nodes)
     try:
-        report = server.run(paths, store, conductor, conductor.end_now, read_end)
+        report = server.run(paths, store, run_protocol, run_protocol.end_now, read_end)
     finally:
         server.close()
         store.close()

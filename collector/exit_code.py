@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from ..core.exits import EXIT_OF_KIND, ExitCode
-from .report import Report
+from .report.model import Report
 
 
 def exit_code(report: Report) -> int:

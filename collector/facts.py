@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 
 from ..core.alarm import anomaly_of_page
 from ..core.frames import Page
-from ..core.messages import (
-    AgentBody,
-    Beat,
-    Bye,
-    Definitions,
-    EventMessage,
-    Hello,
-    PageMessage,
-    RankState,
-)
+from ..core.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
 from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
@@ -83,9 +74,9 @@ class RankFacts:
         return max(self.state.warned if self.state is not None else 0, len(self.warned))
 
     @property
-    def batches_idle(self) -> int:
+    def batches_skipped(self) -> int:
         """Batches that were left out."""
-        return self.state.batches_idle if self.state is not None else 0
+        return self.state.batches_skipped if self.state is not None else 0
 
     @property
     def cost(self) -> Cost | None:
@@ -270,7 +261,7 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.ignored,
         state.scaler_skips,
         state.warned,
-        state.batches_idle,
+        state.batches_skipped,
     )
 
 

@@ -13,10 +13,10 @@ from .earlier import EarlierLife, earlier_lives
 from .exit_code import exit_code
 from .facts import fold
 from .paths import RunPaths
-from .report import Report, build_report, to_json
+from .report.model import Report, build_report, to_json
+from .report.text import render_text
+from .report.timeline import utc
 from .store import RunStore
-from .text import render_text
-from .timeline import utc
 
 
 def report_from_store(paths: RunPaths) -> Report:

@@ -16,14 +16,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.messages import MAX_MESSAGE_BYTES, Ack, CollectorMessage, Final, WireError, decode_agent, encode
 from ..core.pipe import PreflightOver, StageLine
-from .conductor import Action, Conductor, Finish, Keep, Send
 from .exit_code import exit_code
 from .finish import build, stamp, write_report
 from .paths import RunPaths
-from .report import Report
-from .stage_lines import StageLines
+from .report.model import Report
+from .report.stage_lines import StageLines
+from .report.text import render_text
+from .run_protocol import Action, Finish, Keep, RunProtocol, Send
 from .store import RunStore
-from .text import render_text
 
 TICK_MS = 100
 _FAREWELL_MS = 3000
@@ -82,7 +82,7 @@ class Server:
         self,
         paths: RunPaths,
         store: RunStore,
-        conductor: Conductor,
+        run_protocol: RunProtocol,
         on_end: Callable[[float], None],
         end_fd: int | None,
         tell: Callable[[StageLine | PreflightOver], object] | None = None,
@@ -105,14 +105,14 @@ class Server:
                 end_fd = None
                 on_end(now)
             if self._socket in ready:
-                self._receive(store, conductor, now)
+                self._receive(store, run_protocol, now)
             self._count_failed_handshakes()
             for line in self._lines.due():
                 self._tell(line)
-            if self._act(store, conductor.tick(now)):
-                return self._finish(paths, store, conductor)
+            if self._act(store, run_protocol.tick(now)):
+                return self._finish(paths, store, run_protocol)
 
-    def _receive(self, store: RunStore, conductor: Conductor, now: float) -> None:
+    def _receive(self, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
         answers: list[Action] = []
         store.begin()
         for _ in range(_BATCH):
@@ -129,7 +129,7 @@ class Server:
             except (WireError, UnicodeDecodeError):
                 self.malformed += 1
                 continue
-            for action in conductor.hear(agent, message, now):
+            for action in run_protocol.hear(agent, message, now):
                 if isinstance(action, Keep):
                     self._lines.hear(message.body)
                     if message.n:
@@ -142,7 +142,7 @@ class Server:
         self._act(store, answers)  # an acknowledgement means: it is in the store
 
     def _act(self, store: RunStore, actions: list[Action]) -> bool:
-        """Do what the conductor says; True when it says that the run is over."""
+        """Do what the run_protocol says; True when it says that the run is over."""
         for action in actions:
             if isinstance(action, Send):
                 self._send(action.agent, action.message)
@@ -161,11 +161,11 @@ class Server:
             self._monitor.recv_multipart()
             self.handshakes_failed += 1
 
-    def _finish(self, paths: RunPaths, store: RunStore, conductor: Conductor) -> Report:
+    def _finish(self, paths: RunPaths, store: RunStore, run_protocol: RunProtocol) -> Report:
         stamp(store, "ended")
-        store.set("lost_agents", to_json(conductor.lost_agents).decode())
+        store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
         counters = {
-            "refused": self._credentials.refused + conductor.strangers,
+            "refused": self._credentials.refused + run_protocol.strangers,
             "failed_handshakes": self.handshakes_failed,
             "malformed": self.malformed,
         }
@@ -178,7 +178,7 @@ class Server:
         final = Final(exit_code(report), kind, text, str(paths.report_json))
         for line in self._lines.end():
             self._tell(line)
-        for agent in conductor.nodes:
+        for agent in run_protocol.nodes:
             self._send(agent, final)
         return report
 

@@ -105,7 +105,7 @@ class RankState(msgspec.Struct, frozen=True):
     """Optimizer steps that a GradScaler has skipped."""
     warned: int = 0
     """Rows near overflow or in underflow; the first of each kind and place is an event."""
-    batches_idle: int = 0
+    batches_skipped: int = 0
     """Batches that `--every` left out."""
 
 

@@ -70,8 +70,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_wheel_holds_the_compiled_loops_and_the_sources_hold_the_code(wheel, installed, tmp_path):
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
-    where = run("-c", "from gpuwatch.worker import fast; print(fast.__file__)", **elsewhere)
-    assert Path(where.strip()).parent == installed / "gpuwatch" / "worker"
+    where = run("-c", "from gpuwatch.worker.native import core; print(core.__file__)", **elsewhere)
+    assert Path(where.strip()).parent == installed / "gpuwatch" / "worker" / "native"
 
 
 def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
@@ -80,7 +80,7 @@ def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
     run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=copy, CC="/nowhere/cc")
     (wheel,) = (copy / "dist").iterdir()
     names = zipfile.ZipFile(wheel).namelist()
-    assert "gpuwatch/worker/bits.py" in names
+    assert "gpuwatch/worker/stats/host_reduce.py" in names
     assert not [name for name in names if name.endswith(".so")]
 
 

@@ -10,10 +10,10 @@ from ..core.recorder.layout import Field, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, Where
 from ..core.settings import WorkerSettings
-from .collectives import clock, issued
+from .record.collectives import clock, issued
 
 if TYPE_CHECKING:
-    from .hooks import Hooks
+    from .hooks.forward import Hooks
 
 
 _SETTLE_S = 2.0
@@ -74,7 +74,7 @@ class Session:
     def attach_hooks(self) -> None:
         """Called once torch has been imported. Never raises: a run without hooks is better than no run."""
         try:
-            from .hooks import HANDS_OVER_KWARGS, Hooks
+            from .hooks.forward import HANDS_OVER_KWARGS, Hooks
 
             if not HANDS_OVER_KWARGS:
                 note = "this release of torch hands no keyword arguments to global hooks: they are not in the frames"

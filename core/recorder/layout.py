@@ -76,7 +76,7 @@ class Field(IntEnum):
     IGNORED = 30
     SCALER_SKIPS = 31
     WARNED = 32
-    BATCHES_IDLE = 33
+    BATCHES_SKIPPED = 33
 
 
 class SegmentField(IntEnum):

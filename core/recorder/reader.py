@@ -129,7 +129,7 @@ class RecorderReader:
             ignored=fields[Field.IGNORED],
             scaler_skips=fields[Field.SCALER_SKIPS],
             warned=fields[Field.WARNED],
-            batches_idle=fields[Field.BATCHES_IDLE],
+            batches_skipped=fields[Field.BATCHES_SKIPPED],
             age_s=max(0.0, (time.monotonic_ns() - fields[Field.MOVED_NS]) / 1e9),
         )
 

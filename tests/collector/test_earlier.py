@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.answer import Verdict
+from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.earlier import EarlierLife, earlier_lives
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.finish import build, open_store, read_report, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths, new_run
-from gpuwatch.collector.report import build_report
-from gpuwatch.collector.text import render_text
+from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.text import render_text
 from msgspec.structs import replace
 
 FIRST, SECOND, THIRD = (

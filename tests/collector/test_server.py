@@ -9,11 +9,11 @@ import time
 import msgspec
 import pytest
 import zmq
-from gpuwatch.collector.conductor import Conductor
 from gpuwatch.collector.exit_code import exit_code
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.paths import new_run
-from gpuwatch.collector.report import build_report
+from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.run_protocol import RunProtocol
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.keys import derive_keys
@@ -36,7 +36,7 @@ class Running:
             KEYS.agent.public.decode(),
         )
         self.address = self.server.address
-        self.conductor = Conductor(self.paths.run_id, str(self.paths.folder), "job")
+        self.protocol = RunProtocol(self.paths.run_id, str(self.paths.folder), "job")
         self.report = self.error = None
         self._end, self._closing = os.pipe()
         self._thread = threading.Thread(target=self._run)
@@ -45,7 +45,7 @@ class Running:
     def _run(self) -> None:
         store = RunStore(self.paths.store, create=True)
         try:
-            self.report = self.server.run(self.paths, store, self.conductor, self.conductor.end_now, end_fd=self._end)
+            self.report = self.server.run(self.paths, store, self.protocol, self.protocol.end_now, end_fd=self._end)
         except Exception as error:  # the test finds that nobody answers
             self.error = error
         finally:
@@ -152,7 +152,7 @@ def test_a_client_with_other_keys_is_refused_and_counted(running, connect, make)
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
     report = running.join()
     assert report.collector["refused"] >= 1
-    assert "stranger" not in running.conductor.nodes
+    assert "stranger" not in running.run_protocol.nodes
 
 
 def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(running, connect, make):

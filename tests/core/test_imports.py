@@ -37,7 +37,8 @@ def python(code: str) -> str:
         "import gpuwatch.launcher.agent",
         "import gpuwatch.worker.__main__",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
-        "from gpuwatch.collector.finish import report_from_messages; from gpuwatch.collector.text import render_text; "
+        "from gpuwatch.collector.finish import report_from_messages\n"
+        "from gpuwatch.collector.report.text import render_text\n"
         "render_text(report_from_messages([], 'x'))",
     ],
 )

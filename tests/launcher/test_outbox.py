@@ -1,8 +1,8 @@
-"""The outbox against the collector's own receiving side (Conductor), over a link that loses what it likes."""
+"""The outbox against the collector's own receiving side (RunProtocol), over a link that loses what it likes."""
 
 from __future__ import annotations
 
-from gpuwatch.collector.conductor import Conductor, Keep, Send
+from gpuwatch.collector.run_protocol import Keep, RunProtocol, Send
 from gpuwatch.core.messages import Ack, EventMessage, Hello, PageMessage, Segment, decode_agent
 from gpuwatch.core.records import NodeSignal
 from gpuwatch.launcher.outbox import Outbox
@@ -21,11 +21,11 @@ def page(number: int, rank: int = 0, size: int = 1000) -> PageMessage:
 
 
 class Link:
-    """An outbox and a conductor; each message may be lost in either direction."""
+    """An outbox and a run_protocol; each message may be lost in either direction."""
 
     def __init__(self, page_bytes: int) -> None:
         self.outbox = Outbox(page_bytes)
-        self.conductor = Conductor("run", "/run", "job")
+        self.run_protocol = RunProtocol("run", "/run", "job")
         self.stored: list = []
         self.acks: list[Ack] = []
         self.now = 0.0
@@ -35,7 +35,7 @@ class Link:
             self.outbox.sent(number)
             if position < len(losses) and losses[position]:
                 continue
-            for action in self.conductor.hear("a", decode_agent(data), self.now):
+            for action in self.run_protocol.hear("a", decode_agent(data), self.now):
                 if isinstance(action, Keep):
                     self.stored.append(action.message)
                 elif isinstance(action, Send) and isinstance(action.message, Ack):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.cli.main import main
-from gpuwatch.collector.answer import Verdict
+from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.facts import fold
-from gpuwatch.collector.report import build_report, to_json
+from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.core.errors import UsageError
 from gpuwatch.slurm.sbatch import Slurm, exit_code_of, read_tasks
 from gpuwatch.slurm.scheduler import JobTask

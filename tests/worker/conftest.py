@@ -19,7 +19,7 @@ class Watched:
     """Attached hooks and a reader of what they record."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
-        from gpuwatch.worker.hooks import Hooks
+        from gpuwatch.worker.hooks.forward import Hooks
 
         self.recorder = RecorderWriter(
             path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 20, segments=64
@@ -98,14 +98,15 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every tensor that is looked at, kept alive so that none is taken for another. The compiled way shows none."""
-    from gpuwatch.worker import rows, taker
+    from gpuwatch.worker.record import native_writer as native_writer
+    from gpuwatch.worker.record import rows
 
     seen: list[Any] = []
 
     def noted(real: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tensor, *rest: (seen.append(tensor), real(tensor, *rest))[1]
 
-    monkeypatch.setattr(taker, "Taker", None)
+    monkeypatch.setattr(native_writer, "FrameWriter", None)
     monkeypatch.setattr(rows, "measure", noted(rows.measure))
-    monkeypatch.setattr(rows, "numbers_in_memory", noted(rows.numbers_in_memory))
+    monkeypatch.setattr(rows, "stats_in_memory", noted(rows.stats_in_memory))
     return seen

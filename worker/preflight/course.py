@@ -13,8 +13,8 @@ from ...core.host import host_name
 from ...core.preflight import Finding, Grade
 from ...core.settings import WorkerSettings
 from ..identity import Identity
-from .conclude import Heard, Terms, conclude_softly
 from .deadlines import DEPUTY_S, Deadlines
+from .decide.conclude import Heard, Terms, conclude_softly
 from .lines import (
     At,
     BandwidthLine,

@@ -19,18 +19,18 @@ from ...core.preflight import Finding, Grade, InventoryFacts
 from ...core.settings import WorkerSettings
 from ..identity import Identity
 from ..peer_failures import is_peer_failure
-from .allocation import allocate
-from .bandwidth import Measured, measure
-from .compute import ComputeResult, compute
 from .deadlines import Deadlines
-from .device_facts import DeviceFacts, gather_device, with_device
-from .forked import Ending, Say, run_forked
-from .group import check_group
-from .health import HealthResult, check_health, cuda_load
-from .inventory import gather
+from .decide.nccl_log import explain
 from .meeting import group_store
-from .nccl_log import explain
 from .reports import Report
+from .stages.allocation import allocate
+from .stages.bandwidth import Measured, measure
+from .stages.compute import ComputeResult, compute
+from .stages.device_facts import DeviceFacts, gather_device, with_device
+from .stages.forked import Ending, Say, run_forked
+from .stages.group import check_group
+from .stages.health import HealthResult, check_health, cuda_load
+from .stages.inventory import gather
 from .steps import stage_of
 
 _HEALTH_SHARE = 0.8

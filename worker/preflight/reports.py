@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from ...core.preflight import Finding, InventoryFacts
-from .bandwidth import Measured
-from .compute import ComputeResult
 from .lines import RankOutcome
+from .stages.bandwidth import Measured
+from .stages.compute import ComputeResult
 
 Kind = Literal["ok", "raised", "died", "hung", "fallen", "fault", "idle"]
 """`fallen`: the rank's coordinator itself died or hung. `fault`: an error of the test. `idle`: it had no part in it."""

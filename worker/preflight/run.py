@@ -17,15 +17,7 @@ from collections.abc import Iterator
 
 from ...core.host import host_name
 from ...core.preflight import Finding
-from ...core.records import (
-    Bandwidth,
-    Fault,
-    Inventory,
-    PeerOutcome,
-    PreflightBegan,
-    PreflightResult,
-    PreflightStage,
-)
+from ...core.records import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
 from ...core.settings import VARIABLE
 from ..identity import Identity
 from ..orphan import die_with_parent

@@ -19,11 +19,11 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from gpuwatch.worker.preflight.allocation import allocate
-from gpuwatch.worker.preflight.bandwidth import measure
-from gpuwatch.worker.preflight.compute import compute
-from gpuwatch.worker.preflight.forked import run_forked
-from gpuwatch.worker.preflight.group import check_group
+from gpuwatch.worker.preflight.stages.allocation import allocate
+from gpuwatch.worker.preflight.stages.bandwidth import measure
+from gpuwatch.worker.preflight.stages.compute import compute
+from gpuwatch.worker.preflight.stages.forked import run_forked
+from gpuwatch.worker.preflight.stages.group import check_group
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")

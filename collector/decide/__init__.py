@@ -1,0 +1,1 @@
+"""All ranks: the verdict, its evidence, its order and its words. Pure."""

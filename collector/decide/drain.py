@@ -1,0 +1,92 @@
+"""What to do in SLURM about a node that the verdict blames: the line that drains it, and the next submit without it.
+
+Pure. Only where the nodes have said what SLURM calls them, and never for all nodes of a job: then it is not the node.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from ...core.messages import Hello
+from ..facts import NodeFacts, RunFacts
+from ..report.preflight_table import findings_of
+from .gpu_evidence import gpu_of
+from .verdict_model import Verdict
+
+_OWN_TO_THE_NODE = ("rank", "gpu", "node")
+"""Subjects of the preflight. A link has two ends, and nobody knows which is bad."""
+
+
+def with_drain(facts: RunFacts, verdict: Verdict) -> Verdict:
+    """The verdict with its advice, if it blames a node."""
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    in_slurm = [hello for hello in hellos if hello.slurm_job and hello.slurm_node]
+    blamed = _blamed(facts, verdict, in_slurm) if in_slurm else {}
+    known = {name for hello in in_slurm for name in (*hello.slurm_nodes, hello.slurm_node)}
+    if not blamed or (len(known) > 1 and known <= blamed.keys()):
+        return verdict
+    why = ", ".join(dict.fromkeys(blamed.values()))
+    return replace(
+        verdict, bad_nodes=sorted(blamed), next=[*verdict.next, *advice(sorted(blamed), why, in_slurm[0].slurm_job)]
+    )
+
+
+def advice(nodes: list[str], why: str, job: str) -> list[str]:
+    """For whoever may drain a node, and for whoever may not. A command is on a line of its own, to be copied.
+
+    scontrol update nodename=gpu-7 state=drain reason='gpuwatch: preflight compute, job 17'
+    """
+    names = ",".join(nodes)
+    reason = shlex.quote(f"gpuwatch: {why}, job {job}")
+    them = "it" if len(nodes) == 1 else "them"
+    drain = f"scontrol update nodename={shlex.quote(names)} state=drain reason={reason}"
+    return [
+        f"Drain {them}, or ask whoever may:\n{drain}",
+        f"Leave {them} out of the next run (gpuwatch submit --exclude-bad RUN does):\n--exclude={shlex.quote(names)}",
+    ]
+
+
+def _blamed(facts: RunFacts, verdict: Verdict, in_slurm: list[Hello]) -> dict[str, str]:
+    """Name in SLURM -> what for."""
+    if verdict.kind == "preflight":
+        return _by_preflight(facts, verdict, in_slurm)
+    blamed: dict[str, str] = {}
+    if verdict.kind == "lost" and verdict.signal is None:
+        blamed = dict.fromkeys([*_names(node for node in facts.nodes.values() if node.lost), *facts.down_nodes], "lost")
+    rank = None
+    if verdict.attempt is not None and verdict.rank is not None:
+        rank = facts.ranks.get((verdict.attempt, verdict.rank))
+    if rank is not None and rank.agent in facts.nodes:
+        gpu = gpu_of(facts, rank)
+        if gpu is not None and gpu.grade == "fail":
+            blamed.update(dict.fromkeys(_names([facts.nodes[rank.agent]]), f"errors of GPU {gpu.device}"))
+    return blamed
+
+
+def _by_preflight(facts: RunFacts, verdict: Verdict, in_slurm: list[Hello]) -> dict[str, str]:
+    """By the stage that the verdict is about. What differs between nodes is for the job's owner to make the same."""
+    if verdict.stage is None or verdict.stage == "consistency" or verdict.certainty == "unknown":
+        return {}
+    ranks = facts.of_attempt(facts.last_attempt)
+    bad = [finding for finding in findings_of(ranks) if finding.grade == "fail" and finding.stage == verdict.stage]
+    names: list[str] = []
+    for finding in bad:
+        if finding.subject not in _OWN_TO_THE_NODE:
+            continue
+        agents = {rank.agent for rank in ranks if rank.rank in finding.ranks}
+        names += _names(facts.nodes[agent] for agent in sorted(agents) if agent in facts.nodes)
+        names += [hello.slurm_node for hello in in_slurm if hello.host in finding.hosts]
+    if not bad and verdict.rank is not None:
+        rank = facts.ranks.get((facts.last_attempt, verdict.rank))
+        names += _names([facts.nodes[rank.agent]]) if rank is not None and rank.agent in facts.nodes else []
+    if not names and verdict.stage == "arrive":
+        arrived = {hello.slurm_node for hello in in_slurm}
+        names = [name for name in in_slurm[0].slurm_nodes if name not in arrived]
+    return dict.fromkeys(names, f"preflight {verdict.stage}")
+
+
+def _names(nodes: Iterable[NodeFacts]) -> list[str]:
+    return [node.hello.slurm_node for node in nodes if node.hello is not None and node.hello.slurm_node]

@@ -1,0 +1,257 @@
+"""The verdict of a run that ended badly without an overflow: which rank went first, and which only followed."""
+
+from __future__ import annotations
+
+from ...core.records import Where
+from ..facts import RankFacts, RunFacts
+from .verdict_model import Cascade, Verdict
+from .words import (
+    cascade_of,
+    device_of,
+    doing,
+    first_line,
+    node_name,
+    own_error,
+    pid_of,
+    progress,
+    ranks_text,
+    signal_name,
+)
+
+SIGNAL_S = 60
+"""So long may it take from a signal to when it is written down: torchrun gives its ranks half of that to end."""
+
+
+def ending_verdict(facts: RunFacts) -> Verdict | None:
+    """A rank that was killed, or raised, and that no other rank dragged along."""
+    if not _job_failed(facts):
+        return None
+    attempt = facts.last_attempt
+    ranks = facts.of_attempt(attempt)
+    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
+    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank, signals)]
+    if not ended:
+        return None
+    ended.sort(key=lambda pair: (pair[0], pair[1].rank))
+    first = ended[0][1]
+    if ended[0][0][0]:  # all that ended by themselves only say that another rank went away
+        victims = [rank for _, rank in ended]
+        lost = lost_node_verdict(facts)
+        if lost is None and all(_by_the_signal(facts, rank) for rank in victims):
+            return None
+        return lost or _unknown_peer(facts, victims)
+    same = [rank for order, rank in ended[1:] if order == ended[0][0]]
+    if _killed(first):
+        return _lost(facts, first, same)
+    return _crash(facts, first, same)
+
+
+def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
+    """Nobody who was heard went first: say so, name nobody."""
+    who = ranks_text([rank.rank for rank in victims]).capitalize()
+    return Verdict(
+        kind="lost",
+        statement=f"{who} lost the connection to another rank; which one went first is unknown.",
+        certainty="unknown",
+        attempt=facts.last_attempt,
+        evidence=[f"rank {rank.rank}: {first_line(rank.errors[0].message)}" for rank in victims if rank.errors],
+        next=["Look at the ranks that are not among these: one of them, or the link to it, went first."],
+        cascade=[Cascade(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
+    )
+
+
+def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
+    """Whether the launch of this rank's node was itself told to end: then its peers were, about when they went away.
+
+    A launch writes its signal down when it has ended its ranks, by the same clock as theirs.
+    """
+    node = facts.nodes.get(rank.agent)
+    error = own_error(rank)
+    if node is None or node.signal is None or error is None:
+        return False
+    return error.where.time_ns > node.signal.time_ns - SIGNAL_S * 10**9
+
+
+def _job_failed(facts: RunFacts) -> bool:
+    return any(node.lost or (node.bye is not None and node.bye.outcome != "ok") for node in facts.nodes.values())
+
+
+def _killed(rank: RankFacts) -> bool:
+    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0
+
+
+def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
+    """`signals` have ended the launches: a terminal, and some schedulers, send them to the ranks, too."""
+    error = own_error(rank)
+    if error is not None:
+        return not (signals and error.error == "KeyboardInterrupt")
+    if rank.exit is not None and rank.exit.code is not None and -rank.exit.code in signals:
+        return False
+    if _killed(rank):
+        return True
+    if rank.script_exit is not None and rank.script_exit.code != 0:
+        return True
+    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code not in (0, None)
+
+
+def _end_order(rank: RankFacts) -> tuple[int, int]:
+    """Fewest collectives first. A rank that only says that another went away comes last among equals.
+
+    A rank that died by a signal was running between the collective that it had issued last and the next: one that
+    raised a peer failure there had issued the same one.
+    """
+    error = own_error(rank)
+    where: Where | None = error.where if error is not None else rank.exit.where if rank.exit is not None else None
+    seq = where.seq if where is not None else -1
+    if error is not None and error.peer_failure:
+        return (1, seq)
+    return (0, seq)
+
+
+def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
+    exit_ = first.exit
+    assert exit_ is not None and exit_.code is not None
+    name = signal_name(-exit_.code)
+    host = facts.host(first)
+    place = doing(exit_)
+    hints = []
+    if name == "SIGKILL":
+        hints.append(
+            f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
+        )
+    return Verdict(
+        kind="lost",
+        statement=f"Rank {first.rank} on {host} was killed by {name} {place}.",
+        certainty="established" if not same else "supported",
+        rank=first.rank,
+        host=host or None,
+        device=device_of(first),
+        module=exit_.module,
+        cls=exit_.cls,
+        root=exit_.where.root or None,
+        phase="forward" if exit_.phase == "forward" else None,
+        attempt=first.attempt,
+        step=exit_.where.step,
+        batch=exit_.where.batch if exit_.where.batch >= 0 else None,
+        signal=name,
+        evidence=[
+            f"torchrun saw rank {first.rank} (pid {pid_of(first)}) end with signal {-exit_.code}; "
+            f"its recorder says: {place}"
+        ],
+        next=[*hints, f"Its last frames are in the report: gpuwatch report --rank {first.rank}"],
+        concurrent=[],
+        cascade=cascade_of(facts, first.attempt, {first.rank}),
+    )
+
+
+def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
+    error = own_error(first)
+    host = facts.host(first)
+    others = f" (and {ranks_text([rank.rank for rank in same])} at the same point)" if same else ""
+    who = f"Rank {first.rank}{others} on {host}"
+    if error is not None:
+        inside = f", inside `{error.module}`" if error.module else ""
+        last = first_line(error.message)
+        statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
+        evidence = [error.traceback.strip()]
+        where = error.where
+    else:
+        code = first.script_exit.code if first.script_exit is not None else first.exit.code if first.exit else None
+        statement = f"{who} ended with exit code {code}."
+        evidence = []
+        where = first.exit.where if first.exit is not None else Where(first.rank, first.attempt)
+    return Verdict(
+        kind="crash",
+        statement=statement,
+        certainty="established" if not same else "supported",
+        rank=first.rank,
+        host=host or None,
+        device=device_of(first),
+        module=error.module if error is not None else None,
+        root=where.root or None,
+        attempt=first.attempt,
+        step=where.step,
+        batch=where.batch if where.batch >= 0 else None,
+        evidence=evidence,
+        next=["The script failed by itself: the traceback is above, and as torchrun prints it in the job's output."],
+        cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in same)}),
+    )
+
+
+def lost_node_verdict(facts: RunFacts) -> Verdict | None:
+    """A node that went silent, or that the scheduler has lost."""
+    lost = [node for node in facts.nodes.values() if node.lost]
+    if not lost:
+        return _down_verdict(facts)
+    hosts = ", ".join(sorted(node_name(node) for node in lost))
+    ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
+    return Verdict(
+        kind="lost",
+        statement=(
+            f"Node {hosts} ({ranks_text(ranks) if ranks else 'no rank known'}) went silent: "
+            "the node, or the link to it, is lost."
+        ),
+        certainty="supported",
+        rank=ranks[0] if len(ranks) == 1 else None,
+        host=hosts,
+        attempt=facts.last_attempt,
+        evidence=[f"no message from the agent on {hosts} any more, and no goodbye"],
+        cascade=cascade_of(facts, facts.last_attempt, set(ranks)),
+        next=[f"Look whether {hosts} is up; leave it out of the next run if not."],
+    )
+
+
+def _down_verdict(facts: RunFacts) -> Verdict | None:
+    """A node that may run on, but that the scheduler has lost: for that it ends the job."""
+    down = facts.down_nodes
+    if not down:
+        return None
+    agents = {n.agent for n in facts.nodes.values() if n.hello is not None and n.hello.slurm_node in down}
+    ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
+    names = ", ".join(down)
+    return Verdict(
+        kind="lost",
+        statement=f"SLURM has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job.",
+        certainty="established",
+        rank=ranks[0] if len(ranks) == 1 else None,
+        host=names,
+        attempt=facts.last_attempt,
+        evidence=[
+            f"sinfo says that {names} is down",
+            *(progress(rank) for rank in facts.of_attempt(facts.last_attempt)),
+        ],
+        next=[f"Look whether {names} is up and its slurmd runs."],
+    )
+
+
+def interrupted_verdict(facts: RunFacts) -> Verdict | None:
+    """A launch that was told to end."""
+    signals = [node.signal for node in facts.nodes.values() if node.signal is not None]
+    if not signals:
+        return None
+    name = signal_name(signals[0].signal)
+    reason = next((signal.reason for signal in signals if signal.reason), "")
+    if name == "SIGUSR2":
+        reason = "the scheduler's warning: the time limit is near"
+    why = f" ({reason})" if reason else ""
+    return Verdict(
+        kind="interrupted",
+        statement=f"The run was ended from outside by {name}{why}; no overflow had been seen.",
+        certainty="established",
+        attempt=facts.last_attempt,
+        signal=name,
+        evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
+    )
+
+
+def unexplained_verdict(facts: RunFacts) -> Verdict | None:
+    """torchrun failed, and that is all that is known."""
+    if not _job_failed(facts):
+        return None
+    return Verdict(
+        kind="crash",
+        statement="torchrun failed, and no rank said why: see its own output.",
+        certainty="unknown",
+        attempt=facts.last_attempt,
+        evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
+    )

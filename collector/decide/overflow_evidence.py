@@ -1,0 +1,160 @@
+"""Why a verdict about an overflow is what it is, and how sure it is."""
+
+from __future__ import annotations
+
+from ...core.alarm import first_alarm, first_expected_gradient
+from ...core.frames import Page, format_number
+from ..diagnose.local_diagnosis import LocalDiagnosis
+from ..facts import RunFacts
+from .order import before
+from .replicas import OddWeight, page_of, peers, run_the_same_model
+from .words import finding_text, module_text, ranks_text
+
+_MAX_LINES = 8
+
+
+def evidence_of(
+    facts: RunFacts,
+    first: LocalDiagnosis,
+    findings: list[LocalDiagnosis],
+    concurrent: list[LocalDiagnosis],
+    odd: OddWeight | None,
+) -> tuple[str, list[str]]:
+    """(certainty, lines) of a verdict that names a rank."""
+    lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
+    doubts: list[str] = []
+    if first.source == "carried" or not first.sure or (odd is not None and not odd.certain):
+        doubts.append("")
+    if not first.from_page:
+        doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
+    doubts += of_concurrent(first, concurrent)
+    doubts += _unsettled(facts, first, findings)
+    if first.source == "outside" and first.phase == "backward":
+        doubts += _of_stages(facts, first)
+    later = [f for f in findings if before(first, f)]
+    for finding in later[:_MAX_LINES]:
+        when = f", after {finding.seq} collectives against {first.seq}" if first.seq >= 0 else ""
+        lines.append(f"rank {finding.rank} first saw one later: batch {finding.batch}, {finding_text(finding)}{when}")
+    if later and first.seq < 0:
+        doubts.append("the ranks had no process group, so their batches alone put them in order")
+    known = {first.rank, *(f.rank for f in concurrent), *(f.rank for f in later)}
+    for finding in [f for f in findings if f.rank not in known][:_MAX_LINES]:
+        lines.append(
+            f"rank {finding.rank} met {finding.value} in {finding.role} of {finding_text(finding)}, "
+            f"batch {finding.batch}: {_HANDED[finding.source]}"
+        )
+    clean = clean_peers(facts, first)
+    if clean:
+        lines.append(f"{ranks_text(clean)}: every frame received of that batch was finite")
+    return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+
+
+_HANDED = {
+    "made": "it was made there, later",
+    "outside": "it was handed that from outside of its model",
+    "weight": "nobody saw it become bad",
+    "unlooked": "that batch was not looked into",
+    "reduced": "it came out of a reduction over the ranks",
+    "received": "collectives ran there, so another rank can have sent it",
+    "carried": "its maker was not seen",
+}
+
+
+def _of_itself(first: LocalDiagnosis) -> list[str]:
+    where = f"rank {first.rank}, batch {first.batch}, frame {first.frame}"
+    seen = module_text(first.at[0], first.at[1])
+    if first.source == "carried":
+        return [f"{where}: {finding_text(first)} was handed a non-finite value; its maker was not seen"]
+    if first.phase == "forward" and first.is_origin:
+        if first.between is not None:
+            return [f"{where}: no module call before it returned a non-finite value"]
+        return [f"{where}: inputs and weights of {finding_text(first)} were finite, its {first.role} was not"]
+    if first.phase == "backward":
+        line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
+        if first.source == "outside":
+            return [line, f"the model returned what {seen} had returned: its gradient comes from outside of the model"]
+        if first.between is not None:
+            if first.between[0]:
+                line += f"; that of `{first.between[0]}` was finite before"
+            return [line]
+        if first.role == first.at[2]:
+            return [line, f"the gradient of what {seen} returned was finite"]
+        return [line, f"{finding_text(first)} alone used that tensor, and the gradient of its own output was finite"]
+    if first.phase == "optimizer":
+        return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
+    return []
+
+
+def _of_mask(first: LocalDiagnosis) -> list[str]:
+    if first.turned is None:
+        return []
+    return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
+
+
+def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
+    if odd is None:
+        return []
+    mine = "not finite" if not odd.row.finite else f"abs max {format_number(odd.row.abs_max).strip()}"
+    return [
+        f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
+        f"{finding_text(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
+        f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that batch agree"
+        f"{'s' if odd.compared == 1 else ''} between the ranks: a bit of this rank's memory may have flipped",
+    ]
+
+
+def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis]) -> list[str]:
+    """What nothing puts in order."""
+    if not concurrent:
+        return []
+    return [
+        f"{ranks_text([f.rank for f in concurrent])}: an origin of its own in the same stretch between two "
+        "collectives; nothing puts them in order"
+    ]
+
+
+def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """A gradient from outside of the model may come from the next stage, where ranks run different models."""
+    mine = page_of(facts, first)
+    others = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank]
+    same = [number for number, page in peers(facts, first).items() if run_the_same_model(mine, page)]
+    if len(same) == len(others):
+        return []
+    return ["it is not known whether the other ranks run the same model: another stage may have sent that gradient"]
+
+
+def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
+    """Nodes and ranks that were never heard."""
+    reasons: list[str] = []
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
+    missing = sum(hello.nproc for hello in hellos) - len(facts.of_attempt(attempt))
+    if len(hellos) < expected_nodes:
+        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard")
+    if missing > 0:
+        reasons.append(f"{missing} ranks were never heard")
+    return reasons
+
+
+def _unsettled(facts: RunFacts, first: LocalDiagnosis, findings: list[LocalDiagnosis]) -> list[str]:
+    """Why another rank might have been first without our knowing it; empty when none can have been."""
+    reasons = missing_ranks(facts, first.attempt)
+    ranks = facts.of_attempt(first.attempt)
+    heard = {finding.rank for finding in findings} | set(clean_peers(facts, first))
+    # What a rank was handed could have been handed to all: there only a clean page of the same batch clears a peer.
+    if first.source not in ("weight", "carried"):
+        heard |= {rank.rank for rank in ranks if rank.exit is not None}
+    unheard = [rank.rank for rank in ranks if rank.rank not in heard]
+    if unheard:
+        reasons.append(f"{ranks_text(unheard)}: no frames of that batch were received, so the same may be true there")
+    return reasons
+
+
+def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
+    """The ranks whose page of the same batch has nothing bad in it that is not expected."""
+    return [number for number, page in peers(facts, first).items() if _is_clean(page)]
+
+
+def _is_clean(page: Page) -> bool:
+    frames = sorted(page.frames, key=lambda frame: frame.index)
+    return bool(frames) and first_alarm(frames) is None and first_expected_gradient(frames) is None

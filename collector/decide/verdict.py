@@ -1,0 +1,33 @@
+"""The answer: which rank and module was first, why we know, and how sure we are. A pure function of the facts.
+
+Clocks of different hosts are not compared (order.py): between two matching collectives only local order exists, so two
+origins there are concurrent.
+"""
+
+from __future__ import annotations
+
+from ..facts import RunFacts
+from .clean_verdict import clean_verdict
+from .drain import with_drain
+from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
+from .gpu_evidence import with_gpu
+from .overflow_verdict import overflow_verdict
+from .preflight_verdict import check_verdict, preflight_verdict
+from .verdict_model import Verdict
+
+
+def decide(facts: RunFacts) -> Verdict:
+    """The verdict of a run."""
+    for rule in (
+        preflight_verdict,
+        overflow_verdict,
+        ending_verdict,
+        lost_node_verdict,
+        interrupted_verdict,
+        check_verdict,
+        unexplained_verdict,
+    ):
+        verdict = rule(facts)
+        if verdict is not None:
+            return with_drain(facts, with_gpu(facts, verdict))
+    return clean_verdict(facts)

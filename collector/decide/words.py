@@ -1,0 +1,131 @@
+"""The phrases of a verdict: who, where, and what a rank was doing."""
+
+from __future__ import annotations
+
+import signal
+
+from ...core.records import ScriptError, WorkerExit
+from ..diagnose.local_diagnosis import LocalDiagnosis
+from ..facts import NodeFacts, RankFacts, RunFacts
+from .verdict_model import Cascade
+
+
+def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascade]:
+    """How the ranks that are not `initiating` came to their ends."""
+    found = []
+    for rank in facts.of_attempt(attempt):
+        if rank.rank in initiating:
+            continue
+        error = own_error(rank)
+        if error is not None:
+            found.append(Cascade(rank.rank, f"raised {error.error} after {max(error.where.seq, 0)} collectives"))
+        elif rank.exit is not None and rank.exit.code not in (0, None):
+            how = "was stopped by torchrun" if rank.exit.by == "torchrun" else f"ended with {rank.exit.code}"
+            found.append(Cascade(rank.rank, f"{how} {doing(rank.exit)}"))
+    return found
+
+
+def doing(exit_: WorkerExit) -> str:
+    """Where a rank was when it ended."""
+    if exit_.phase == "forward":
+        inside = f", in {module_text(exit_.module, exit_.cls)}" if exit_.module is not None else ""
+        return f"in the forward of batch {exit_.where.batch}{inside}"
+    if exit_.phase == "script":
+        return (
+            f"outside of a forward, after batch {exit_.where.batch}"
+            if exit_.where.batch >= 0
+            else "before its first batch"
+        )
+    return {
+        "preflight": "in the preflight",
+        "starting": "while starting",
+        "finished": "after its script had ended",
+        "raised": "after its script had raised",
+        "unwatched": "in a program that is not watched",
+    }.get(exit_.phase, f"in phase {exit_.phase}")
+
+
+def progress(rank: RankFacts) -> str:
+    """How far a rank came."""
+    stage = unfinished_stage(rank)
+    if stage and "preflight" in (
+        rank.exit.phase if rank.exit is not None else "",
+        rank.state.phase if rank.state else "",
+    ):
+        return f"rank {rank.rank}: in the preflight, stage {stage}"
+    if rank.exit is not None:
+        return f"rank {rank.rank}: {doing(rank.exit)}"
+    if rank.state is not None:
+        return f"rank {rank.rank}: {rank.state.phase}, step {rank.state.step}, batch {rank.state.batch}"
+    return f"rank {rank.rank}: nothing known"
+
+
+def unfinished_stage(rank: RankFacts) -> str:
+    """The stage of the preflight that has begun on a rank and not ended; "" if there is none."""
+    ended = {event.stage for event in rank.stages}
+    return next((event.stage for event in reversed(rank.begun) if event.stage not in ended), "")
+
+
+def finding_text(finding: LocalDiagnosis) -> str:
+    """The module of a finding."""
+    return module_text(finding.module, finding.cls)
+
+
+def module_text(module: str, cls: str | None) -> str:
+    """A module by name and class."""
+    return f"`{module}` ({cls})" if module else f"the root module ({cls})"
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 0, 1 and 2`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def signal_name(number: int) -> str:
+    """SIGTERM for 15."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def device_of(rank: RankFacts) -> str | None:
+    """The device that a rank ran on, if it said so."""
+    if rank.inventory is not None:
+        return rank.inventory.device
+    return None
+
+
+def pid_of(rank: RankFacts) -> str:
+    """Process id, `?` if unknown."""
+    return str(rank.state.pid) if rank.state is not None else "?"
+
+
+def local_rank_of(rank: RankFacts) -> str:
+    """Local rank, `?` if unknown."""
+    return str(rank.state.local_rank) if rank.state is not None else "?"
+
+
+def node_name(node: NodeFacts) -> str:
+    """Host of a node, the first letters of its agent's id if unknown."""
+    return node.hello.host if node.hello is not None else node.agent[:8]
+
+
+def first_line(text: str) -> str:
+    """The first line of a message, at most 300 characters."""
+    lines = text.strip().splitlines()
+    return lines[0][:300] if lines else ""
+
+
+def own_error(rank: RankFacts) -> ScriptError | None:
+    """The first exception that left the rank's script."""
+    return rank.errors[0] if rank.errors else None
+
+
+def between_text(between: tuple[str | None, str | None]) -> str:
+    """The stretch of code between two calls, in words."""
+    after, before = between
+    ending = f"before `{before}` was called" if before else "before its own return"
+    return f"after `{after}` returned and {ending}" if after else ending

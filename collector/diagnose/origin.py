@@ -1,0 +1,207 @@
+"""Where in a page the first non-finite value came from: pure, and about one rank only.
+
+In a forward, a frame that was handed a bad value is a carrier; the origin is a frame whose inputs and weights were
+finite and whose output was not. A bad input can be followed back to the call that returned it, or found to have been
+made by the code between two calls. Backward and step have rooms of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ...core.alarm import first_expected_gradient
+from ...core.frames import Frame, Mark, Page, Row
+from ...core.records import Anomaly, split_label
+from .backward_origin import explain_gradient
+from .calls import Calls, begun, returns
+from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_unlooked
+from .step_origin import explain_reduced, explain_step
+
+
+def analyze(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
+    """Find the origin of the anomaly in its page; falls back on the event where the page has lost that frame."""
+    frames = sorted(page.frames, key=lambda frame: frame.index)
+    first = next((frame for frame in frames if frame.index == anomaly.frame), None)
+    if first is None or page.lost_frames or is_unlooked(anomaly):
+        return from_event(anomaly)
+    if is_scalers(anomaly):
+        expected = first_expected_gradient(frames)
+        return _of_gradient(page, frames, *expected, anomaly) if expected is not None else from_event(anomaly)
+    if first.phase in ("forward", "recompute"):
+        return _Forward(page, Calls.around(frames, first), anomaly).explain(first)
+    row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
+    if row is None:  # its own rows were lost
+        return from_event(anomaly)
+    if first.phase == "optimizer":
+        gradient = explain_step(page, frames, first, row, anomaly)
+        return gradient if isinstance(gradient, LocalDiagnosis) else _of_gradient(page, frames, *gradient, anomaly)
+    return _of_gradient(page, frames, first, row, anomaly)
+
+
+def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
+    if frame.phase == "collective":
+        return explain_reduced(page, frames, frame, row, anomaly)
+    return explain_gradient(page, frames, frame, row, anomaly)
+
+
+class _Forward:
+    """Follows a bad value back through the calls of one forward."""
+
+    def __init__(self, page: Page, calls: Calls, anomaly: Anomaly) -> None:
+        self._page = page
+        self._calls = calls
+        self._anomaly = anomaly
+        self._turned: tuple[str, str] | None = None
+        self._seen: set[tuple[int, int]] = set()
+
+    def explain(self, frame: Frame, output: Row | None = None) -> LocalDiagnosis:
+        """Why this call returned something bad; `output` is the row to explain, else the worst."""
+        bad_weight = next((row for row in frame.weights if not row.finite), None)
+        if bad_weight is not None:
+            return self._finding(frame, bad_weight, frame.module, frame.cls, phase="weight", source="weight")
+        output = output or _worst(frame.outputs)
+        bad_input = _bad_input(frame, output)
+        if bad_input is not None:
+            if bad_input.only_neginf and output is not None and not output.only_neginf:
+                self._turned = self._turned or (frame.module, frame.cls)
+            return self._trace_input(frame, bad_input)
+        if output is None:  # the frame's own rows were lost
+            return from_event(self._anomaly)
+        return self._made_in(frame, output)
+
+    def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
+        """The call's own code made it, after its last child returned if it has children."""
+        children = self._calls.children(frame)
+        hidden = _followable(children[::-1], output)
+        if hidden is not None:
+            self._turns(hidden[1], output, frame.module, frame.cls)
+            return self.explain(*hidden)
+        between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
+        received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
+        return self._finding(
+            frame, output, frame.module, frame.cls, source="received" if received else "made", between=between
+        )
+
+    def _trace_input(self, frame: Frame, bad: Row) -> LocalDiagnosis:
+        """Follow a bad input to the call that returned it, to the model's own input, or to the code in between."""
+        calls = self._calls
+        again = (frame.index, bad.value) in self._seen
+        self._seen.add((frame.index, bad.value))
+        producer = calls.producer(bad.value, frame.index)
+        if producer is not None and not again:
+            return self.explain(*producer)
+        holder = calls.outermost_with_input(frame, bad)
+        if holder.parent is None and holder.phase == "forward":
+            row = next((row for row in holder.inputs if row.value == bad.value), bad)
+            return self._finding(holder, row, holder.module, holder.cls, phase="input", source="outside")
+        parent, before = calls.parent(holder), calls.previous_sibling(holder)
+        if parent is None and before is None:  # what is around it is not watched, or was not run again
+            return self._finding(holder, bad, holder.module, holder.cls, source="carried")
+        if parent is not None and not again:
+            given = _worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
+            if given is not None:
+                return self._trace_input(parent, given)
+        hidden = _followable(calls.older_siblings(holder), bad)
+        if hidden is not None and not again:
+            self._turns(hidden[1], bad, holder.parent or "", self._class_of(holder, parent))
+            return self.explain(*hidden)
+        return self._made_between(holder, parent, before, bad)
+
+    def _made_between(self, holder: Frame, parent: Frame | None, before: Frame | None, bad: Row) -> LocalDiagnosis:
+        """The code of `parent` made it, after `before` returned and before `holder` was called."""
+        now = min((seq for seq in (begun(holder), self._anomaly.where.seq) if seq >= 0), default=-1)
+        since = before.seq if before is not None else begun(parent) if parent is not None else -1
+        notes = []
+        sure = parent is not None
+        if returns(holder, bad.value):
+            sure = False
+            notes.append(
+                f"`{holder.module}` returned the very tensor that it was handed: "
+                "if it writes into it, it is the maker itself"
+            )
+        for mask in parent.inputs if parent is not None else ():
+            if mask.only_neginf and not bad.only_neginf:
+                notes.append(f"`{holder.parent or holder.cls}` had been handed -inf in {mask.role}")
+        return self._finding(
+            holder,
+            bad,
+            holder.parent or "",
+            self._class_of(holder, parent),
+            source="received" if 0 <= since < now else "made",
+            between=(before.module if before is not None else "", holder.module or holder.cls),
+            sure=sure,
+            notes=tuple(notes),
+        )
+
+    def _class_of(self, holder: Frame, parent: Frame | None) -> str:
+        """The class of the module around a call; its own frame may not be there."""
+        if parent is not None:
+            return parent.cls
+        return "?" if holder.parent else split_label(self._page.root)[0]
+
+    def _turns(self, found: Row, into: Row, module: str, cls: str) -> None:
+        if found.only_neginf and not into.only_neginf:
+            self._turned = self._turned or (module, cls)
+
+    def _finding(
+        self,
+        frame: Frame,
+        row: Row,
+        module: str,
+        cls: str,
+        *,
+        phase: str = "forward",
+        source: str,
+        between: tuple[str, str | None] | None = None,
+        sure: bool = True,
+        notes: tuple[str, ...] = (),
+    ) -> LocalDiagnosis:
+        found = diagnosis_of_row(
+            self._page,
+            frame,
+            row,
+            self._anomaly,
+            module=module,
+            cls=cls,
+            phase="collective" if source == "received" else phase,
+            source=source,  # type: ignore[arg-type]  # the callers above write one of them
+            between=between,
+            sure=sure,
+            notes=notes,
+            turned=self._turned,
+        )
+        if row.mark & Mark.IGNORED:
+            found = replace(found, notes=(*found.notes, "a rule of --ignore hides this row"))
+        return found
+
+
+def _worst(rows: list[Row]) -> Row | None:
+    """The first that is worse than -inf, else the first that is bad."""
+    bad = [row for row in rows if not row.finite]
+    return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
+
+
+def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
+    """The input to follow: the worst. A mask of -inf is one only if it explains what went out."""
+    bad = _worst(frame.inputs)
+    if bad is None or not bad.only_neginf:
+        return bad
+    return bad if bad_output is None or bad_output.nan or bad_output.only_neginf else None
+
+
+def _followable(earlier: Iterable[Frame], bad: Row) -> tuple[Frame, Row] | None:
+    """The call among `earlier`, the last first, whose bad output raised no alarm and explains `bad`.
+
+    That is one that a rule hides; for a -inf, one that returned -inf; for a nan, if the very last one did.
+    """
+    for position, frame in enumerate(earlier):
+        for row in frame.outputs:
+            if row.finite:
+                continue
+            if row.only_neginf:
+                if bad.only_neginf or (bad.nan and position == 0):
+                    return frame, row
+            elif row.mark & Mark.IGNORED and not bad.only_neginf:
+                return frame, row
+    return None

@@ -1,0 +1,146 @@
+"""Who can have used a tensor that a module call returned, as far as the forward's frames tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...core.frames import Frame, Row
+from .calls import Calls, returns, takes
+
+
+@dataclass
+class Users:
+    """Who can have used a tensor."""
+
+    calls: list[Frame] = field(default_factory=list)
+    """Calls that were handed it; of nested ones the outermost."""
+    own_code: list[str] = field(default_factory=list)
+    """Modules whose own code may have used it."""
+    returned: bool = False
+    """The model has returned it."""
+    unwatched: bool = False
+    """It was handed to a module that is not watched."""
+    value: int = -1
+    """The tensor; the last one, where there are several."""
+
+    @property
+    def only_call(self) -> Frame | None:
+        """The call that used it, if nothing else can have."""
+        if len(self.calls) != 1 or self.own_code or self.returned or self.unwatched:
+            return None
+        return self.calls[0]
+
+    @property
+    def scope(self) -> str:
+        """The smallest module with all of them in it."""
+        if self.returned or self.unwatched:
+            return ""
+        names = [name for call in self.calls for name in (call.parent or "", call.module)]
+        return common([*names, *self.own_code])
+
+
+def users_of(calls: Calls, made: list[Frame], roles: list[str]) -> Users:
+    """Who can have used these outputs of these calls."""
+    users = Users(unwatched=not made)
+    for call in made:
+        for row in call.outputs:
+            if row.role not in roles:
+                continue
+            users.value = row.value
+            if row.value >= 0:
+                _add_users(calls, users, call, row.value)
+            else:
+                users.unwatched = True
+    return users
+
+
+def users_inside(calls: Calls, user: Frame, value: int) -> Users:
+    """Who in a call with children used what that was handed."""
+    inner = Users([child for child in calls.children(user) if _uses(child, value)], value=value)
+    if not inner.calls or _own_code_may_use(calls, user, -1):
+        inner.own_code.append(user.module)
+    return inner
+
+
+def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
+    """In the module that made the call, and in those around it that the tensor was handed up to."""
+    inside, scope = call, calls.parent(call)
+    while scope is not None:
+        users.calls += [child for child in calls.children(scope) if child.index > inside.index and _uses(child, value)]
+        if _own_code_may_use(calls, scope, inside.index):
+            users.own_code.append(scope.module)
+        if not returns(scope, value):
+            return
+        inside, scope = scope, calls.parent(scope)
+    if inside.parent is None:
+        users.returned = True
+    else:
+        users.unwatched = True
+        users.calls += [
+            other
+            for other in calls.frames
+            if other.index > inside.index and calls.parent(other) is None and _uses(other, value)
+        ]
+
+
+def _own_code_may_use(calls: Calls, scope: Frame, since: int) -> bool:
+    """Whether a module's own code has made a tensor that can have a gradient, after its call `since`."""
+    known = _Known(scope.inputs)
+    for child in calls.children(scope):
+        if child.index > since and any(_can_lead_on(row) and row not in known for row in child.inputs):
+            return True
+        known.add(child.outputs)
+    return any(_can_lead_on(row) and row not in known for row in scope.outputs)
+
+
+def _uses(call: Frame, value: int) -> bool:
+    """Handed the tensor, and not only to hand it on."""
+    return takes(call, value) and not returns(call, value)
+
+
+def _can_lead_on(row: Row) -> bool:
+    """Whether a tensor can have a gradient."""
+    if row.kind in ("none", "not_a_tensor", "empty"):
+        return False
+    return row.dtype.startswith(("float", "bfloat", "complex", "unknown"))
+
+
+class _Known:
+    """Tensors that a module was handed, or that a call in it has returned."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self._values: set[int] = set()
+        self._rows: list[Row] = []
+        self.add(rows)
+
+    def add(self, rows: list[Row]) -> None:
+        """A call has returned these."""
+        self._values |= {row.value for row in rows if row.value >= 0}
+        self._rows += [row for row in rows if row.kind == "measured" and row.abs_min != row.abs_max]
+
+    def __contains__(self, row: Row) -> bool:
+        """The same tensor; or, where a compiled region has handed it over as another one, the same numbers."""
+        if row.value in self._values:
+            return True
+        return row.kind == "measured" and any(_has_the_same_numbers(row, other) for other in self._rows)
+
+
+def _has_the_same_numbers(row: Row, other: Row) -> bool:
+    if row.shape is not None and other.shape is not None and row.shape != other.shape:
+        return False
+    return (row.abs_min, row.abs_max, row.dtype) == (other.abs_min, other.abs_max, other.dtype)
+
+
+def common(names: list[str]) -> str:
+    """The smallest module that has all of these in it.
+
+    >>> common(["a.b", "a.b.c", "a"])
+    'a'
+    """
+    parts = [name.split(".") if name else [] for name in names]
+    shared: list[str] = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return ".".join(shared)

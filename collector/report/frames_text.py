@@ -1,0 +1,42 @@
+"""Frames as a report prints them: the table that users know, with the calls of one module under one title.
+
+abs min  abs max  metadata
+                  encoder.fc1 Linear
+3.82e-08 2.17e+00 weight
+8.11e-02 4.10e+01 output
+                  encoder.fc1 Linear (backward)
+0.00e+00 6.10e-05 grad output zeros 12% subnormal 3%
+0.00e+00      inf grad weight
+"""
+
+from __future__ import annotations
+
+from ...core.frames import HEADER, NAME_INDENT, Frame, Row, format_row
+from .notices import share_text
+
+
+def frames_text(frames: list[Frame]) -> str:
+    """The table of several frames under its header."""
+    lines = [HEADER]
+    before: tuple[str, str] | None = None
+    for frame in frames:
+        if (frame.module, frame.phase) != before or frame.phase == "forward":  # each call of a forward is its own
+            lines.append(f"{NAME_INDENT} {title_of(frame)}")
+        before = (frame.module, frame.phase)
+        lines += [row_text(row) for row in frame.rows]
+    return "\n".join(lines)
+
+
+def title_of(frame: Frame) -> str:
+    """Name and class, and what was computed where that was not a forward."""
+    return frame.title if frame.phase == "forward" else f"{frame.title} ({frame.phase})"
+
+
+def row_text(row: Row) -> str:
+    """A line, with the shares that were lost where they were counted."""
+    shares = [f"{name} {share_text(share)}" for name, share in _shares(row) if share]
+    return " ".join([format_row(row), *shares])
+
+
+def _shares(row: Row) -> list[tuple[str, float | None]]:
+    return [("zeros", row.zeros), ("subnormal", row.subnormals)]

@@ -1,0 +1,308 @@
+"""report.json, schema 1: fields may be added, none change meaning. Made from the facts and the verdict, nothing else.
+
+Numbers that are non-finite are null in JSON; `nan`, `posinf` and `neginf` beside them say what they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...core.frames import Frame, Page
+from ...core.gpu_health.difference import GpuSincePreflight
+from ...core.records import GpuHealth, PreflightResult, Xid
+from ..decide.gpu_evidence import gpu_of
+from ..decide.overflow_verdict import finding_of
+from ..decide.verdict import decide
+from ..decide.verdict_model import Verdict
+from ..decide.words import unfinished_stage
+from ..earlier import EarlierLife
+from ..facts import RankFacts, RunFacts
+from .frame_selection import frames_to_show, target_of
+from .notices import cost_of, hidden_of, scaler_of, warnings_of
+from .preflight_table import PreflightReport, preflight_report
+from .timeline import TimelineEntry, timeline_of
+
+SCHEMA = 1
+
+
+class RunInfo(msgspec.Struct, frozen=True):
+    """The job. Times are ISO 8601 in UTC, from the collector's clock."""
+
+    id: str
+    command: list[str]
+    world_size: int
+    nnodes: int
+    started: str | None
+    ended: str | None
+    versions: dict[str, str]
+    attempts: int = 1
+    cwd: str = ""
+    check_only: bool = False
+    """`gpuwatch check`: the preflight was all."""
+    earlier: list[EarlierLife] = []
+    """Of a SLURM job that was requeued: what its earlier lives came to."""
+
+
+class FirstAnomaly(msgspec.Struct, frozen=True):
+    """The first non-finite value of a rank."""
+
+    batch: int
+    step: int
+    frame: int
+    module: str
+    cls: str = msgspec.field(name="class")
+    phase: str
+    role: str
+    value: str
+    dtype: str
+    origin: bool
+    between: tuple[str, str | None] | None = None
+    seq: int = -1
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """What was recorded and did not arrive."""
+
+    pages: int = 0
+    messages: int = 0
+    frames: int = 0
+    rows: int = 0
+
+
+class RankReport(msgspec.Struct, frozen=True):
+    """One rank, as it was in the attempt that the verdict is about."""
+
+    rank: int
+    local_rank: int | None
+    host: str
+    device: str | None
+    pid: int | None
+    state: str
+    exit: int | None
+    step: int | None
+    batch: int | None
+    preflight: dict[str, Any]
+    first_anomaly: FirstAnomaly | None
+    frames: list[Frame]
+    lost: Lost
+    attempt: int = 0
+    traces: list[Page] = []
+    error: dict[str, Any] | None = None
+    faults: list[str] = []
+    warnings: list[dict[str, Any]] = []
+    """Values near overflow or in underflow, the worst first; `warned` counts every such row."""
+    warned: int = 0
+    scaler: dict[str, Any] | None = None
+    """What a GradScaler skipped: expected, and no alarm."""
+    scaler_skips: int = 0
+    ignored: int = 0
+    """Rows that `--ignore` has hidden; `hidden` has the first of each rule and place."""
+    hidden: list[dict[str, Any]] = []
+    cost: dict[str, Any] | None = None
+    """Medians of the time from one batch to the next, watched and plain, where that was measured."""
+    batches_skipped: int = 0
+    """Batches that were left out."""
+    gpu: GpuSincePreflight | None = None
+    """Error counters and XIDs of its GPU since the preflight, where there is one."""
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """One node."""
+
+    host: str
+    nproc: int
+    state: str
+    ranks: list[int]
+    clock_offset_ns: int | None = None
+    """By how much the collector's clock is ahead of the node's; uncertain by half the round trip. Decides nothing."""
+    clock_round_trip_ns: int | None = None
+    gpus: list[GpuHealth] = []
+    """Whether its GPUs were watched through NVML, and why not; the first is from before the training."""
+    xids: list[Xid] = []
+    """Of all its GPUs, also of those that no rank used."""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The one combined report of all ranks."""
+
+    schema: int
+    run: RunInfo
+    verdict: Verdict
+    ranks: list[RankReport]
+    preflight: PreflightReport
+    nodes: list[NodeReport]
+    timeline: list[TimelineEntry]
+    collector: dict[str, int] = {}
+
+
+def build_report(
+    facts: RunFacts,
+    *,
+    run_id: str,
+    started: str | None,
+    ended: str | None,
+    max_frames: int = 21,
+    counters: dict[str, int] | None = None,
+    earlier: list[EarlierLife] | None = None,
+) -> Report:
+    """Put the report together."""
+    verdict = decide(facts)
+    attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
+    target = target_of(facts, verdict)
+    ranks = [_rank_report(facts, rank, verdict, target, max_frames) for rank in facts.of_attempt(attempt)]
+    return Report(
+        schema=SCHEMA,
+        run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
+        verdict=verdict,
+        ranks=ranks,
+        preflight=preflight_report(facts, attempt),
+        nodes=_nodes(facts, attempt),
+        timeline=timeline_of(facts),
+        collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
+    )
+
+
+def to_json(report: Report) -> bytes:
+    """Indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1)
+
+
+def _run_info(
+    facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[EarlierLife]
+) -> RunInfo:
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    versions: dict[str, str] = {}
+    for hello in hellos:
+        versions.update(hello.versions)
+    for rank in facts.ranks.values():
+        if rank.inventory is not None:
+            versions.update(rank.inventory.versions)
+    return RunInfo(
+        id=run_id,
+        command=hellos[0].command if hellos else [],
+        world_size=world,
+        nnodes=len(hellos),
+        started=started,
+        ended=ended,
+        versions={key: versions.get(key, "") for key in ("gpuwatch", "torch", "cuda", "nccl", "python")},
+        attempts=facts.last_attempt + 1,
+        cwd=hellos[0].cwd if hellos else "",
+        check_only=facts.check_only,
+        earlier=earlier,
+    )
+
+
+def _rank_report(
+    facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Frame | None, max_frames: int
+) -> RankReport:
+    finding = finding_of(rank)
+    state, exit_ = rank.state, rank.exit
+    where = exit_.where if exit_ is not None else None
+    error = rank.errors[0] if rank.errors else None
+    return RankReport(
+        rank=rank.rank,
+        local_rank=state.local_rank if state is not None else None,
+        host=facts.host(rank),
+        device=rank.inventory.device if rank.inventory is not None else None,
+        pid=state.pid if state is not None else None,
+        state=_state(rank),
+        exit=exit_.code if exit_ is not None else None,
+        step=where.step if where is not None else state.step if state is not None else None,
+        batch=where.batch if where is not None else state.batch if state is not None else None,
+        preflight=_preflight(rank),
+        first_anomaly=FirstAnomaly(
+            finding.batch,
+            finding.step,
+            finding.frame,
+            finding.module,
+            finding.cls,
+            finding.phase,
+            finding.role,
+            finding.value,
+            finding.dtype,
+            finding.is_origin,
+            finding.between,
+            finding.seq,
+        )
+        if finding is not None
+        else None,
+        frames=frames_to_show(rank, verdict, target, max_frames),
+        lost=Lost(
+            rank.pages_dropped,
+            state.records_lost if state is not None else 0,
+            state.frames_lost if state is not None else 0,
+            state.rows_lost if state is not None else 0,
+        ),
+        attempt=rank.attempt,
+        traces=[page for _, page in sorted(rank.pages.items()) if page.batch in _traced(facts)],
+        error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}
+        if error is not None
+        else None,
+        faults=[f"{fault.part}: {fault.message}" for fault in rank.faults],
+        warnings=warnings_of(rank),
+        warned=rank.warned_rows,
+        scaler=scaler_of(rank),
+        scaler_skips=rank.skipped_steps,
+        ignored=rank.hidden_rows,
+        hidden=hidden_of(rank),
+        cost=cost_of(rank),
+        batches_skipped=rank.batches_skipped,
+        gpu=gpu_of(facts, rank),
+    )
+
+
+def _traced(facts: RunFacts) -> set[int]:
+    return {batch for node in facts.nodes.values() if node.hello is not None for batch in node.hello.trace_batches}
+
+
+def _state(rank: RankFacts) -> str:
+    exit_ = rank.exit
+    if exit_ is None:
+        return rank.state.phase if rank.state is not None else "unknown"
+    if rank.preflight is not None and rank.preflight.stops:
+        return "preflight failed"
+    if rank.anomalies and rank.anomalies[0].aborts and rank.errors:
+        return "aborted"
+    if rank.errors:
+        return "raised"
+    if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
+        return "killed"
+    if exit_.code == 0:
+        return "unwatched" if exit_.phase == "unwatched" else "finished"
+    return "stopped" if exit_.by == "torchrun" else "failed"
+
+
+def _preflight(rank: RankFacts) -> dict[str, Any]:
+    result: PreflightResult | None = rank.preflight
+    if result is None and not rank.begun:
+        return {"outcome": "off"}
+    return {
+        "outcome": result.outcome if result is not None else "unfinished",
+        "stage": result.stage if result is not None else unfinished_stage(rank),
+        "detail": result.detail if result is not None else "",
+        "backend": result.backend if result is not None else "",
+        "stages": [{"stage": s.stage, "seconds": s.seconds, "detail": s.detail, "grade": s.grade} for s in rank.stages],
+        "unfinished": unfinished_stage(rank) or None,
+        "bandwidth": [msgspec.to_builtins(row) for row in rank.bandwidth.rows] if rank.bandwidth is not None else [],
+    }
+
+
+def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
+    reports = []
+    for node in facts.nodes.values():
+        state = "lost" if node.lost else node.bye.outcome if node.bye is not None else "unknown"
+        reports.append(
+            NodeReport(
+                host=node.hello.host if node.hello is not None else "",
+                nproc=node.hello.nproc if node.hello is not None else 0,
+                state=state,
+                ranks=[rank.rank for rank in facts.of_attempt(attempt) if rank.agent == node.agent],
+                clock_offset_ns=node.clock[0] if node.clock is not None else None,
+                clock_round_trip_ns=node.clock[1] if node.clock is not None else None,
+                gpus=[event for event in node.gpu_events if isinstance(event, GpuHealth)],
+                xids=[event for event in node.gpu_events if isinstance(event, Xid)],
+            )
+        )
+    return sorted(reports, key=lambda node: node.ranks)

@@ -1,0 +1,130 @@
+"""What the text report says beside the verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...core.frames import format_number
+from ..decide.words import ranks_text
+from .model import RankReport, Report
+from .notices import share_text
+
+_MAX_WARNINGS = 8
+_MAX_HIDDEN = 4
+
+
+def print_notices(console: Console, report: Report) -> None:
+    """Values near trouble, then what was expected and hidden, then what was not looked at, and what that cost."""
+    _warnings(console, report.ranks)
+    for line in [*_scaler(report.ranks), *_hidden(report.ranks), *_idle(report.ranks), *_cost(report.ranks)]:
+        console.print(Text(line))
+
+
+def _warnings(console: Console, ranks: list[RankReport]) -> None:
+    found = [(rank.rank, warning) for rank in ranks for warning in rank.warnings]
+    if not found:
+        return
+    found.sort(key=_badness)
+    console.print()
+    console.print(Text("Finite, and close to trouble", style="bold"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("rank", "kind", "module", "role", "batch", "dtype", "abs max", "left", "zeros", "subnormal"):
+        table.add_column(title, overflow="fold")
+    for number, warning in found[:_MAX_WARNINGS]:
+        headroom = warning.get("headroom")
+        table.add_row(
+            str(number),
+            Text(warning["kind"]),
+            Text(f"{warning['module'] or '(root)'} {warning['class']}"),
+            Text(warning["role"]),
+            str(warning["batch"]),
+            Text(warning["dtype"]),
+            format_number(warning.get("abs_max")).strip(),
+            f"2^{headroom:.1f}" if headroom is not None else "-",
+            _share(warning.get("zeros")),
+            _share(warning.get("subnormals")),
+        )
+    console.print(table)
+    left_out = len(found) - min(len(found), _MAX_WARNINGS)
+    rows = sum(rank.warned for rank in ranks)
+    more = [f"{left_out} more of other places in report.json"] if left_out else []
+    more += [f"{rows} such rows in all batches"] if rows > len(found) else []
+    if more:
+        console.print(Text("; ".join(more)))
+
+
+def _badness(entry: tuple[int, dict[str, Any]]) -> tuple[Any, ...]:
+    number, warning = entry
+    near = warning["kind"] == "near overflow"
+    lost = max(warning.get("subnormals") or 0.0, warning.get("zeros") or 0.0)
+    headroom = warning.get("headroom")
+    left = headroom if headroom is not None else 1e9
+    return not near, left if near else -lost, number, warning["batch"], warning["module"], warning["role"]
+
+
+def _share(share: float | None) -> str:
+    return "-" if not share else share_text(share)
+
+
+def _scaler(ranks: list[RankReport]) -> list[str]:
+    by_count: dict[int, list[RankReport]] = {}
+    for rank in ranks:
+        if rank.scaler is not None:
+            by_count.setdefault(rank.scaler_skips, []).append(rank)
+    lines = []
+    for count, alike in sorted(by_count.items()):
+        details = alike[0].scaler or {}
+        where = ""
+        if details.get("role") is not None:
+            where = f", first for {details['value']} in {details['role']} of {details['module'] or 'the root'}"
+        scale = f", scale {details['last_scale']:g} at the last" if details.get("last_scale") is not None else ""
+        lines.append(
+            f"GradScaler skipped {count} step{'s' if count != 1 else ''} on {ranks_text([r.rank for r in alike])} "
+            f"(expected{where}{scale})"
+        )
+    return lines
+
+
+def _hidden(ranks: list[RankReport]) -> list[str]:
+    by_pattern: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for rank in ranks:
+        for hidden in rank.hidden:
+            by_pattern.setdefault(hidden["pattern"], []).append((rank.rank, hidden))
+    total = sum(rank.ignored for rank in ranks)
+    lines = []
+    for pattern, found in sorted(by_pattern.items())[:_MAX_HIDDEN]:
+        number, first = min(found, key=lambda entry: (entry[1]["batch"], entry[0]))
+        count = f"{total} row{'s' if total != 1 else ''}, " if len(by_pattern) == 1 else ""
+        lines.append(
+            f"hidden by --ignore '{pattern}': {count}first {first['value']} in {first['role']} of "
+            f"{first['module'] or 'the root'}, rank {number}, batch {first['batch']}"
+        )
+    if total and len(by_pattern) != 1:
+        lines.append(f"hidden by --ignore: {total} rows in all")
+    return lines
+
+
+def _idle(ranks: list[RankReport]) -> list[str]:
+    idle = max((rank.batches_skipped for rank in ranks), default=0)
+    if not idle:
+        return []
+    batches = max(((rank.batch or 0) + 1 for rank in ranks), default=0)
+    if idle < batches:
+        return [f"only one batch in {round(batches / (batches - idle))} was looked at; {idle} were left out"]
+    return [f"{idle} batches were left out"]
+
+
+def _cost(ranks: list[RankReport]) -> list[str]:
+    measured = [rank for rank in ranks if rank.cost is not None and rank.cost.get("ratio") is not None]
+    if not measured:
+        return []
+    worst = max(measured, key=lambda rank: rank.cost["ratio"] if rank.cost is not None else 0.0)
+    cost = worst.cost or {}
+    return [
+        f"Watching cost {cost['ratio']:.2f}x (median of {cost['watched_batches']} watched batches against "
+        f"{cost['plain_batches']} plain ones, rank {worst.rank}, the slowest)"
+    ]

@@ -1,0 +1,143 @@
+"""The preflight on a terminal: a row per node and a column per stage, then what was found beside the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...core.preflight import Finding
+from ...core.ranks_text import ranks_text
+from .preflight_table import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
+
+_STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
+_MOST_ROWS = 8
+"""Nodes that get a row each; of more, those with nothing to tell share one."""
+_MOST_ALIKE = 4
+"""Nodes in trouble of the same kind that get a row each."""
+_MAX_FINDINGS = 16
+_MAX_HOSTS = 3
+
+
+def print_stages(console: Console, preflight: PreflightReport) -> None:
+    """How each node came through each stage, with the time of its slowest rank."""
+    if not preflight.stages:
+        return
+    stages = [column.stage for column in preflight.stages]
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    table.add_column("node", overflow="fold")
+    table.add_column("ranks", overflow="fold")
+    for stage in stages:
+        table.add_column(stage.replace(" ", "\n"), no_wrap=True)
+    for rows in fold_rows(preflight.nodes):
+        ranks = ranks_text(rank for row in rows for rank in row.ranks).partition(" ")[2]
+        cells = [_slowest(row.stages.get(stage) for row in rows) for stage in stages]
+        table.add_row(Text(_hosts(rows)), ranks, *(_cell(cell) for cell in cells))
+    console.print(Text("Preflight: each stage with the seconds of its slowest rank", style="bold"))
+    console.print(table)
+    console.print()
+
+
+def fold_rows(nodes: list[NodeRow]) -> list[list[NodeRow]]:
+    """The nodes that share a row of the table: those in trouble first."""
+    if len(nodes) <= _MOST_ROWS:
+        return [[node] for node in nodes]
+    alike: dict[tuple[tuple[str, str], ...], list[NodeRow]] = {}
+    for node in nodes:
+        alike.setdefault(tuple((stage, cell.grade) for stage, cell in node.stages.items()), []).append(node)
+    rows: list[list[NodeRow]] = []
+    for group in alike.values():
+        if group[0].grade == "ok" or len(group) > _MOST_ALIKE:
+            rows.append(group)
+        else:
+            rows += [[node] for node in group]
+    return sorted(rows, key=lambda row: (-_badness(row[0]), row[0].ranks))
+
+
+def _badness(node: NodeRow) -> int:
+    return GRADES.index(node.grade) if node.grade else 0
+
+
+def _hosts(rows: list[NodeRow]) -> str:
+    if len(rows) == 1:
+        return rows[0].host
+    if rows[0].grade == "ok":
+        return f"{len(rows)} nodes"
+    names = ", ".join(row.host for row in rows[:_MAX_HOSTS])
+    return f"{len(rows)} nodes: {names}{', ...' if len(rows) > _MAX_HOSTS else ''}"
+
+
+def _slowest(cells: Iterable[StageCell | None]) -> StageCell | None:
+    return max((cell for cell in cells if cell is not None), key=lambda cell: cell.seconds, default=None)
+
+
+def _cell(cell: StageCell | None) -> Text:
+    if cell is None:
+        return Text("-")
+    seconds = f" {cell.seconds:.0f}" if cell.seconds >= 99.5 else f" {cell.seconds:.1f}" if cell.ranks else ""
+    return Text.assemble((cell.grade, _STYLES[cell.grade]), seconds)
+
+
+def print_findings(console: Console, preflight: PreflightReport, told: Iterable[str] = ()) -> None:
+    """What was found and is not in the verdict already (`told`), and the bandwidth."""
+    told_already = " ".join(told)
+    left = [finding for finding in preflight.findings if finding.sentence not in told_already]
+    _list(console, "Differences between ranks", [f for f in left if f.stage == "consistency"])
+    _bandwidth(console, preflight.bandwidth)
+    _list(console, "Also found by the preflight", [f for f in left if f.stage != "consistency"])
+
+
+def _list(console: Console, title: str, findings: list[Finding]) -> None:
+    if not findings:
+        return
+    console.print(Text(title, style="bold"))
+    for finding in findings[:_MAX_FINDINGS]:
+        place = "" if finding.stage == "consistency" else f"{finding.stage}, "
+        next_ = f" {finding.next}" if finding.next else ""
+        console.print(
+            Text.assemble("  - ", (f"{place}{finding.grade}", _STYLES[finding.grade]), f": {finding.sentence}.{next_}")
+        )
+    if len(findings) > _MAX_FINDINGS:
+        console.print(Text(f"  - and {len(findings) - _MAX_FINDINGS} more in report.json"))
+    console.print()
+
+
+def _bandwidth(console: Console, sizes: list[BandwidthSize]) -> None:
+    if not sizes:
+        return
+    ranks = sizes[-1].ranks
+    console.print(
+        Text(
+            f"Bandwidth of all_reduce over {ranks} rank{'s' if ranks != 1 else ''}, as its slowest rank saw it",
+            style="bold",
+        )
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("size", "time us", "algbw GB/s", "busbw GB/s", "best busbw"):
+        table.add_column(title, justify="right")
+    table.add_column("slowest")
+    for size in sizes:
+        table.add_row(
+            bytes_text(size.size_bytes),
+            f"{size.time_us:.0f}",
+            f"{size.algbw_gbs:.3g}",
+            f"{size.busbw_gbs:.3g}",
+            f"{size.best_busbw_gbs:.3g}",
+            Text(f"rank {size.rank} on {size.host}"),
+        )
+    console.print(table)
+    console.print()
+
+
+def bytes_text(size: int) -> str:
+    """`16 MiB`; a size that is no round number of a unit as bytes.
+
+    >>> bytes_text(16 << 20), bytes_text(1000)
+    ('16 MiB', '1000 B')
+    """
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power and size % (1 << power) == 0:
+            return f"{size >> power} {unit}"
+    return f"{size} B"

@@ -1,0 +1,71 @@
+"""Everything that happened once, in the order that the run itself gives it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from ...core.records import Anomaly, NodeSignal
+from ..facts import RunFacts
+
+
+class TimelineEntry(msgspec.Struct, frozen=True):
+    """Something that happened once. `time` is the clock of the host that it happened on."""
+
+    time: str | None
+    rank: int | None
+    attempt: int
+    what: str
+    step: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+
+
+def utc(seconds: float | None) -> str | None:
+    """ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if seconds else None
+
+
+def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
+    """Events in the order that the run itself gives them; within one place, by each host's own clock."""
+    found: list[tuple[tuple[int, int, int], TimelineEntry]] = []
+    for rank in facts.ranks.values():
+        events: list[tuple[Any, str]] = [(a, _anomaly_text(a)) for a in rank.anomalies]
+        events += [(e, f"raised {e.error}") for e in rank.errors]
+        events += [(f, f"gpuwatch's own fault: {f.part}: {f.message}") for f in rank.faults]
+        if rank.preflight is not None:
+            events.append((rank.preflight, f"preflight {rank.preflight.outcome}"))
+        if rank.exit is not None:
+            events.append((rank.exit, f"ended with {rank.exit.code} ({rank.exit.by})"))
+        for event, text in events:
+            where = event.where
+            last = 1 if event is rank.exit else 0
+            found.append(
+                (
+                    (where.attempt, where.seq, last),
+                    TimelineEntry(
+                        utc(where.time_ns / 1e9), rank.rank, where.attempt, text, where.step, where.batch, where.seq
+                    ),
+                )
+            )
+    found.sort(key=lambda pair: (pair[0], pair[1].time or "~", pair[1].rank))
+    entries = [entry for _, entry in found]
+    for node in facts.nodes.values():
+        signal_: NodeSignal | None = node.signal
+        if signal_ is not None:
+            host = node.hello.host if node.hello is not None else ""
+            entries.append(
+                TimelineEntry(
+                    utc(signal_.time_ns / 1e9),
+                    None,
+                    facts.last_attempt,
+                    f"launch on {host} got signal {signal_.signal}",
+                )
+            )
+    return entries
+
+
+def _anomaly_text(anomaly: Anomaly) -> str:
+    return f"{anomaly.value} in {anomaly.role} of {anomaly.module or anomaly.where.root} ({anomaly.cls})"

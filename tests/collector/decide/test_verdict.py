@@ -1,0 +1,418 @@
+"""Which rank was first. Facts are made by folding hand-made messages; certainty is part of the answer."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from gpuwatch.collector.decide.verdict import decide
+from gpuwatch.collector.facts import fold
+from gpuwatch.core.messages import Definitions, EventMessage, PageMessage
+from gpuwatch.core.records import NodeSignal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def judge(*bodies, agent="a0", lost=()):
+    return decide(fold(((agent, n, body) for n, body in enumerate(bodies, 1)), lost))
+
+
+def leaf_origin(make, rank=0, *, module="fc2", value=None, **place):
+    """A batch in which `module` made a bad value out of finite ones."""
+    batch = make.Batch(rank, **place)
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor(make.INF if value is None else value)
+    batch.call("fc1", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()})
+    batch.call(module, "Linear", given=[h], returned=[y], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x], returned=[y])
+    return batch
+
+
+def clean(make, rank=0, **place):
+    return leaf_origin(make, rank, value=1.0, **place)
+
+
+def bad_weight(make, rank=0, *, module="fc1", **place):
+    batch = make.Batch(rank, **place)
+    x, y = batch.tensor(), batch.tensor(make.NAN)
+    batch.call(module, "Linear", given=[x], returned=[y], weights={"weight": batch.tensor(make.NAN)})
+    batch.call("", "Net", given=[x], returned=[y])
+    return batch
+
+
+def bad_input(make, rank=0, **place):
+    batch = make.Batch(rank, **place)
+    bad, y = batch.tensor(make.NAN), batch.tensor(make.NAN)
+    batch.call("fc1", "Linear", given=[bad], returned=[y], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[bad], returned=[y])
+    return batch
+
+
+def received(make, rank=0, *, seq, **place):
+    """A batch in which a collective in the middle of the forward brought the bad value of another rank."""
+    batch = make.Batch(rank, seq=seq, **place)
+    x, h, bad = batch.tensor(), batch.tensor(), batch.tensor(make.NAN)
+    batch.call("fc1", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()}, seq=seq - 1)
+    batch.call("fc2", "Linear", given=[bad], returned=[batch.tensor(make.NAN)], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    return batch
+
+
+# -- overflow -----------------------------------------------------------------------------------------------------
+
+
+def test_a_leaf_on_one_rank_is_established(make):
+    guilty, peer = leaf_origin(make, 1, batch=7, seq=14), clean(make, 0, batch=7, seq=14)
+    verdict = judge(make.hello(host="alpha"), *guilty.messages(), *peer.messages(), make.Bye("failed"))
+    assert (verdict.kind, verdict.rank, verdict.host, verdict.certainty) == ("overflow", 1, "alpha", "established")
+    assert (verdict.module, verdict.cls, verdict.phase, verdict.role) == ("fc2", "Linear", "forward", "output")
+    assert (verdict.value, verdict.dtype, verdict.attempt, verdict.step, verdict.batch) == ("+inf", "float32", 0, 7, 7)
+    assert verdict.statement == (
+        "Rank 1 on alpha overflowed first: +inf in the output of `fc2` (Linear), forward, batch 7."
+    )
+    assert any("rank 0" in line and "finite" in line for line in verdict.evidence)
+    assert verdict.concurrent == []
+
+
+def test_the_containers_own_code_is_said_in_words(make):
+    batch = make.Batch(0, batch=2)
+    x = batch.tensor()
+    batch.call("layer.2.fc2", "Linear", given=[x], returned=[batch.tensor()], parent="layer.2", depth=3)
+    batch.call("layer.2", "Block", given=[x], returned=[batch.tensor(make.INF)], depth=2)
+    verdict = judge(make.hello(nproc=1), *batch.messages())
+    assert (verdict.module, verdict.between) == ("layer.2", ("layer.2.fc2", None))
+    assert verdict.statement.endswith(
+        "+inf in `layer.2` (Block)'s own forward, after `layer.2.fc2` returned and before its own return, batch 2."
+    )
+
+
+def test_the_models_input(make):
+    verdict = judge(make.hello(nproc=1), *bad_input(make, batch=3).messages())
+    assert (verdict.phase, verdict.module, verdict.role) == ("input", "", "input[0]")
+    assert "was bad before the model saw it" in verdict.statement
+
+
+def test_the_rank_with_fewer_collectives_was_first(make):
+    first, second = leaf_origin(make, 1, batch=5, seq=9), leaf_origin(make, 0, batch=6, seq=12)
+    verdict = judge(make.hello(), *second.messages(), *first.messages())
+    assert (verdict.rank, verdict.certainty, verdict.concurrent) == (1, "established", [])
+    assert any("rank 0 first saw one later" in line for line in verdict.evidence)
+
+
+def test_two_ranks_between_the_same_two_collectives_are_concurrent(make):
+    left, right = leaf_origin(make, 0, seq=9), leaf_origin(make, 1, seq=9, module="other")
+    verdict = judge(make.hello(), *left.messages(), *right.messages())
+    assert verdict.certainty == "supported"
+    assert {verdict.rank, *(c.rank for c in verdict.concurrent)} == {0, 1}
+    assert {verdict.module, *(c.module for c in verdict.concurrent)} == {"fc2", "other"}
+
+
+def test_a_bad_input_and_an_origin_in_the_same_stretch_are_concurrent(make):
+    """Nothing puts the two in order, so neither may be called the later one."""
+    fed, made = bad_input(make, 0, seq=9), leaf_origin(make, 1, seq=9)
+    verdict = judge(make.hello(), *fed.messages(), *made.messages())
+    assert verdict.certainty == "supported"
+    assert {verdict.rank, *(c.rank for c in verdict.concurrent)} == {0, 1}
+    assert not any("later" in line for line in verdict.evidence)
+
+
+def test_a_bad_input_comes_before_what_a_collective_made_of_it(make):
+    """Rank 1 was fed nan; SyncBatchNorm's collective brought it to rank 0 in the middle of the forward."""
+    fed = make.Batch(1, seq=3)
+    bad = fed.tensor(make.NAN)
+    fed.call("fc1", "Linear", given=[bad], returned=[fed.tensor(make.NAN)], seq=3)
+    fed.call("", "Net", given=[bad], returned=[fed.tensor(make.NAN)], seq=8)
+    verdict = judge(make.hello(), *fed.messages(), *received(make, 0, seq=4).messages())
+    assert (verdict.rank, verdict.phase) == (1, "input")
+
+
+def test_what_a_collective_brought_is_not_first(make):
+    verdict = judge(make.hello(), *received(make, 0, seq=4).messages(), *leaf_origin(make, 1, seq=3).messages())
+    assert (verdict.rank, verdict.module) == (1, "fc2")
+
+
+def test_the_same_bad_weight_on_all_ranks_names_nobody(make):
+    ranks = [bad_weight(make, rank, batch=4, seq=20) for rank in range(3)]
+    verdict = judge(make.hello(nproc=3), *(body for rank in ranks for body in rank.messages()))
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("overflow", "unknown", None)
+    assert (verdict.phase, verdict.module, verdict.role, verdict.batch) == ("weight", "fc1", "weight", 4)
+    assert verdict.statement.startswith("Ranks 0, 1 and 2 met a non-finite weight in batch 4")
+
+
+def test_a_bad_weight_on_one_rank_while_the_others_were_seen_clean_is_its_own(make):
+    verdict = judge(make.hello(), *bad_weight(make, 1, seq=9).messages(), *clean(make, 0, seq=9).messages())
+    assert (verdict.rank, verdict.phase, verdict.certainty) == (1, "weight", "established")
+
+
+def test_a_bad_weight_on_the_rank_that_aborted_first_is_not_established(make):
+    """DDP brought the same nan to every rank; torchrun stopped rank 1 before it entered that batch."""
+    mine, peer = bad_weight(make, 0, batch=4, seq=20), clean(make, 1, batch=3, seq=15)
+    verdict = judge(
+        make.hello(),
+        *mine.messages(),
+        *peer.messages(),
+        make.ended(0, 1, batch=4, seq=20),
+        make.ended(1, -15, "torchrun", batch=3, seq=20),
+        make.Bye("failed"),
+    )
+    assert verdict.kind == "overflow"
+    assert verdict.certainty != "established"
+
+
+def test_without_a_process_group_batches_order_and_the_verdict_says_so(make):
+    first, second = leaf_origin(make, 1, batch=2, seq=-1), leaf_origin(make, 0, batch=5, seq=-1)
+    verdict = judge(make.hello(), *first.messages(), *second.messages())
+    assert (verdict.rank, verdict.certainty) == (1, "supported")
+
+
+def test_without_the_page_the_event_supports_and_no_more(make):
+    verdict = judge(make.hello(nproc=1), *leaf_origin(make).messages(page=False))
+    assert (verdict.rank, verdict.module, verdict.certainty) == (0, "fc2", "supported")
+    assert any("not received" in line for line in verdict.evidence)
+
+
+def test_the_first_attempt_that_overflowed_counts(make):
+    later, earlier = leaf_origin(make, 0, attempt=1, seq=2), leaf_origin(make, 1, attempt=0, seq=50)
+    verdict = judge(make.hello(), *later.messages(), *earlier.messages())
+    assert (verdict.rank, verdict.attempt) == (1, 0)
+
+
+def test_a_benign_mask_is_a_clean_run(make):
+    batch = make.Batch(0)
+    mask = batch.tensor(make.NEGINF)
+    batch.call("attention", "Attention", given=[batch.tensor()], returned=[batch.tensor()], kwargs={"mask": mask})
+    batch.call("", "Net", given=[batch.tensor(), mask], returned=[batch.tensor()])
+    verdict = judge(make.hello(nproc=1), *batch.messages(), *make.finished(0, batch=0), make.Bye("ok"))
+    assert verdict.kind == "clean"
+
+
+def test_ranks_that_ended_because_of_it_are_the_cascade(make):
+    verdict = judge(
+        make.hello(nproc=3),
+        *leaf_origin(make, 1, seq=3).messages(),
+        *clean(make, 0, seq=3).messages(),
+        make.raised(0, "RuntimeError", "Connection closed by peer", peer=True, seq=4),
+        make.ended(0, 1),
+        make.raised(1, "OverflowDetected", "inf", seq=3),
+        make.ended(1, 1),
+        make.ended(2, -15, "torchrun"),
+        make.Bye("failed"),
+    )
+    assert verdict.rank == 1
+    assert {c.rank: c.how.split()[0] for c in verdict.cascade} == {0: "raised", 2: "was"}
+
+
+# -- ranks that ended badly ---------------------------------------------------------------------------------------
+
+
+def test_a_killed_rank_is_lost_and_its_peers_only_cascade(make):
+    verdict = judge(
+        make.hello(host="alpha"),
+        make.ended(1, -9, phase="forward", module="layer.1", cls="Linear", step=6, batch=6, seq=12),
+        make.raised(0, "RuntimeError", "Connection closed by peer", peer=True, seq=12),
+        make.ended(0, 1, seq=12),
+        make.Bye("failed"),
+    )
+    assert (verdict.kind, verdict.rank, verdict.signal, verdict.certainty) == ("lost", 1, "SIGKILL", "established")
+    assert verdict.statement == (
+        "Rank 1 on alpha was killed by SIGKILL in the forward of batch 6, in `layer.1` (Linear)."
+    )
+    assert [c.rank for c in verdict.cascade] == [0]
+
+
+def test_a_crash_comes_before_the_peer_failures_that_it_caused(make):
+    verdict = judge(
+        make.hello(host="alpha"),
+        make.raised(0, "RuntimeError", "Connection reset by peer", peer=True, seq=6),
+        make.raised(1, "ValueError", "boom\nmore", module="fc2", seq=7, batch=3),
+        make.ended(0, 1),
+        make.ended(1, 1),
+        make.Bye("failed"),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "established")
+    assert verdict.statement == "Rank 1 on alpha raised ValueError, inside `fc2`: boom."
+
+
+def test_ranks_that_failed_at_the_same_point_share_the_blame(make):
+    bodies = [make.raised(rank, seq=4) for rank in (1, 0)]
+    verdict = judge(make.hello(), *bodies, make.ended(0, 1), make.ended(1, 1), make.Bye("failed"))
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 0, "supported")
+    assert "rank 1" in verdict.statement
+
+
+def test_an_exit_code_without_an_exception_is_a_crash(make):
+    verdict = judge(make.hello(), make.ended(0, 3), make.ended(1, -15, "torchrun"), make.Bye("failed"))
+    assert (verdict.kind, verdict.rank) == ("crash", 0)
+    assert "exit code 3" in verdict.statement
+
+
+def test_a_rank_that_torchrun_stopped_is_not_blamed(make):
+    verdict = judge(make.hello(), make.ended(0, -15, "torchrun"), make.ended(1, 1), make.Bye("failed"))
+    assert verdict.rank == 1
+
+
+def test_a_node_that_went_silent_is_undetermined_and_only_supported(make):
+    messages = [("a0", 1, make.hello("a0", "alpha", 1, 2)), ("a1", 1, make.hello("a1", "beta", 1, 2))]
+    messages += [("a1", 0, make.Beat([make.state(1)], {})), ("a0", 2, make.Bye("ok"))]
+    verdict = decide(fold(messages, ["a1"]))
+    assert (verdict.kind, verdict.host, verdict.rank, verdict.certainty) == ("lost", "beta", 1, "supported")
+    assert "or the link" in verdict.statement
+
+
+def test_a_signal_from_outside_is_an_interruption(make):
+    verdict = judge(make.hello(), EventMessage(NodeSignal(15)), make.ended(0, -15, "torchrun"), make.Bye("signal", 15))
+    assert (verdict.kind, verdict.signal) == ("interrupted", "SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("signal", "why"),
+    [
+        (NodeSignal(15), "by SIGTERM; no"),
+        (NodeSignal(15, 1, "SLURM: its time limit is reached"), "by SIGTERM (SLURM: its time limit is reached); no"),
+        (NodeSignal(12), "by SIGUSR2 (the scheduler's warning: the time limit is near); no"),
+    ],
+)
+def test_an_interruption_says_who_sent_the_signal_where_that_is_known(make, signal, why):
+    verdict = judge(make.hello(), EventMessage(signal), make.Bye("signal", signal.signal))
+    assert why in verdict.statement
+
+
+def test_a_rank_that_the_signal_has_reached_by_itself_was_not_first(make):
+    """Some of SLURM's ways to send a signal reach every process of the job, before torchrun does."""
+    hit = [make.ended(0, -12), make.ended(1, -15, "torchrun")]
+    verdict = judge(make.hello(), EventMessage(NodeSignal(12)), *hit, make.Bye("signal", 12))
+    assert (verdict.kind, verdict.signal) == ("interrupted", "SIGUSR2")
+    verdict = judge(make.hello(), EventMessage(NodeSignal(15)), make.ended(0, -9), make.Bye("signal", 15))
+    assert (verdict.kind, verdict.signal, verdict.rank) == ("lost", "SIGKILL", 0)
+
+
+@pytest.mark.parametrize(("seconds_before", "kind"), [(20, "interrupted"), (120, "lost")])
+def test_a_rank_that_missed_others_as_the_signal_came_was_not_first(make, seconds_before, kind):
+    """The signal reaches all nodes, and one of them ends its ranks a moment before the others do."""
+    signalled = 1_000_000_000_000
+    at = {"seq": 9, "time_ns": signalled - seconds_before * 10**9}
+    verdict = judge(
+        make.hello(),
+        make.raised(0, "RuntimeError", "Connection reset by peer", peer=True, **at),
+        make.ended(0, -15, "torchrun"),
+        make.ended(1, -15, "torchrun"),
+        EventMessage(NodeSignal(15, signalled)),
+        make.Bye("signal", 15),
+    )
+    assert (verdict.kind, verdict.rank) == (kind, None)
+
+
+def test_torchrun_failed_and_no_rank_said_why(make):
+    verdict = judge(make.hello(), make.Bye("failed"))
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("crash", "unknown", None)
+
+
+def test_a_restart_that_succeeded_is_clean(make):
+    bodies = [make.raised(0), make.ended(0, 1), *make.finished(0, attempt=1), make.Bye("ok")]
+    assert judge(make.hello(nproc=1), *bodies).kind == "clean"
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(1, "1 rank, 8 batches"), (2, "2 ranks, 8 batches")])
+def test_a_clean_run(make, ranks, words):
+    bodies = [body for rank in range(ranks) for body in make.finished(rank, batch=7)]
+    verdict = judge(make.hello(nproc=ranks), *bodies, make.Bye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", "established")
+    assert words in verdict.statement
+
+
+def test_a_rank_without_a_word_keeps_a_clean_run_from_being_established(make):
+    bodies = [*make.finished(0), make.ended(1, 0, phase="starting"), make.Bye("ok")]
+    assert judge(make.hello(), *bodies).certainty == "supported"
+
+
+# -- preflight ----------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_failed_is_named_and_not_its_victims(make):
+    verdict = judge(
+        make.hello(host="alpha", nproc=3),
+        make.preflight(0, "victim", "all_reduce", "waited for rank 2"),
+        make.preflight(2, "failed", "device", "no memory"),
+        make.preflight(1, "victim", "arrive", "waited for rank 2"),
+        make.Bye("failed"),
+    )
+    assert (verdict.kind, verdict.rank, verdict.stage, verdict.certainty) == ("preflight", 2, "device", "established")
+    assert verdict.statement == "Preflight, stage device: rank 2 on alpha failed: no memory."
+    assert [c.rank for c in verdict.cascade] == [0, 1]
+
+
+def test_victims_alone_name_nobody(make):
+    verdict = judge(make.hello(), make.preflight(0, "victim"), make.preflight(1, "victim"), make.Bye("failed"))
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("preflight", None, "unknown")
+
+
+def test_a_preflight_that_does_not_stop_the_job_is_not_the_verdict(make):
+    bodies = [make.preflight(0, "failed", stops=False), *make.finished(0), make.Bye("ok")]
+    assert judge(make.hello(nproc=1), *bodies).kind == "clean"
+
+
+# -- any order, any duplicates, any rank missing ------------------------------------------------------------------
+
+SCENARIOS = {
+    "leaf": lambda make: [leaf_origin(make, 1, seq=3, batch=1), clean(make, 0, seq=3, batch=1), clean(make, 2, seq=3)],
+    "concurrent": lambda make: [leaf_origin(make, 1, seq=3), leaf_origin(make, 2, seq=3), received(make, 0, seq=4)],
+    "through a collective": lambda make: [
+        leaf_origin(make, 1, seq=3),
+        received(make, 0, seq=4),
+        received(make, 2, seq=4),
+    ],
+    "weights": lambda make: [bad_weight(make, rank, seq=3) for rank in range(3)],
+    "input": lambda make: [bad_input(make, 1, seq=3), received(make, 0, seq=4), clean(make, 2, seq=3)],
+}
+SOURCES = {"leaf": {1}, "concurrent": {1, 2}, "through a collective": {1}, "weights": set(), "input": {1}}
+
+
+def messages_of(make, batches):
+    """Rank r runs on node r % 2."""
+    agents = ["a0", "a1"]
+    found = [(agent, make.hello(agent, f"h{n}", 2 - n, 2)) for n, agent in enumerate(agents)]
+    for batch in batches:
+        agent = agents[batch.rank % 2]
+        place = {"seq": batch.seq, "batch": batch.batch}
+        found += [(agent, body) for body in batch.messages()]
+        if batch.anomaly is not None:
+            found.append((agent, make.raised(batch.rank, "OverflowDetected", "inf", **place)))
+        found.append((agent, make.ended(batch.rank, 1, "itself" if batch.anomaly else "torchrun", **place)))
+    found += [(agent, make.Bye("failed")) for agent in agents]
+    return [(agent, n, body) for n, (agent, body) in enumerate(found, 1)]
+
+
+@given(st.sampled_from(sorted(SCENARIOS)), st.randoms(use_true_random=False), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_order_and_any_duplicates_give_the_same_verdict(make, name, dice: random.Random, data):
+    messages = messages_of(make, SCENARIOS[name](make))
+    expected = decide(fold(messages))
+    again = [message for message in messages for _ in range(data.draw(st.integers(1, 3)))]
+    dice.shuffle(again)
+    assert decide(fold(again)) == expected
+
+
+def rank_of(body) -> int | None:
+    if isinstance(body, Definitions | PageMessage):
+        return body.rank
+    if isinstance(body, EventMessage) and hasattr(body.event, "where"):
+        return body.event.where.rank
+    return None
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+@pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
+def test_a_missing_rank_never_makes_a_wrong_name_an_established_one(make, name, missing):
+    messages = [m for m in messages_of(make, SCENARIOS[name](make)) if rank_of(m[2]) not in missing]
+    verdict = decide(fold(messages))
+    assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_missing_pages_never_make_a_wrong_name_an_established_one(make, name):
+    messages = messages_of(make, SCENARIOS[name](make))
+    pages = [m for m in messages if isinstance(m[2], PageMessage)]
+    for left_out in pages:
+        verdict = decide(fold(m for m in messages if m is not left_out))
+        assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
+    verdict = decide(fold(m for m in messages if m not in pages))
+    assert verdict.certainty != "established"

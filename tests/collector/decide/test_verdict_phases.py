@@ -1,0 +1,458 @@
+"""Which rank was first, by what was bad: gradients, steps, sums over ranks, weights, masks, batches left out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from gpuwatch.collector.decide.verdict import decide
+from gpuwatch.collector.facts import fold
+from gpuwatch.core.messages import Definitions, EventMessage, PageMessage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def judge(make, *batches, **hello):
+    """The verdict over these pages."""
+    bodies = [make.hello(nproc=hello.pop("nproc", len(batches)), host="alpha", **hello)]
+    bodies += [body for batch in batches for body in batch.messages()]
+    return decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+
+
+def forward(make, rank=0, *, weight=1.0, embed=2.0, out=1.0, names=("embed", "length", "head"), **place):
+    """`return self.head(self.length(self.embed(x)))`, in a page that the rest of the step can be added to."""
+    batch = make.Batch(rank, **place)
+    x, h, y, z = batch.tensor(), batch.tensor(), batch.tensor(), batch.tensor(out)
+    batch.call(names[0], "Linear", given=[x], returned=[h], weights={"weight": batch.tensor(embed)})
+    batch.call(names[1], "Length", given=[h], returned=[y])
+    batch.call(names[2], "Linear", given=[y], returned=[z], weights={"weight": batch.tensor(weight)})
+    batch.call("", "Net", given=[x], returned=[z])
+    return batch
+
+
+def backward(make, rank=0, *, bad=1.0, local=None, mark=0, **place):
+    """`bad` is the gradient of what `embed` returned, `local` that of its weight."""
+    batch = forward(make, rank, **place)
+    for name, cls in (("head", "Linear"), ("length", "Length")):
+        batch.backward(name, cls, "output", 1.0, mark=mark)
+    batch.backward("embed", "Linear", "output", bad, mark=mark)
+    batch.backward("embed", "Linear", "weight", bad if local is None else local, mark=mark)
+    return batch
+
+
+def reduced(make, rank=0, *, got, **place):
+    """A whole step, in which the gradient of `embed` was `got` when the optimizer got it."""
+    batch = backward(make, rank, **place)
+    batch.got("embed", "Linear", {"weight": got})
+    batch.got("head", "Linear", {"weight": 0.5})
+    return batch
+
+
+def whole(make, rank=0, *, stepped=1.0, **place):
+    batch = reduced(make, rank, got=1.0, **place)
+    batch.stepped("embed", "Linear", {"weight": stepped, "state exp_avg weight": 0.5})
+    return batch
+
+
+def outside(make, rank=0, **place):
+    batch = forward(make, rank, **place)
+    batch.backward("head", "Linear", "output", make.INF)
+    return batch
+
+
+# -- backward -----------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_of_an_activation_on_one_rank(make):
+    verdict = judge(make, backward(make, 0, batch=2, seq=9), backward(make, 1, bad=make.NAN, batch=2, seq=9))
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("overflow", 1, "established")
+    assert (verdict.module, verdict.cls, verdict.phase, verdict.role) == (
+        "length",
+        "Length",
+        "backward",
+        "grad input[0]",
+    )
+    assert verdict.statement == (
+        "Rank 1 on alpha overflowed first: nan in the grad input[0] of `length` (Length), backward, batch 2."
+    )
+    assert "`length` (Length) alone used that tensor" in verdict.evidence[1]
+
+
+def test_local_gradients_name_the_rank_though_all_are_bad_one_step_later(make):
+    guilty = backward(make, 1, bad=make.NAN, batch=2, clock={"0": 8})
+    peers = [reduced(make, rank, got=make.NAN, batch=2, clock={"0": 9}) for rank in (0, 2)]
+    verdict = judge(make, guilty, *peers)
+    assert (verdict.rank, verdict.module, verdict.phase) == (1, "length", "backward")
+    assert sum("first saw one later" in line for line in verdict.evidence) == 2
+
+
+def test_the_scripts_own_loss(make):
+    verdict = judge(make, outside(make, 1, seq=9, batch=2), backward(make, 0, seq=9, batch=2))
+    assert (verdict.rank, verdict.module, verdict.cls, verdict.phase) == (1, "", "Net", "backward")
+    assert (verdict.between, verdict.certainty) == (("", "head"), "established")
+    assert "handed in from outside of the model" in verdict.statement
+    assert "the loss" in verdict.next[0]
+
+
+def test_the_scripts_own_loss_is_not_certain_where_other_ranks_are_not_known(make):
+    assert judge(make, outside(make, 1), nproc=2).certainty == "supported"
+
+
+def test_the_scripts_own_loss_is_not_certain_where_other_ranks_run_another_model(make):
+    """The next stage of a pipeline may have sent it."""
+    bodies = [make.hello(nproc=2), *outside(make, 0, root="First").messages(), make.ended(0, 1)]
+    bodies += [*backward(make, 1, root="Second").messages(), make.ended(1, -15, "torchrun")]
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies)))
+    assert (verdict.rank, verdict.certainty) == (0, "supported")
+    assert any("another stage may have sent that gradient" in line for line in verdict.evidence)
+
+
+def test_a_stage_that_was_handed_a_bad_gradient_is_not_first(make):
+    """Pipeline: what comes out of the second stage's backward goes into that of the first one."""
+    first = outside(make, 0, root="First", batch=4, clock={"0": 2}, names=("a", "b", "head"))
+    second = backward(make, 1, root="Second", bad=make.NAN, batch=4, clock={"0": 2})
+    verdict = judge(make, first, second)
+    assert (verdict.rank, verdict.module, verdict.concurrent) == (1, "length", [])
+    assert any("rank 0" in line and "outside of its model" in line for line in verdict.evidence)
+
+
+def test_a_stage_that_was_handed_a_bad_activation_is_not_first(make):
+    second = make.Batch(1, root="Second", batch=5, clock={"0": 2})
+    bad = second.tensor(make.INF)
+    second.call("enter", "Linear", given=[bad], returned=[second.tensor(make.INF)])
+    second.call("", "Second", given=[bad], returned=[second.tensor(make.INF)])
+    first = forward(make, 0, root="First", out=make.INF, batch=5, clock={"0": 2})
+    verdict = judge(make, second, first)
+    assert (verdict.rank, verdict.module, verdict.phase, verdict.concurrent) == (0, "head", "forward", [])
+
+
+def test_own_code_in_the_backward_is_said_in_words(make):
+    batch = make.Batch(0, batch=1)
+    x, h, w, y = (batch.tensor(number) for number in (1.0, 2.0, 3.0, 4.0))
+    batch.call("block.enter", "Linear", given=[x], returned=[h], parent="block")
+    batch.call("block.leave", "Linear", given=[w], returned=[y], parent="block")
+    batch.call("block", "Block", given=[x], returned=[y])
+    batch.call("", "Net", given=[x], returned=[y])
+    batch.backward("block.leave", "Linear", "output", 1.0)
+    batch.backward("block.enter", "Linear", "output", make.NAN)
+    verdict = judge(make, batch)
+    assert (verdict.module, verdict.between, verdict.certainty) == (
+        "block",
+        ("block.leave", "block.enter"),
+        "established",
+    )
+    assert verdict.statement.endswith(
+        "nan in the gradient of what `block.enter` (Linear) returned, made in `block` (Block)'s backward, "
+        "after that of `block.leave` and before that of `block.enter`, batch 1."
+    )
+
+
+def test_gradients_that_ranks_hand_each_other_name_nobody(make):
+    """Tensor parallel: an all-reduce in the backward brought it to both."""
+
+    def spread(rank):
+        batch = make.Batch(rank, seq=3, clock={"0": 5})
+        x, h, y = batch.tensor(), batch.tensor(), batch.tensor()
+        batch.call("embed", "Linear", given=[x], returned=[h], seq=3)
+        batch.call("mlp", "Mlp", given=[h], returned=[y], seq=4, collectives=1)
+        batch.call("", "Net", given=[x], returned=[y], seq=4, collectives=1)
+        batch.backward("mlp", "Mlp", "output", 1.0, seq=4)
+        batch.backward("embed", "Linear", "output", make.NAN, seq=5)
+        return batch
+
+    verdict = judge(make, spread(0), spread(1))
+    assert (verdict.rank, verdict.certainty, verdict.phase) == (None, "unknown", "collective")
+    assert "may have come from any rank" in verdict.statement
+
+
+# -- GradScaler ---------------------------------------------------------------------------------------------------
+
+
+def test_a_scale_that_collapsed_names_the_rank_with_the_bad_gradient(make):
+    scaled = make.Mark.SCALED
+    guilty = backward(make, 1, bad=make.INF, mark=scaled, batch=7, clock={"0": 9})
+    peer = backward(make, 0, mark=scaled, batch=7, clock={"0": 9})
+    peer.got("embed", "Linear", {"weight": make.INF}, mark=scaled)
+    for batch in (guilty, peer):
+        batch.skipped("GradScaler skipped 12 steps in a row, its scale is down to 1")
+    verdict = judge(make, peer, guilty)
+    assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "backward", "length", "grad input[0]")
+    assert verdict.statement.endswith("(GradScaler skipped 12 steps in a row, its scale is down to 1).")
+
+
+def test_gradients_that_a_scaler_skips_are_no_overflow(make):
+    batch = backward(make, 0, bad=make.INF, mark=make.Mark.SCALED)
+    bodies = [make.hello(nproc=1), *batch.messages(), *make.finished(0), make.Bye("ok")]
+    assert decide(fold(("a0", n, body) for n, body in enumerate(bodies))).kind == "clean"
+
+
+# -- the reduction and the step -----------------------------------------------------------------------------------
+
+
+def test_a_sum_over_ranks_is_nobodys_own(make):
+    verdict = judge(make, *(reduced(make, rank, got=make.INF, batch=2, clock={"0": 9}) for rank in range(2)))
+    assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "established")
+    assert (verdict.module, verdict.cls, verdict.role, verdict.value) == ("embed", "Linear", "grad weight", "+inf")
+    assert "every rank's own gradient was finite, their sum was not" in verdict.statement
+
+
+def test_a_sum_over_ranks_of_which_one_was_not_seen_is_unknown(make):
+    verdict = judge(make, reduced(make, 0, got=make.INF), nproc=2)
+    assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "unknown")
+    assert any("1 ranks were never heard" in line for line in verdict.evidence)
+
+
+def test_a_sum_over_ranks_of_which_one_has_shown_no_gradient_is_unknown(make):
+    verdict = judge(make, reduced(make, 0, got=make.INF, batch=2), forward(make, 1, batch=2))
+    assert verdict.certainty == "unknown"
+    assert any("rank 1: no finite gradient of its own was seen" in line for line in verdict.evidence)
+
+
+def test_own_code_before_the_step_of_one_rank(make):
+    """The others got the same gradients, and theirs are finite."""
+    verdict = judge(make, reduced(make, 0, got=0.5, batch=2), reduced(make, 1, got=make.INF, batch=2))
+    assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "optimizer", "embed", "grad weight")
+    assert verdict.certainty == "established"
+    assert "clipping" in verdict.statement
+
+
+def test_ranks_that_hold_shards_get_gradients_of_their_own(make):
+    """FSDP: the others' being finite says nothing of this rank's shard."""
+    mine, other = reduced(make, 1, got=make.INF), backward(make, 0)
+    other.got("embed", "Linear", {"weight": 0.5})
+    other.got("head", "Linear", {"weight": 0.25})
+    assert judge(make, mine, other).rank is None
+
+
+def test_one_rank_alone_has_nothing_to_reduce(make):
+    verdict = judge(make, reduced(make, 0, got=make.NAN))
+    assert (verdict.rank, verdict.phase, verdict.role, verdict.certainty) == (
+        0,
+        "optimizer",
+        "grad weight",
+        "established",
+    )
+
+
+def test_a_step_on_one_rank(make):
+    verdict = judge(make, whole(make, 0, batch=2), whole(make, 1, batch=2, stepped=make.NEGINF))
+    assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "optimizer", "embed", "weight")
+    assert verdict.certainty == "established"
+    assert any("exp_avg" in line for line in verdict.evidence)
+    assert "the step after batch 2 made -inf" in verdict.statement
+
+
+def test_a_step_on_all_ranks_is_everybodys(make):
+    verdict = judge(make, *(whole(make, rank, stepped=make.NAN, clock={"0": 9}) for rank in range(2)))
+    assert {verdict.rank, *(c.rank for c in verdict.concurrent)} == {0, 1}
+    assert (verdict.phase, verdict.certainty) == ("optimizer", "supported")
+
+
+def test_weights_whose_gradients_nobody_looked_at_name_nobody(make):
+    def blind(rank):
+        batch = forward(make, rank, batch=2)
+        batch.stepped("embed", "Linear", {"weight": make.NAN})
+        return batch
+
+    verdict = judge(make, blind(0), blind(1))
+    assert (verdict.rank, verdict.phase, verdict.module, verdict.certainty) == (None, "weight", "embed", "unknown")
+    assert verdict.next[0] == "Watch the gradients, too: --watch forward,grads,weights."
+
+
+# -- one rank's copy of a weight ----------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_that_makes_a_huge_weight(make):
+    flipped = forward(make, 1, weight=1e38, out=make.INF, batch=3)
+    verdict = judge(make, forward(make, 0, batch=3), flipped)
+    assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "weight", "head", "weight")
+    assert verdict.certainty == "established"
+    assert "this rank's copy differs from the others'" in verdict.statement
+    assert any("abs max 1.00e+38, theirs has abs max 1.00e+00" in line for line in verdict.evidence)
+    assert "memory" in verdict.next[0]
+
+
+def test_a_small_difference_of_two_ranks_is_supported_and_no_more(make):
+    verdict = judge(make, forward(make, 0), forward(make, 1, weight=1.5, out=make.INF))
+    assert (verdict.phase, verdict.certainty) == ("weight", "supported")
+
+
+def test_a_flipped_bit_that_makes_a_weight_non_finite(make):
+    verdict = judge(make, forward(make, 0, batch=3), forward(make, 1, weight=make.INF, out=make.INF, batch=3))
+    assert (verdict.rank, verdict.phase, verdict.role, verdict.certainty) == (1, "weight", "weight", "established")
+    assert "differs" in verdict.statement
+
+
+def test_weights_that_differ_anyway_are_no_evidence(make):
+    verdict = judge(make, forward(make, 0), forward(make, 1, weight=1e38, embed=3.0, out=make.INF))
+    assert (verdict.phase, verdict.module) == ("forward", "head")
+
+
+def test_a_bad_shard_beats_what_a_collective_made_of_it(make):
+    """Tensor parallel: rank 1's shard is nan, and the all-reduce at the end of the call brings that to rank 0."""
+
+    def shard(rank, weight):
+        batch = make.Batch(rank, seq=4, clock={"0": 4})
+        x, y = batch.tensor(), batch.tensor(make.NAN)
+        weights = {"weight": batch.tensor(weight)}
+        batch.call("down", "Linear", given=[x], returned=[y], weights=weights, collectives=1)
+        return batch
+
+    verdict = judge(make, shard(0, 1.0), shard(1, make.NAN))
+    assert (verdict.rank, verdict.phase, verdict.module) == (1, "weight", "down")
+
+
+def test_a_collective_inside_of_a_call_names_nobody(make):
+    def parts(rank):
+        batch = make.Batch(rank, seq=4, clock={"0": 4})
+        batch.call("down", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)], collectives=1)
+        return batch
+
+    verdict = judge(make, parts(0), parts(1))
+    assert (verdict.rank, verdict.module, verdict.phase, verdict.certainty) == (None, "down", "collective", "unknown")
+    assert judge(make, parts(0)).certainty == "unknown"
+
+
+def test_an_origin_elsewhere_beats_what_a_collective_brought(make):
+    received = make.Batch(0, seq=4, clock={"0": 4})
+    received.call(
+        "norm", "SyncBatchNorm", given=[received.tensor()], returned=[received.tensor(make.NAN)], collectives=1
+    )
+    verdict = judge(make, received, forward(make, 1, out=make.INF, seq=4, clock={"0": 4}))
+    assert (verdict.rank, verdict.module, verdict.concurrent) == (1, "head", [])
+
+
+# -- masks, and batches that were left out ------------------------------------------------------------------------
+
+
+def test_the_verdict_names_where_a_neginf_came_in_and_what_turned_it_into_nan(make):
+    batch = make.Batch(1, batch=2)
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("padding", "Padding", given=[x], returned=[mask])
+    batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    verdict = judge(make, batch)
+    assert (verdict.module, verdict.role, verdict.value, verdict.phase) == ("padding", "output", "-inf", "forward")
+    assert verdict.statement == (
+        "Rank 1 on alpha met nan that came from an expected -inf: -inf in the output of `padding` (Padding), forward, "
+        "batch 2; `attend` (Attend) turned it into nan."
+    )
+    assert "mask" in verdict.next[0]
+
+
+def left_out(make, rank, **place):
+    batch = make.Batch(rank, **place)
+    batch.call("", "Net", returned=[batch.tensor(make.NAN)])
+    batch.unlooked("not looked into: --every 5")
+    return batch
+
+
+def test_a_batch_that_was_left_out_gives_the_rank_and_no_module(make):
+    verdict = judge(make, left_out(make, 1, batch=7), nproc=1)
+    assert (verdict.rank, verdict.module, verdict.cls, verdict.certainty) == (1, None, None, "supported")
+    assert (verdict.phase, verdict.batch) == ("forward", 7)
+    assert "not looked into: --every 5" in verdict.statement
+    assert "--every 1" in verdict.statement
+
+
+def test_an_origin_elsewhere_beats_a_batch_that_was_left_out(make):
+    verdict = judge(make, left_out(make, 0, seq=5), forward(make, 1, out=make.INF, seq=5))
+    assert (verdict.rank, verdict.module) == (1, "head")
+
+
+def test_the_same_batch_left_out_on_two_ranks_names_nobody(make):
+    verdict = judge(make, left_out(make, 0, seq=5), left_out(make, 1, seq=5))
+    assert (verdict.rank, verdict.certainty) == (None, "unknown")
+
+
+# -- any order, any duplicates, any rank missing ------------------------------------------------------------------
+
+
+def _stages(make):
+    return [
+        outside(make, 0, root="First", batch=4, clock={"0": 2}, names=("a", "b", "head")),
+        backward(make, 1, root="Second", bad=make.NAN, batch=4, clock={"0": 2}),
+        backward(make, 2, root="Second", batch=4, clock={"0": 2}),
+    ]
+
+
+SCENARIOS = {
+    "backward": lambda make: [
+        backward(make, 1, bad=make.NAN, batch=2, clock={"0": 8}, seq=8),
+        *(reduced(make, rank, got=make.NAN, batch=2, clock={"0": 9}, seq=9) for rank in (0, 2)),
+    ],
+    "backward, two groups": lambda make: [
+        backward(make, 1, bad=make.NAN, batch=2, clock={"0": 8, "dp": 3}, seq=11),
+        backward(make, 0, batch=2, clock={"0": 8}, seq=8),
+        reduced(make, 2, got=make.NAN, batch=2, clock={"0": 8, "dp": 4}, seq=12),
+    ],
+    "pipeline": _stages,
+    "sum": lambda make: [reduced(make, rank, got=make.INF, batch=2, clock={"0": 9}) for rank in range(3)],
+    "clipping": lambda make: [
+        reduced(make, rank, got=make.INF if rank == 1 else 0.5, batch=2, clock={"0": 9}) for rank in range(3)
+    ],
+    "step": lambda make: [whole(make, rank, stepped=make.NAN if rank == 1 else 1.0, batch=2) for rank in range(3)],
+    "flipped bit": lambda make: [
+        forward(make, rank, weight=1e38 if rank == 1 else 1.0, out=make.INF if rank == 1 else 1.0) for rank in range(3)
+    ],
+    "loss": lambda make: [outside(make, rank) if rank == 1 else backward(make, rank) for rank in range(3)],
+    "left out": lambda make: [left_out(make, 1, seq=5), forward(make, 0, seq=5), forward(make, 2, seq=5)],
+}
+SOURCES = {name: {1} for name in SCENARIOS} | {"sum": {None}}
+
+
+def messages_of(make, batches):
+    """Rank r runs on node r % 2."""
+    agents = ["a0", "a1"]
+    found = [(agent, make.hello(agent, f"h{n}", 2 - n, 2)) for n, agent in enumerate(agents)]
+    for batch in batches:
+        agent = agents[batch.rank % 2]
+        place = {"seq": batch.seq, "batch": batch.batch}
+        found += [(agent, body) for body in batch.messages()]
+        if batch.anomaly is not None:
+            found.append((agent, make.raised(batch.rank, "OverflowDetected", "inf", **place)))
+        found.append((agent, make.ended(batch.rank, 1, "itself" if batch.anomaly else "torchrun", **place)))
+    found += [(agent, make.Bye("failed")) for agent in agents]
+    return [(agent, n, body) for n, (agent, body) in enumerate(found, 1)]
+
+
+def rank_of(body) -> int | None:
+    if isinstance(body, Definitions | PageMessage):
+        return body.rank
+    if isinstance(body, EventMessage) and hasattr(body.event, "where"):
+        return body.event.where.rank
+    return None
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_the_source_is_named(make, name):
+    assert decide(fold(messages_of(make, SCENARIOS[name](make)))).rank in SOURCES[name]
+
+
+@given(st.sampled_from(sorted(SCENARIOS)), st.randoms(use_true_random=False), st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_order_and_any_duplicates_give_the_same_verdict(make, name, dice: random.Random, data):
+    messages = messages_of(make, SCENARIOS[name](make))
+    expected = decide(fold(messages))
+    again = [message for message in messages for _ in range(data.draw(st.integers(1, 3)))]
+    dice.shuffle(again)
+    assert decide(fold(again)) == expected
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+@pytest.mark.parametrize("missing", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
+def test_a_missing_rank_never_makes_a_wrong_name_an_established_one(make, name, missing):
+    messages = [m for m in messages_of(make, SCENARIOS[name](make)) if rank_of(m[2]) not in missing]
+    verdict = decide(fold(messages))
+    assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_missing_pages_never_make_a_wrong_name_an_established_one(make, name):
+    messages = messages_of(make, SCENARIOS[name](make))
+    pages = [m for m in messages if isinstance(m[2], PageMessage)]
+    for left_out_page in pages:
+        verdict = decide(fold(m for m in messages if m is not left_out_page))
+        assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
+    verdict = decide(fold(m for m in messages if m not in pages))
+    assert verdict.certainty != "established"

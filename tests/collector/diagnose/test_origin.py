@@ -1,0 +1,411 @@
+"""Where in one page the first bad value came from. Calls are in the order in which they return."""
+
+from __future__ import annotations
+
+import pytest
+from gpuwatch.collector.diagnose.local_diagnosis import from_event
+from gpuwatch.collector.diagnose.origin import analyze
+from gpuwatch.collector.facts import fold
+from gpuwatch.core.messages import EventMessage
+
+
+def find(batch, **page):
+    """The finding of a batch, by way of its messages."""
+    messages = [batch.definitions(), EventMessage(batch.anomaly), batch.page_message(**page)]
+    facts = fold(("a", n, body) for n, body in enumerate(messages))
+    (rank,) = facts.ranks.values()
+    return analyze(rank.pages[batch.page], rank.anomalies[0])
+
+
+def test_a_leaf_that_made_it_out_of_finite_values(make):
+    batch = make.Batch(rank=2, batch=7, seq=5)
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
+    batch.call("fc1", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()})
+    batch.call("fc2", "Linear", given=[h], returned=[y], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x], returned=[y])
+    found = find(batch)
+    assert (found.rank, found.batch, found.step, found.root, found.seq) == (2, 7, 7, "Net", 5)
+    assert (found.module, found.cls, found.phase, found.role) == ("fc2", "Linear", "forward", "output")
+    assert (found.value, found.dtype, found.shape, found.between) == ("+inf", "float32", (2, 3), None)
+    assert found.is_origin
+    assert found.from_page
+
+
+def test_a_containers_own_code_after_its_last_child(make):
+    """`return x + self.fc2(h)` is where residual adds overflow."""
+    batch = make.Batch()
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
+    batch.call("layer.fc1", "Linear", given=[x], returned=[h], parent="layer")
+    batch.call("layer.fc2", "Linear", given=[h], returned=[batch.tensor()], parent="layer")
+    batch.call("layer", "Block", given=[x], returned=[y])
+    found = find(batch)
+    assert (found.module, found.cls, found.phase, found.between) == ("layer", "Block", "forward", ("layer.fc2", None))
+
+
+def test_a_containers_own_code_between_two_children(make):
+    batch = make.Batch()
+    x, h, bad = batch.tensor(), batch.tensor(), batch.tensor(make.NAN)
+    batch.call("layer.fc1", "Linear", given=[x], returned=[h], parent="layer")
+    batch.call("layer.fc2", "Linear", given=[bad], returned=[batch.tensor(make.NAN)], parent="layer")
+    batch.call("layer", "Block", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.cls, found.phase) == ("layer", "Block", "forward")
+    assert found.between == ("layer.fc1", "layer.fc2")
+    assert found.value == "nan"
+
+
+def test_between_looks_past_the_children_of_the_call_before(make):
+    batch = make.Batch()
+    x, h = batch.tensor(), batch.tensor()
+    batch.call("a.inner", "Linear", given=[x], returned=[h], parent="a")
+    batch.call("a", "Block", given=[x], returned=[h])
+    bad = batch.tensor(make.INF)
+    batch.call("b.inner", "Linear", given=[bad], returned=[batch.tensor(make.INF)], parent="b")
+    batch.call("b", "Block", given=[bad], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert (found.module, found.phase, found.between) == ("", "forward", ("a", "b"))
+
+
+def test_code_before_the_first_child(make):
+    batch = make.Batch()
+    x, bad = batch.tensor(), batch.tensor(make.INF)
+    batch.call("layer.fc1", "Linear", given=[bad], returned=[batch.tensor(make.INF)], parent="layer")
+    batch.call("layer", "Block", given=[x], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert (found.module, found.phase) == ("layer", "forward")
+    assert not found.between[0]
+    assert found.between[1] == "layer.fc1"
+
+
+def test_a_bad_weight(make):
+    batch = make.Batch()
+    x = batch.tensor()
+    weights = {"weight": batch.tensor(make.NAN), "bias": batch.tensor()}
+    batch.call("fc1", "Linear", given=[x], returned=[batch.tensor(make.NAN)], weights=weights)
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.is_origin) == ("fc1", "weight", "weight", False)
+
+
+def test_the_models_own_input_was_bad(make):
+    batch = make.Batch()
+    bad = batch.tensor(make.NAN)
+    batch.call("layer.fc", "Linear", given=[bad], returned=[batch.tensor(make.NAN)], parent="layer")
+    batch.call("layer", "Block", given=[bad], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[batch.tensor(), bad], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.cls, found.phase, found.role) == ("", "Net", "input", "input[1]")
+
+
+def test_an_input_that_was_bad_at_the_start_keeps_the_place_where_it_was_first_seen(make):
+    """The root's frame ends after the collectives of the whole forward: that must not make its input look late."""
+    batch = make.Batch(seq=3)
+    bad = batch.tensor(make.NAN)
+    batch.call("fc", "Linear", given=[bad], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[bad], returned=[batch.tensor(make.NAN)], seq=9)
+    assert find(batch).seq <= 3
+
+
+def test_a_value_between_two_calls_keeps_the_place_where_it_was_first_seen(make):
+    batch = make.Batch(seq=3)
+    x, bad = batch.tensor(), batch.tensor(make.INF)
+    batch.call("a", "Linear", given=[x], returned=[batch.tensor()])
+    batch.call("b.fc", "Linear", given=[bad], returned=[batch.tensor(make.INF)], parent="b")
+    batch.call("b", "Block", given=[bad], returned=[batch.tensor(make.INF)], seq=9)
+    found = find(batch)
+    assert found.between == ("a", "b")
+    assert found.seq <= 3
+
+
+def test_a_bad_input_is_chased_through_the_call_that_returned_it(make):
+    """The first alarm is at `fc`; the embedding's -inf output alone raised none and was turned into nan."""
+    batch = make.Batch()
+    ids, masked = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("mask", "Mask", given=[ids], returned=[masked])
+    batch.call("fc", "Linear", given=[masked], returned=[batch.tensor(make.NAN)], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[ids], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.cls, found.phase, found.value) == ("mask", "Mask", "forward", "-inf")
+
+
+def test_a_call_that_only_hands_a_tensor_on_is_not_its_maker(make):
+    batch = make.Batch()
+    bad = batch.tensor(make.NAN)
+    batch.call("drop", "Dropout", given=[bad], returned=[bad])
+    batch.call("fc", "Linear", given=[bad], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[bad], returned=[batch.tensor(make.NAN)])
+    assert (find(batch).module, find(batch).phase) == ("", "input")
+
+
+def test_a_mask_of_neginf_is_no_anomaly(make):
+    batch = make.Batch()
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attention", "Attention", given=[x], returned=[batch.tensor()], kwargs={"mask": mask})
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor()])
+    assert batch.anomaly is None
+
+
+def test_a_mask_that_turned_into_nan_is_named_as_the_cause(make):
+    batch = make.Batch()
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attention", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs={"mask": mask})
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.value) == ("", "input", "input[1]", "-inf")
+
+
+def test_a_mask_is_not_blamed_for_an_overflow_to_plus_inf(make):
+    batch = make.Batch()
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("block.attn", "Attention", given=[x], returned=[batch.tensor()], kwargs={"mask": mask}, parent="block")
+    batch.call("block", "Block", given=[x, mask], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert (found.module, found.phase, found.value) == ("block", "forward", "+inf")
+    assert found.between == ("block.attn", None)
+
+
+def test_of_a_mask_and_a_nan_the_nan_is_followed(make):
+    batch = make.Batch()
+    x, mask, bad = batch.tensor(), batch.tensor(make.NEGINF), batch.tensor(make.NAN)
+    batch.call("norm", "LayerNorm", given=[x], returned=[batch.tensor()])
+    batch.call("attention", "Attention", given=[mask, bad], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.phase, found.value, found.between) == ("", "forward", "nan", ("norm", "attention"))
+
+
+def test_without_the_page_the_event_alone_speaks(make):
+    cases = (
+        (1.0, 1.0, "forward", "made"),
+        (make.NAN, 1.0, "forward", "carried"),
+        (1.0, make.NAN, "weight", "weight"),
+    )
+    for number, weights, phase, source in cases:
+        batch = make.Batch()
+        batch.call(
+            "fc",
+            "Linear",
+            given=[batch.tensor(number)],
+            returned=[batch.tensor(make.NAN)],
+            weights={"weight": batch.tensor(weights)},
+        )
+        found = from_event(batch.anomaly)
+        assert (found.module, found.phase, found.source, found.from_page) == ("fc", phase, source, False)
+
+
+def test_the_models_input_is_told_from_the_event_too(make):
+    batch = make.Batch()
+    batch.call("", "Net", given=[batch.tensor(make.NAN)], returned=[batch.tensor(make.NAN)])
+    assert from_event(batch.anomaly).phase == "input"
+
+
+def test_a_page_that_has_lost_frames_is_not_trusted(make):
+    batch = make.Batch()
+    bad = batch.tensor(make.NAN)
+    batch.call("a", "Linear", given=[batch.tensor()], returned=[bad])
+    batch.call("b", "Linear", given=[bad], returned=[batch.tensor(make.NAN)])
+    found = find(batch, first_frame=1)
+    assert not found.from_page
+    assert found.module == "a"
+
+
+def test_the_models_input_is_told_through_code_before_the_first_call(make):
+    """`x = x * 2; self.fc(x)`: the tensor is another one, and the model was handed a bad one all the same."""
+    batch = make.Batch()
+    x, scaled = batch.tensor(make.NAN), batch.tensor(make.NAN)
+    batch.call("fc", "Linear", given=[scaled], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.source) == ("", "input", "input[0]", "outside")
+
+
+def test_the_innermost_of_the_calls_that_returned_it_is_its_maker(make):
+    batch = make.Batch()
+    x, masked = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("masks.causal", "Causal", given=[x], returned=[masked], parent="masks")
+    batch.call("masks", "Masks", given=[x], returned=[masked])
+    batch.call("attend", "Attend", given=[masked], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.between, found.turned) == ("masks.causal", None, ("attend", "Attend"))
+
+
+# -- -inf that is expected, until it turns into nan ---------------------------------------------------------------
+
+
+def test_where_neginf_turned_into_nan_is_told(make):
+    batch = make.Batch()
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attention", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs={"mask": mask})
+    batch.call("", "Net", given=[x], kwargs={"mask": mask}, returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.value) == ("", "input", "kwargs.mask", "-inf")
+    assert found.turned == ("attention", "Attention")
+
+
+def test_a_mask_that_code_between_two_calls_made(make):
+    batch = make.Batch()
+    x, h, mask = batch.tensor(), batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("layer.query", "Linear", given=[x], returned=[h], parent="layer")
+    batch.call("layer.attend", "Attend", given=[h, mask], returned=[batch.tensor(make.NAN)], parent="layer")
+    batch.call("layer", "Layer", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.cls, found.phase, found.value) == ("layer", "Layer", "forward", "-inf")
+    assert (found.between, found.turned) == (("layer.query", "layer.attend"), ("layer.attend", "Attend"))
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_mask_that_was_added_to_another_one(make, outer):
+    """The model's own mask, else the one of the call before."""
+    batch = make.Batch()
+    x, given, padding, both = (batch.tensor(number) for number in (1.0, make.NEGINF, make.NEGINF, make.NEGINF))
+    batch.call("padding", "Padding", given=[x], returned=[padding])
+    batch.call("attend", "Attend", given=[both], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], kwargs={"mask": given if outer else x}, returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.role) == (("", "kwargs.mask") if outer else ("padding", "output"))
+    assert found.turned == ("attend", "Attend")
+
+
+def test_a_call_that_hands_the_mask_on_is_not_where_it_came_in(make):
+    batch = make.Batch()
+    x, mask, wide = batch.tensor(), batch.tensor(make.NEGINF), batch.tensor(make.NEGINF)
+    batch.call("widen", "Widen", given=[mask], returned=[wide])
+    batch.call("attend", "Attend", given=[x, wide], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    assert (find(batch).phase, find(batch).role, find(batch).turned) == ("input", "input[1]", ("attend", "Attend"))
+
+
+def test_own_code_right_after_a_call_that_returned_neginf(make):
+    batch = make.Batch()
+    x, scores = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attend.scores", "Scores", given=[x], returned=[scores], parent="attend")
+    batch.call("attend", "Attend", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.role, found.value) == ("attend.scores", "output", "-inf")
+    assert found.turned == ("attend", "Attend")
+
+
+def test_own_code_that_had_a_mask_in_its_hands_is_the_maker_and_the_mask_is_mentioned(make):
+    batch = make.Batch()
+    x, h, mask, bad = (batch.tensor(number) for number in (1.0, 1.0, make.NEGINF, make.NAN))
+    batch.call("query", "Linear", given=[x], returned=[h])
+    batch.call("drop", "Dropout", given=[bad], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    found = find(batch)
+    assert (found.module, found.between, found.turned) == ("", ("query", "drop"), None)
+    assert any("-inf in input[1]" in note for note in found.notes)
+
+
+# -- rules and marks ----------------------------------------------------------------------------------------------
+
+
+def test_a_hidden_row_that_went_on_is_the_origin(make):
+    batch = make.Batch()
+    x, hidden = batch.tensor(), batch.tensor(make.INF)
+    marks = {"output": make.Mark.IGNORED}
+    batch.call("probe", "Probe", given=[x], returned=[hidden], marks=marks)
+    batch.call("head", "Linear", given=[hidden], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert (found.module, found.is_origin) == ("probe", True)
+    assert any("--ignore" in note for note in found.notes)
+
+
+def test_a_hidden_row_that_own_code_used_is_the_origin(make):
+    batch = make.Batch()
+    x = batch.tensor()
+    batch.call("probe", "Probe", given=[x], returned=[batch.tensor(make.INF)], marks={"output": make.Mark.IGNORED})
+    batch.call("head", "Linear", given=[x], returned=[batch.tensor()])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    assert find(batch).module == "probe"
+
+
+def test_a_call_that_may_have_written_into_what_it_was_handed(make):
+    batch = make.Batch()
+    x, h, bad = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
+    batch.call("fc", "Linear", given=[x], returned=[h])
+    batch.call("square", "Square", given=[bad], returned=[bad], marks={"output": make.Mark.PASSED_THROUGH})
+    batch.call("head", "Linear", given=[bad], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert (found.module, found.between, found.sure) == ("", ("fc", "square"), False)
+    assert "`square` returned the very tensor" in found.notes[0]
+
+
+def test_what_is_around_it_is_not_watched(make):
+    """`--modules 'body.*'`: a module that has no frame may have made it."""
+    batch = make.Batch()
+    batch.call("body.fc", "Linear", given=[batch.tensor(make.NAN)], returned=[batch.tensor(make.NAN)], parent="body")
+    found = find(batch)
+    assert (found.module, found.source) == ("body.fc", "carried")
+
+
+def test_code_in_a_module_that_is_not_watched(make):
+    """Between two calls that are: in the module around both, or handed to that."""
+    batch = make.Batch()
+    batch.module("body", "Body")
+    bad = batch.tensor(make.NAN)
+    batch.call("body.a", "Linear", given=[batch.tensor()], returned=[batch.tensor()], parent="body")
+    batch.call("body.b", "Linear", given=[bad], returned=[batch.tensor(make.NAN)], parent="body")
+    found = find(batch)
+    assert (found.module, found.between, found.sure) == ("body", ("body.a", "body.b"), False)
+
+
+# -- collectives in the forward, and a forward that is run again --------------------------------------------------
+
+
+def test_a_call_with_collectives_in_it_may_have_got_it_from_another_rank(make):
+    batch = make.Batch(seq=5)
+    batch.call("norm", "SyncBatchNorm", given=[batch.tensor()], returned=[batch.tensor(make.NAN)], collectives=1)
+    found = find(batch)
+    assert (found.module, found.source, found.phase, found.is_origin) == ("norm", "received", "collective", False)
+    assert from_event(batch.anomaly).source == "received"
+
+
+@pytest.mark.parametrize(("seq", "source"), [(4, "made"), (5, "received")])
+def test_own_code_after_the_last_child_with_collectives_in_it(make, seq, source):
+    """What the children's calls have issued is theirs."""
+    batch = make.Batch(seq=4)
+    x = batch.tensor()
+    batch.call("mlp.down", "Linear", given=[x], returned=[x], parent="mlp", seq=4, collectives=1)
+    batch.call("mlp", "Mlp", given=[x], returned=[batch.tensor(make.INF)], seq=seq, collectives=seq - 3)
+    assert (find(batch).module, find(batch).source) == ("mlp", source)
+
+
+@pytest.mark.parametrize(("collectives", "source"), [(2, "made"), (1, "received")])
+def test_code_between_two_calls_with_collectives_in_it(make, collectives, source):
+    """The second call ended at 6. It began at 4, where the first had ended, or at 5."""
+    batch = make.Batch(seq=6)
+    x, bad = batch.tensor(), batch.tensor(make.INF)
+    batch.call("a", "Linear", given=[x], returned=[batch.tensor()], seq=4)
+    batch.call("b", "Linear", given=[bad], returned=[batch.tensor(make.INF)], seq=6, collectives=collectives)
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)], seq=6, collectives=2)
+    assert (find(batch).between, find(batch).source) == (("a", "b"), source)
+
+
+def test_a_forward_that_is_run_again_is_looked_at_alone(make):
+    """Checkpointing: its calls are deeper than nothing of the first forward."""
+    batch = make.Batch()
+    x, h, y = (batch.tensor() for _ in range(3))
+    batch.call("block.fc1", "Linear", given=[x], returned=[h], parent="block")
+    batch.call("block.fc2", "Linear", given=[h], returned=[y], parent="block")
+    batch.call("block", "Block", given=[x], returned=[y])
+    batch.call("", "Net", given=[x], returned=[y])
+    batch.backward("block.fc2", "Linear", "output", 1.0)
+    again = {"phase": make.Phase.RECOMPUTE, "parent": "block"}
+    g, bad = batch.tensor(), batch.tensor(make.INF)
+    batch.call("block.fc1", "Linear", given=[batch.tensor()], returned=[g], **again)
+    batch.call("block.fc2", "Linear", given=[g], returned=[bad], **again)
+    found = find(batch)
+    assert (found.module, found.phase, found.seen_in, found.between) == ("block.fc2", "forward", "recompute", None)
+
+
+def test_a_batch_that_was_left_out_names_no_module(make):
+    batch = make.Batch()
+    batch.call("", "Net", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    batch.unlooked()
+    assert (find(batch).source, find(batch).from_page) == ("unlooked", False)

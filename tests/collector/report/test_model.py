@@ -1,0 +1,199 @@
+"""The report and its text form, of hand-made facts; and made again from the store."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from gpuwatch.collector.facts import fold
+from gpuwatch.collector.finish import read_report, report_from_messages, report_from_store, write_report
+from gpuwatch.collector.paths import RunPaths, new_run
+from gpuwatch.collector.report.model import Report, build_report, to_json
+from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.store import RunStore
+from gpuwatch.core.errors import GpuwatchError
+from gpuwatch.core.messages import AgentMessage, EventMessage, encode
+from gpuwatch.core.records import Fault, NodeSignal
+
+
+def overflow(make, frames=3) -> list:
+    """Rank 1 of two overflowed in batch 7; rank 0 was finite."""
+    bodies = [make.hello(host="alpha", trace_batches=[])]
+    for rank, number in ((0, 1.0), (1, make.INF)):
+        batch = make.Batch(rank, batch=7, seq=14)
+        x = batch.tensor()
+        for index in range(frames):
+            batch.call(f"layer.{index}", "Linear", given=[x], returned=[x], weights={"w": batch.tensor(0.5)}, depth=1)
+        batch.call("head", "Linear", given=[x], returned=[batch.tensor(number)], weights={"weight": batch.tensor()})
+        batch.call("", "Net", given=[x], returned=[batch.tensor(number)])
+        bodies += batch.messages()
+    bodies += [
+        EventMessage(make.Inventory(make.where(1), "NVIDIA H100", {"torch": "2.13.0"})),
+        make.raised(1, "OverflowDetected", "inf", batch=7, seq=14),
+        make.ended(1, 1, batch=7, step=7, seq=14),
+        make.ended(0, -15, "torchrun", batch=7, step=7, seq=14),
+        make.Beat([make.state(0), make.state(1, local_rank=1, records_lost=2)], {1: 3}),
+        make.Bye("failed"),
+    ]
+    return bodies
+
+
+def report_of(bodies, **more) -> Report:
+    facts = fold(("a0", n, body) for n, body in enumerate(bodies, 1))
+    return build_report(facts, run_id="20250101-000000-abcd", started="2025-01-01T00:00:00Z", ended=None, **more)
+
+
+def test_the_json_is_valid_and_has_the_fields_of_schema_1(make):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    report = json.loads(to_json(report_of(overflow(make))), parse_constant=refuse)
+    assert report["schema"] == 1
+    assert set(report["run"]) >= {"id", "command", "world_size", "nnodes", "started", "ended", "versions"}
+    assert set(report["run"]["versions"]) == {"gpuwatch", "torch", "cuda", "nccl", "python"}
+    verdict = report["verdict"]
+    assert set(verdict) >= {
+        "kind", "rank", "host", "device", "module", "class", "phase", "role", "value", "dtype", "attempt", "step",
+        "batch", "between", "certainty", "statement", "evidence", "next", "concurrent", "cascade",
+    }  # fmt: skip
+    assert (verdict["kind"], verdict["rank"], verdict["module"], verdict["class"]) == ("overflow", 1, "head", "Linear")
+    assert verdict["device"] == "NVIDIA H100"
+    rank = report["ranks"][1]
+    assert set(rank) >= {
+        "rank", "local_rank", "host", "device", "pid", "state", "exit", "step", "batch", "preflight", "first_anomaly",
+        "frames", "lost",
+    }  # fmt: skip
+    assert rank["lost"] == {"pages": 3, "messages": 2, "frames": 0, "rows": 0}
+    assert (rank["local_rank"], rank["pid"], rank["exit"], rank["state"]) == (1, 101, 1, "aborted")
+    last = rank["frames"][-1]
+    assert set(last) >= {"batch", "index", "module", "class", "phase", "rows"}
+    output = last["rows"][-1]
+    assert (output["role"], output["abs_max"], output["posinf"], output["nan"]) == ("output", None, True, False)
+
+
+def test_the_report_is_read_back_as_it_was(make):
+    report = report_of(overflow(make))
+    assert to_json(msgspec.json.decode(to_json(report), type=Report)) == to_json(report)
+
+
+def test_frames_end_with_the_verdicts_on_every_rank(make):
+    report = report_of(overflow(make, frames=30), max_frames=5)
+    for rank in report.ranks:
+        assert [frame.module for frame in rank.frames] == [*(f"layer.{n}" for n in range(26, 30)), "head"]
+
+
+def test_the_text_says_the_statement_first_and_shows_the_frames(make):
+    report = report_of(overflow(make))
+    text = render_text(report)
+    assert report.verdict.statement in " ".join(text.split())
+    assert "VERDICT  overflow, established" in text
+    assert text.index("VERDICT") < text.index("abs min  abs max  metadata")
+    assert "1.00e+00      inf output" not in text
+    assert "     inf      inf output" in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+
+
+def test_ranks_stand_side_by_side(make):
+    lines = render_text(report_of(overflow(make))).splitlines()
+    assert any(line.split() == ["head", "Linear", "inf", "1.00e+00"] for line in lines), lines
+
+
+def test_another_ranks_frames_can_be_asked_for(make):
+    text = render_text(report_of(overflow(make)), rank=0)
+    assert "Rank 0, batch 7: last 4 forward frames" in text
+
+
+def test_traced_batches_are_shown_whole(make):
+    bodies = overflow(make, frames=30)
+    bodies[0] = make.hello(host="alpha", trace_batches=[7])
+    report = report_of(bodies, max_frames=3)
+    assert [len(page.frames) for rank in report.ranks for page in rank.traces] == [32, 32]
+    assert "traced: all frames" in render_text(report)
+
+
+def test_faults_of_gpuwatch_itself_are_shown(make):
+    bodies = [*overflow(make), EventMessage(Fault(make.where(0), "hook", "KeyError: [bold]x[/nope]"))]
+    report = report_of(bodies)
+    assert report.ranks[0].faults == ["hook: KeyError: [bold]x[/nope]"]
+    assert "KeyError: [bold]x[/nope]" in " ".join(render_text(report, width=200).split())
+
+
+@pytest.mark.parametrize("name", ["[red]x[/]", "a\nb", "[/nope]", "ü" * 300])
+def test_names_with_markup_or_newlines_do_not_break_the_text(make, name):
+    batch = make.Batch(0, root=name)
+    batch.call(name, name, given=[batch.tensor()], returned=[batch.tensor(make.NAN)])
+    report = report_of([make.hello(host=name, nproc=1, command=[name]), *batch.messages(), make.raised(0, name, name)])
+    json.loads(to_json(report))
+    assert render_text(report, width=2000)
+
+
+def test_a_report_of_nothing_is_a_report():
+    report = report_of([])
+    json.loads(to_json(report))
+    assert "VERDICT" in render_text(report)
+
+
+def test_events_stand_in_the_runs_own_order(make):
+    bodies = [make.raised(0, seq=9, time_ns=1), make.raised(1, seq=4, time_ns=2), make.ended(1, 1, seq=4, time_ns=3)]
+    timeline = report_of([make.hello(), *bodies, EventMessage(NodeSignal(15, 4))]).timeline
+    assert [(entry.rank, entry.seq) for entry in timeline] == [(1, 4), (1, 4), (0, 9), (None, None)]
+
+
+@pytest.mark.parametrize("time_ns", [0, -(1 << 63), (1 << 64) - 1])
+def test_any_clock_is_written(make, time_ns):
+    report = report_of([make.hello(), make.raised(0, time_ns=time_ns)])
+    json.loads(to_json(report))
+
+
+# -- files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(make, tmp_path):
+    """A run's folder with a store in it."""
+    paths = new_run(tmp_path / "runs")
+    store = RunStore(paths.store, create=True)
+    store.set("started", "2025-01-01T00:00:00Z")
+    store.set("max_frames", "2")
+    for n, body in enumerate(overflow(make), 1):
+        message = AgentMessage(n, body, n - 1)
+        store.add("a0", message, encode(message))
+    store.close()
+    return paths
+
+
+def test_latest_points_at_the_new_run(tmp_path):
+    first, second = new_run(tmp_path), new_run(tmp_path)
+    assert first.folder != second.folder
+    assert (tmp_path / "latest").resolve() == second.folder
+
+
+def test_a_report_can_be_made_again_from_the_store(run):
+    report = report_from_store(run)
+    assert (report.verdict.rank, report.verdict.module, len(report.ranks[1].frames)) == (1, "head", 2)
+    assert write_report(run, report) is None
+    assert to_json(read_report(run)) == to_json(report)
+    assert report.verdict.statement in " ".join(run.report_text.read_text().split())
+    assert to_json(report_from_store(run)) == run.report_json.read_bytes()
+    assert not list(run.folder.glob("*.part"))
+
+
+def test_without_report_json_the_store_answers(run):
+    assert read_report(run).verdict.rank == 1
+
+
+def test_a_damaged_report_json_is_told_in_a_sentence(run):
+    run.report_json.write_text("{")
+    with pytest.raises(GpuwatchError, match="expected a report of schema 1"):
+        read_report(run)
+
+
+def test_nowhere_to_write_is_a_sentence_and_no_error(run, tmp_path):
+    report = report_from_store(run)
+    assert "could not be written" in write_report(RunPaths(tmp_path / "not" / "there"), report)
+
+
+def test_a_spool_alone_makes_a_report(make):
+    messages = [AgentMessage(n, body, n - 1) for n, body in enumerate(overflow(make), 1)]
+    assert report_from_messages(messages, "agent-x").verdict.module == "head"

@@ -1,0 +1,235 @@
+"""What a report says beside the verdict: values near trouble, skipped steps, hidden rows, batches left out, cost."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from gpuwatch.collector.facts import fold
+from gpuwatch.collector.report.model import Report, build_report, to_json
+from gpuwatch.collector.report.text import render_text
+from gpuwatch.core.messages import EventMessage
+from gpuwatch.core.records import Cost, Ignored, ScalerSkip, Warned
+
+
+def messages(bodies):
+    return [("a0", n, body) for n, body in enumerate(bodies, 1)]
+
+
+def report_of(bodies) -> Report:
+    return build_report(fold(messages(bodies)), run_id="run", started=None, ended=None)
+
+
+def text_of(report) -> str:
+    return " ".join(render_text(report, width=200).split())
+
+
+def near(make, rank=0, *, headroom=0.25, module="up", role="output", batch=3):
+    place = make.where(rank, batch=batch)
+    return EventMessage(
+        Warned(place, "near overflow", module, "Linear", "forward", role, "float16", 60000.0, headroom, None, None)
+    )
+
+
+def underflow(make, rank=0, *, subnormals=0.5, zeros=0.1, module="head"):
+    place = make.where(rank, batch=1)
+    return EventMessage(
+        Warned(
+            place, "underflow", module, "Linear", "backward", "grad weight", "float16", 1e-7, 39.0, zeros, subnormals
+        )
+    )
+
+
+def skip(make, rank, scale, in_a_row, *, batch=0):
+    place = make.where(rank, batch=batch, time_ns=1_000 + batch)
+    return EventMessage(ScalerSkip(place, scale, in_a_row, "lower", "Linear", "grad output", "+inf"))
+
+
+def hidden(make, rank, *, pattern="probe*", module="probe", batch=0):
+    return EventMessage(Ignored(make.where(rank, batch=batch), pattern, module, "output", "+inf"))
+
+
+def run(make, *bodies, ranks=2, batches=8, **state):
+    """A clean run with these events."""
+    beat = make.Beat([make.state(rank, step=8, batch=7, **state) for rank in range(ranks)], {})
+    ends = [body for rank in range(ranks) for body in make.finished(rank, batch=batches - 1)]
+    return [make.hello(nproc=ranks), *bodies, beat, *ends, make.Bye("ok")]
+
+
+# -- near overflow and underflow ----------------------------------------------------------------------------------
+
+
+def test_a_warning_leaves_the_run_clean_and_is_mentioned(make):
+    report = report_of(run(make, near(make, 1)))
+    assert (report.verdict.kind, report.verdict.certainty) == ("clean", "established")
+    assert report.verdict.statement == (
+        "No overflow: 2 ranks, 8 batches, every watched tensor finite. Closest to trouble: rank 1, near overflow: "
+        "output of up (Linear) in batch 3: abs max 6.00e+04, 0.2 powers of two below float16's limit."
+    )
+
+
+def test_warnings_in_the_report_have_the_fields_of_the_events(make):
+    (warning,) = json.loads(to_json(report_of(run(make, underflow(make, 1)))))["ranks"][1]["warnings"]
+    assert warning == {
+        "kind": "underflow", "module": "head", "class": "Linear", "phase": "backward", "role": "grad weight",
+        "dtype": "float16", "abs_max": 1e-7, "headroom": 39.0, "zeros": 0.1, "subnormals": 0.5, "batch": 1, "step": 0,
+    }  # fmt: skip
+
+
+def test_the_worst_warning_comes_first(make):
+    bodies = [near(make, 0, headroom=0.9, module="a"), underflow(make), near(make, 0, headroom=0.1, module="b")]
+    report = report_of(run(make, *bodies))
+    assert [warning["module"] for warning in report.ranks[0].warnings] == ["b", "a", "head"]
+    assert "output of b (Linear)" in report.verdict.statement
+    assert report.verdict.statement.endswith(", and 2 more.")
+
+
+def test_a_table_of_warnings_shows_eight_and_counts_the_rest(make):
+    bodies = [near(make, 0, module=f"m{n:02}", headroom=n / 20) for n in range(11)]
+    text = text_of(report_of(run(make, *bodies, warned=40)))
+    assert "Finite, and close to trouble" in text
+    assert "m07 Linear" in text
+    assert "m08 Linear" not in text
+    assert "3 more of other places in report.json" in text
+    assert "80 such rows in all batches" in text
+
+
+def test_underflow_is_told_in_shares(make):
+    text = text_of(report_of(run(make, underflow(make, subnormals=0.5, zeros=0.001))))
+    assert "50% subnormal, <1% zeros in float16" in text
+
+
+def test_a_warning_stands_beside_an_overflow_too(make):
+    batch = make.Batch(0, batch=4)
+    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    report = report_of([make.hello(nproc=1), near(make, 0), *batch.messages()])
+    assert report.verdict.kind == "overflow"
+    assert "Finite, and close to trouble" in text_of(report)
+
+
+# -- GradScaler ---------------------------------------------------------------------------------------------------
+
+
+def test_skipped_steps_are_counted_and_told(make):
+    bodies = [skip(make, rank, 2.0**-n, n + 1, batch=n) for n in range(4) for rank in range(2)]
+    report = report_of(run(make, *bodies, scaler_skips=4))
+    assert report.verdict.kind == "clean"
+    assert "but for gradients whose step a GradScaler skipped on ranks 0 and 1" in report.verdict.statement
+    rank = report.ranks[1]
+    assert (rank.scaler_skips, rank.scaler["last_scale"], rank.scaler["in_a_row"]) == (4, 0.125, 4)
+    assert (rank.scaler["module"], rank.scaler["role"], rank.scaler["batch"]) == ("lower", "grad output", 0)
+    assert "GradScaler skipped 4 steps on ranks 0 and 1 (expected, first for +inf in grad output of lower, scale " in (
+        text_of(report)
+    )
+
+
+def test_without_a_beat_the_events_are_counted(make):
+    report = report_of([make.hello(nproc=1), skip(make, 0, 2.0, 1), skip(make, 0, 1.0, 2, batch=1), hidden(make, 0)])
+    assert (report.ranks[0].scaler_skips, report.ranks[0].ignored) == (2, 1)
+
+
+def test_a_rank_without_a_scaler_has_none(make):
+    assert report_of(run(make)).ranks[0].scaler is None
+
+
+# -- --ignore -----------------------------------------------------------------------------------------------------
+
+
+def test_hidden_rows_are_counted_and_told(make):
+    report = report_of(run(make, hidden(make, 1, batch=2), hidden(make, 0, batch=5), ignored=6))
+    assert (report.verdict.kind, report.ranks[0].ignored) == ("clean", 6)
+    assert "but for 12 rows that --ignore hides" in report.verdict.statement
+    assert report.ranks[1].hidden == [
+        {"pattern": "probe*", "module": "probe", "role": "output", "value": "+inf", "batch": 2}
+    ]
+    line = "hidden by --ignore 'probe*': 12 rows, first +inf in output of probe, rank 1, batch 2"
+    assert line in text_of(report)
+
+
+def test_several_rules_are_told_apart(make):
+    report = report_of(run(make, hidden(make, 0), hidden(make, 0, pattern="x", module="x"), ignored=3))
+    text = text_of(report)
+    assert "hidden by --ignore 'x': first +inf in output of x" in text
+    assert "hidden by --ignore: 6 rows in all" in text
+
+
+# -- batches left out, and the cost -------------------------------------------------------------------------------
+
+
+def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_others(make):
+    report = report_of(run(make, batches=100, batches_skipped=80))
+    assert report.verdict.statement == (
+        "No overflow seen: 2 ranks, 100 batches (only one in 5 was looked into), every tensor that was looked at was "
+        "finite."
+    )
+    assert "every watched tensor finite" not in text_of(report)
+    assert report.verdict.next == ["Look into every batch with --every 1."]
+    assert report.ranks[0].batches_skipped == 80
+
+
+def test_the_text_says_that_batches_were_left_out(make):
+    assert "only one batch in 5 was looked at; 80 were left out" in text_of(
+        report_of(run(make, batches=100, batches_skipped=80))
+    )
+
+
+def test_batches_of_several_roots_are_not_made_into_a_ratio(make):
+    assert "(20 were left out)" in report_of(run(make, batches=8, batches_skipped=20)).verdict.statement
+
+
+def test_the_cost_of_watching_is_told_of_the_slowest_rank(make):
+    costs = [
+        EventMessage(Cost(make.where(0), 1_000, 1_010, 40, 41)),
+        EventMessage(Cost(make.where(1), 1_000, 1_250, 40, 41)),
+        EventMessage(Cost(make.where(1), 1_000, 9_000, 4, 4)),
+    ]
+    report = report_of(run(make, *costs))
+    assert report.ranks[1].cost == {
+        "plain_ns": 1_000, "watched_ns": 1_250, "plain_batches": 40, "watched_batches": 41, "ratio": 1.25,
+    }  # fmt: skip
+    assert "Watching cost 1.25x (median of 41 watched batches against 40 plain ones, rank 1" in text_of(report)
+
+
+def test_a_cost_that_was_not_measured_is_not_told(make):
+    report = report_of(run(make, EventMessage(Cost(make.where(0), 0, 5, 0, 3))))
+    assert report.ranks[0].cost["ratio"] is None
+    assert "Watching cost" not in text_of(report)
+
+
+# -- the fold -----------------------------------------------------------------------------------------------------
+
+
+def test_notices_do_not_depend_on_order_or_duplicates(make):
+    bodies = run(
+        make,
+        *(near(make, rank, module=f"m{n}") for n in range(3) for rank in range(2)),
+        *(skip(make, rank, 4.0 / (n + 1), n + 1, batch=n) for n in range(3) for rank in range(2)),
+        hidden(make, 0),
+        hidden(make, 0, module="probe.2"),
+        EventMessage(Cost(make.where(0), 1_000, 1_010, 40, 41)),
+        ignored=2,
+    )
+    expected = to_json(report_of(bodies))
+    shuffled = messages([*bodies, *bodies[1:8]])
+    for seed in range(5):
+        random.Random(seed).shuffle(shuffled)
+        again = build_report(fold(shuffled), run_id="run", started=None, ended=None)
+        assert to_json(again) == expected
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_beats_from_the_same_place_the_one_that_counted_more_stays(make, first):
+    beats = [make.Beat([make.state(0, ignored=ignored)], {}) for ignored in (1, 5)]
+    facts = fold(messages([beats[first], beats[1 - first]]))
+    assert facts.ranks[0, 0].hidden_rows == 5
+
+
+def test_of_two_anomalies_the_one_that_was_first_in_time_counts(make):
+    """Pipeline: the backward of batch 4 runs when the forward of batch 5 is done."""
+    later = make.Batch(0, batch=4, page=4, time_ns=2_000)
+    later.call("fc", "Linear", given=[later.tensor()], returned=[later.tensor(make.NAN)])
+    first = make.Batch(0, batch=5, page=5, time_ns=1_000)
+    first.call("fc", "Linear", given=[first.tensor()], returned=[first.tensor(make.NAN)])
+    facts = fold(messages([*later.messages(), *first.messages()]))
+    assert [anomaly.where.batch for anomaly in facts.ranks[0, 0].anomalies] == [5, 4]

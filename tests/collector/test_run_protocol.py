@@ -1,0 +1,238 @@
+"""What the collector does about what it hears. Time is a number that the test sets."""
+
+from __future__ import annotations
+
+import pytest
+from gpuwatch.collector.run_protocol import LINGER_S, NOBODY_S, SILENT_S, STOP_AFTER_S, Finish, Keep, RunProtocol, Send
+from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Definitions, EventMessage, Refused, Stop, Want, Welcome
+from gpuwatch.core.records import Anomaly, NodeSignal, RootDef, Where
+
+
+class Cluster:
+    """A run_protocol and the agents that talk to it."""
+
+    def __init__(self, make, nodes=2, nproc=1, max_nodes=None):
+        self.run_protocol = RunProtocol("run", "/runs/run", "job")
+        self._sent = {}
+        for number in range(nodes):
+            agent = f"a{number}"
+            greeting = make.hello(agent, f"h{number}", nproc, nodes)
+            if max_nodes:
+                greeting = type(greeting)(
+                    **{f: getattr(greeting, f) for f in greeting.__struct_fields__} | {"max_nodes": max_nodes}
+                )
+            self.say(agent, greeting)
+
+    def say(self, agent, body, now=0.0):
+        n = 0 if isinstance(body, Beat) else self._sent.get(agent, 0) + 1
+        if n:
+            self._sent[agent] = n
+        return self.run_protocol.hear(agent, AgentMessage(n, body, max(0, n - 1)), now)
+
+    def beat(self, now, *agents):
+        for agent in agents:
+            self.say(agent, Beat([], {}), now)
+
+    def tick(self, now):
+        return self.run_protocol.tick(now)
+
+
+@pytest.fixture
+def two(make) -> Cluster:
+    return Cluster(make)
+
+
+def sent(actions, kind):
+    return [
+        (action.agent, action.message)
+        for action in actions
+        if isinstance(action, Send) and isinstance(action.message, kind)
+    ]
+
+
+def event(number=1) -> EventMessage:
+    return EventMessage(NodeSignal(number))
+
+
+def anomaly(rank=0, batch=3, root="Net", aborts=False) -> EventMessage:
+    return EventMessage(
+        Anomaly(
+            Where(rank, 0, batch, batch, root), 0, "fc", "Linear", "forward", "output", "nan", "float32", aborts=aborts
+        )
+    )
+
+
+# -- greeting, numbering ------------------------------------------------------------------------------------------
+
+
+def test_a_hello_is_kept_welcomed_and_acknowledged(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    message = AgentMessage(1, make.hello())
+    assert run_protocol.hear("a0", message, 0) == [
+        Keep("a0", message),
+        Send("a0", Welcome("run", "/runs/run", 1)),
+        Send("a0", Ack(1)),
+    ]
+
+
+def test_an_agent_of_another_job_is_refused_and_counted(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    actions = run_protocol.hear("x", AgentMessage(1, make.hello(rdzv_id="other job")), 0)
+    assert [type(action.message) for action in actions] == [Refused]
+    assert "'other job'" in actions[0].message.reason
+    assert run_protocol.strangers == 1
+    assert run_protocol.nodes == {}
+
+
+def test_a_message_is_kept_before_it_is_acknowledged(two):
+    actions = two.say("a0", event())
+    assert [type(action) for action in actions] == [Keep, Send]
+    assert actions[1].message == Ack(2)
+
+
+def test_a_gap_is_not_kept_and_asked_for_again(two):
+    lost = AgentMessage(4, event(), after=3)
+    assert two.run_protocol.hear("a0", lost, 0) == [Send("a0", Ack(1, resend=True))]
+
+
+def test_a_page_that_the_agent_dropped_is_no_gap(two):
+    dropped = AgentMessage(9, event(), after=1)
+    assert two.run_protocol.hear("a0", dropped, 0) == [Keep("a0", dropped), Send("a0", Ack(9))]
+
+
+def test_a_duplicate_is_acknowledged_and_not_kept_again(two):
+    two.say("a0", event())
+    again = AgentMessage(2, event(), after=1)
+    assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(2))]
+
+
+def test_an_agent_whose_hello_was_lost_is_asked_for_everything(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    assert run_protocol.hear("a9", AgentMessage(2, event(), 1), 0) == [Send("a9", Ack(0, resend=True))]
+    assert run_protocol.hear("a9", AgentMessage(0, Beat([], {})), 0) == []
+
+
+def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    message = AgentMessage(1, make.hello())
+    run_protocol.hear("a0", message, 0)
+    again = run_protocol.hear("a0", message, 1)
+    assert sent(again, Welcome) == [("a0", Welcome("run", "/runs/run", 1))]
+    assert not any(isinstance(action, Keep) for action in again)
+
+
+def test_a_beat_is_kept_and_answered_with_what_there_is(two):
+    two.say("a0", event())
+    beat = AgentMessage(0, Beat([], {}))
+    assert two.run_protocol.hear("a0", beat, 0) == [Keep("a0", beat), Send("a0", Ack(2))]
+
+
+# -- wanting the batch from all -----------------------------------------------------------------------------------
+
+
+def test_the_first_anomaly_asks_every_node_for_that_batch_once(two):
+    two.say("a1", Definitions(1, 0, [RootDef(3, "Net", 1)]))
+    want = Want(0, "Net", 1, 3)
+    assert sent(two.say("a1", anomaly(rank=1, root="Net#2")), Want) == [("a0", want), ("a1", want)]
+    assert sent(two.say("a0", anomaly(rank=0, root="Net#2")), Want) == []
+
+
+def test_other_batches_are_asked_for_too(two):
+    assert len(sent(two.say("a0", anomaly(batch=3)), Want)) == 2
+    assert len(sent(two.say("a0", anomaly(batch=4)), Want)) == 2
+
+
+def test_the_second_root_of_a_class_is_told_by_its_name_even_if_its_definition_is_missing(two):
+    ((_, want), _) = sent(two.say("a0", anomaly(root="Net#3")), Want)
+    assert (want.root_cls, want.root_ordinal) == ("Net", 2)
+
+
+# -- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_over_when_every_node_has_said_goodbye(two):
+    two.say("a0", Bye("ok"), 1)
+    assert two.tick(1.1) == []
+    two.say("a1", Bye("ok"), 2)
+    assert two.tick(2.1) == [Finish()]
+    assert two.tick(3) == []
+
+
+def test_after_a_failure_the_other_nodes_are_told_to_stop_once(two):
+    two.say("a0", Bye("failed"), 10)
+    two.beat(10, "a1")
+    assert two.tick(10 + STOP_AFTER_S - 0.1) == []
+    ((agent, stop),) = sent(two.tick(10.1 + STOP_AFTER_S), Stop)
+    assert (agent, stop.reason) == ("a1", "the job has ended on h0")
+    assert sent(two.tick(11 + STOP_AFTER_S), Stop) == []
+
+
+def test_a_node_that_ends_by_itself_in_time_is_not_told(two):
+    two.say("a0", Bye("failed"), 10)
+    two.say("a1", Bye("failed"), 12)
+    assert two.tick(20) == [Finish()]
+
+
+@pytest.mark.parametrize("what", ["abort", "preflight"])
+def test_an_abort_or_a_failed_preflight_stops_the_others(two, make, what):
+    two.say("a0", anomaly(aborts=True) if what == "abort" else make.preflight(0, "failed"), 10)
+    two.beat(10, "a1", "a0")
+    assert [agent for agent, _ in sent(two.tick(10.1 + STOP_AFTER_S), Stop)] == ["a0", "a1"]
+
+
+def test_an_elastic_job_goes_on_without_a_node_that_failed(make):
+    cluster = Cluster(make, max_nodes=4)
+    cluster.say("a0", Bye("failed"), 10)
+    cluster.beat(20, "a1")
+    assert cluster.tick(20.5) == []
+
+
+def test_a_silent_node_is_lost_and_the_others_are_stopped(two):
+    two.beat(SILENT_S, "a0")
+    assert two.tick(SILENT_S) == []
+    assert two.tick(SILENT_S + 0.1) == []
+    assert two.run_protocol.lost_agents == ["a1"]
+    ((agent, stop),) = sent(two.tick(SILENT_S + STOP_AFTER_S + 0.2), Stop)
+    assert (agent, stop.reason) == ("a0", "node h1 is lost")
+    two.say("a0", Bye("failed"), SILENT_S + 8)
+    assert two.tick(SILENT_S + 8) == [Finish()]
+
+
+def test_a_node_that_is_heard_again_is_not_lost(two):
+    two.beat(30, "a0")
+    two.tick(30)
+    two.beat(31, "a1")
+    assert two.run_protocol.lost_agents == []
+
+
+def test_a_node_that_has_said_goodbye_may_be_silent(two):
+    two.say("a0", Bye("ok"), 1)
+    two.beat(50, "a1")
+    two.tick(50)
+    assert two.run_protocol.lost_agents == []
+
+
+def test_a_straggler_is_waited_for_but_not_for_ever(two):
+    two.say("a0", Bye("ok"), 1)
+    two.beat(LINGER_S, "a1")
+    assert Finish() not in two.tick(LINGER_S)
+    two.beat(LINGER_S + 2, "a1")
+    assert Finish() in two.tick(LINGER_S + 2)
+
+
+def test_a_node_that_never_came_is_given_a_moment(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol.hear("a0", AgentMessage(1, make.hello("a0", nodes=2)), 0)
+    run_protocol.hear("a0", AgentMessage(2, Bye("failed"), 1), 1)
+    assert run_protocol.tick(2) == []
+    run_protocol.hear("a0", AgentMessage(0, Beat([], {})), 1 + STOP_AFTER_S)  # it waits for the verdict
+    assert run_protocol.tick(1.1 + STOP_AFTER_S) == [Finish()]
+
+
+def test_without_any_agent_the_launchs_end_is_the_end():
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    assert run_protocol.tick(1000) == []
+    run_protocol.launch_gone(1000)
+    run_protocol.launch_gone(1000 + NOBODY_S)
+    assert run_protocol.tick(999 + NOBODY_S) == []
+    assert run_protocol.tick(1001 + NOBODY_S) == [Finish()]

@@ -1,0 +1,315 @@
+"""What graphs of torch.compile let us see, and that they stay what they are without us."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from gpuwatch.worker.compile import graph_op as graph_look
+from gpuwatch.worker.compile import trace as compiled
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+
+GRADIENTS = ("forward", "weights", "grads")
+
+
+@pytest.fixture(autouse=True)
+def no_graph_is_left():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.act = nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.up(x))
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+    def inner(self, x):
+        return self.block(x)
+
+
+class Checkpointed(Plain):
+    def inner(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+class Mapped(Plain):
+    def inner(self, x):
+        return torch.func.vmap(self.block)(x)
+
+
+class Differentiated(Plain):
+    def inner(self, x):
+        return torch.func.grad(lambda y: self.block(y).sum())(x)
+
+
+class Conditional(Plain):
+    def inner(self, x):
+        return torch.cond(x.sum() > 0, lambda y: self.block(y), lambda y: self.block(y) * 2, (x,))
+
+
+class Autocast(Plain):
+    def inner(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.block(x).float()
+
+
+class Residual(Plain):
+    def inner(self, x):
+        return x + self.block(x) * self.block(x + 1)
+
+
+def train(cls, *, batches=3, backend="aot_eager", spoil=None):
+    torch.manual_seed(0)
+    model = cls()
+    compiled_model = torch.compile(model, fullgraph=True, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in range(batches):
+        torch.manual_seed(batch)
+        x = torch.randn(4, 16)
+        if spoil is not None:
+            spoil(batch, model, x)
+        loss = compiled_model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+@pytest.mark.parametrize("cls", [Plain, Checkpointed, Mapped, Differentiated, Conditional, Autocast, Residual])
+def test_every_kind_of_body_compiles_and_trains_as_it_does_without_us(watch, monkeypatch, cls, on_host):
+    losses, weights = train(cls)
+    torch.compiler.reset()
+    counters.clear()
+    if not on_host:
+        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    ours, our_weights = train(cls)
+
+    assert ours == losses
+    assert all(torch.equal(one, other) for one, other in zip(our_weights, weights, strict=True))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert watched.faults == []
+    pages = [page for page in watched.pages if page.root == cls.__name__]
+    assert [page.batch for page in pages] == [0, 1, 2]
+    forward = {frame.module for frame in pages[-1].frames if frame.phase == "forward"}
+    assert "head" in forward
+    assert ("block.up" in forward) == (cls not in (Mapped, Differentiated, Conditional))
+
+
+def rows(page):
+    return {
+        (frame.module, row.role): (row.dtype, row.shape, row.nan, row.posinf, row.neginf, row.abs_min, row.abs_max)
+        for frame in page.frames
+        for row in frame.rows
+        if row.kind == "measured" and frame.module
+    }
+
+
+class ChangedInPlace(Plain):
+    """What the layer returns is largest where it is negative: nothing is left of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential()
+        self.block.up = nn.Linear(16, 16)
+        self.block.act = nn.ReLU(inplace=True)
+        with torch.no_grad():
+            self.block.up.bias.fill_(-2)
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+@pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("cls", [Plain, ChangedInPlace])
+def test_a_graph_shows_the_same_numbers_as_eager_does(watch, monkeypatch, cls, value, on_host):
+    if not on_host:
+        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+
+    def spoil(batch, model, x):
+        if value is not None and batch == 2:
+            with torch.no_grad():
+                model.block.up.bias[3] = value
+
+    eager = watch(on_overflow="continue", watch=GRADIENTS)
+    torch.compiler.set_stance("force_eager")
+    train(cls, spoil=spoil)
+    torch.compiler.set_stance("default")
+    eager.hooks.detach()
+    graph = watch(on_overflow="continue", watch=GRADIENTS)
+    train(cls, spoil=spoil)
+
+    expected, found = rows(eager.last), rows(graph.last)
+    assert found.keys() - expected.keys() <= {("block", "grad output")}  # of what was changed in place
+    unlike = {key for key in expected if not same(found[key], expected[key], on_host)}
+    assert {key: (found[key], expected[key]) for key in unlike} == {}
+    assert [(a.where.batch, a.module, a.role, a.value) for a in graph.anomalies][:1] == [
+        (a.where.batch, a.module, a.role, a.value) for a in eager.anomalies
+    ][:1]
+
+
+def same(one, other, on_host):
+    """In the graph, a nan hides what else there is, and the shape is not known."""
+    if not on_host and other[2]:
+        return one[0] == other[0] and one[2]
+    known = one[:5] == other[:5] if on_host else one[0] == other[0] and one[2:5] == other[2:5]
+    return known and all(
+        a is b is None or a == b or (a != a and b != b) or math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-5)
+        for a, b in zip(one[5:], other[5:], strict=True)
+    )
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_a_batch_that_is_left_out_leaves_nothing_to_the_next(watch, monkeypatch, on_host):
+    """Its gradients, too, are written by the graph."""
+    if not on_host:
+        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+
+    watched = watch(on_overflow="continue", watch=GRADIENTS, every=2)
+    torch.manual_seed(0)
+    model = Plain()
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for batch in range(5):
+        loss = graph(torch.full((4, 16), 0.5 + batch)).sum()
+        (loss * (math.inf if batch == 3 else 1)).backward()  # nothing in its forward is bad
+        model.zero_grad()
+
+    assert [page.batch for page in watched.pages if page.frames] == [0, 2, 4]
+    rows = [row for page in watched.pages for frame in page.frames for row in frame.rows]
+    assert len([row for row in rows if row.role == "grad output"]) == 9
+    assert [row for row in rows if row.flags] == []
+
+
+def test_no_more_is_kept_for_the_backward_than_without_us(watch):
+    """AOTAutograd keeps what stands behind a look at what it is made of, and would compute it again else."""
+
+    class Tanh(nn.Module):
+        def forward(self, x):
+            return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * x**3)))
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), Tanh())))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    def kept():
+        sizes = []
+
+        def forward(graph, inputs):
+            (output,) = (node for node in graph.graph.nodes if node.op == "output")
+            made = [node for node in output.args[0] if isinstance(node, torch.fx.Node) and node.op != "placeholder"]
+            sizes.append(sum(node.meta["val"].numel() for node in made))
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        torch.compile(Deep(), fullgraph=True, backend=backend)(torch.randn(32, 64)).sum().backward()
+        torch.compiler.reset()
+        return sizes[0]
+
+    without = kept()
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    assert kept() <= without * 1.02
+    assert watched.faults == []
+
+
+def test_the_end_of_a_graph_that_was_never_reached_is_not_measured(watch):
+    """An earlier run's numbers are not shown as this one's."""
+
+    @torch.library.custom_op("gpuwatch_test::refuse", mutates_args=())
+    def refuse(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1e6:
+            raise ValueError("refused")
+        return x.clone()
+
+    refuse.register_fake(lambda x: torch.empty_like(x))
+
+    class Net(Plain):
+        def inner(self, x):
+            return refuse(self.block(x))
+
+    watched = watch(on_overflow="continue")
+    model = Net()
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        graph(torch.ones(4, 16))
+        with pytest.raises(ValueError, match="refused"):
+            graph(torch.full((4, 16), 1e9))
+
+    kinds = {frame.module: {row.role: row.kind for row in frame.rows} for frame in watched.last.frames}
+    assert kinds["block"]["output"] == "measured"
+    assert kinds["head"]["output"] == "not_measurable"
+
+
+# -- the operator ---------------------------------------------------------------------------------------------------
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    spoilt=st.sampled_from([None, math.inf, -math.inf, math.nan]),
+    turned=st.booleans(),
+    gapped=st.booleans(),
+)
+def test_the_compiled_look_sees_what_the_other_one_does(shape, dtype, spoilt, turned, gapped):
+    tensor = (torch.randn(shape) * 3).to(dtype)
+    if spoilt is not None and dtype.is_floating_point and tensor.numel():
+        tensor.view(-1)[-1] = spoilt
+    if turned:
+        tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
+    if gapped and tensor.dim():
+        tensor = tensor[..., ::2]
+    place = graph_look.new_place()
+    try:
+        torch.ops.gpuwatch.look(tensor, torch.zeros(1), place)
+        found = graph_look.SEEN[place]
+        graph_look._look(tensor, torch.zeros(1), place)
+        assert found == graph_look.SEEN[place]
+        assert type(found) is graph_look.Seen
+        assert found.shape == tuple(tensor.shape)
+    finally:
+        graph_look.SEEN[place] = None
+
+
+def test_a_look_never_raises():
+    token = torch.zeros(1)
+    place = graph_look.new_place()
+    torch.ops.gpuwatch.look(torch.ones(3)[None].expand(4, 3), token, place)
+    assert graph_look.SEEN[place].shape == (4, 3)
+    torch.ops.gpuwatch.look(torch.ones(3), token, 1 << 40)  # a place that nobody made
+    torch.ops.gpuwatch.look(torch.ones(3), token, -1)

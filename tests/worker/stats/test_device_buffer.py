@@ -1,0 +1,640 @@
+"""TensorStats that stay on the device until their segment is copied: here on the CPU, and with -m gpu on CUDA."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.reader import RecorderReader
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.values import COUNTED, PENDING, Encoding, NonFinite, Value
+from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer, runs
+from gpuwatch.worker.stats.device_reader import TorchReader
+from gpuwatch.worker.stats.tensor_stats import measure
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A recorder whose ring goes round after eight segments."""
+    return RecorderWriter(tmp_path / "small", rank=0, local_rank=0, world_size=1, attempt=0, segments=8)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def device_buffer(recorder, device, **more):
+    current = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    return DeviceStatsBuffer(recorder, current, **more)
+
+
+def values_of(recorder, number):
+    """The values of a page as its readers see them."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    reader = RecorderReader(recorder.path)
+    page = reader.page(number)
+    reader.close()
+    if page is None:
+        return None
+    return [Value(*numbers) for segment in page.segments for numbers in layout.VALUE.iter_unpack(segment.values)]
+
+
+def arrived(pages):
+    if pages.device.type == "cuda":
+        torch.cuda.synchronize()
+    return pages.arrived()
+
+
+def page_with(recorder, pages, *tensors, count=False):
+    """A page of its own with these tensors; its number."""
+    page = recorder.begin_page(0, 0, 0)
+    for tensor in tensors:
+        assert pages.measure(tensor, count) is not None
+    recorder.end_page(page)
+    return page.number
+
+
+class Held:
+    """An event that does not come until it is let go."""
+
+    def __init__(self):
+        self.come = False
+
+    def query(self):
+        return self.come
+
+
+def hold(pages):
+    """Make all copies of a CPU that are to be seen yet look as if they were still on their way."""
+    event = Held()
+    for lane in pages._lanes.values():
+        for copy in lane.flying:
+            copy.event = copy.event or event
+    return event
+
+
+def test_positions_become_runs():
+    assert runs([]) == []
+    assert runs([0, 1, 2, 5, 6, 9]) == [(0, 3), (5, 7), (9, 10)]
+
+
+# -- the way into the file ------------------------------------------------------------------------------------------
+
+
+@each_device
+@pytest.mark.parametrize("count", [False, True])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+)
+def test_numbers_are_in_the_file_as_the_host_would_have_put_them(recorder, device, dtype, count):
+    pages = device_buffer(recorder, device)
+    tensor = torch.tensor([[-3, 0, 2, 1, 1e-7]]).to(dtype)
+    number = page_with(recorder, pages, tensor.to(device), count=count)
+
+    assert values_of(recorder, number) == [Value(*measure(tensor, count)[:3])]
+    assert arrived(pages) == []
+
+
+@each_device
+def test_a_value_is_pending_until_its_segment_is_done(recorder, device):
+    pages = device_buffer(recorder, device)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.ones(3, device=device))
+    assert [value.meta for value in values_of(recorder, 0)] == [PENDING]
+    recorder.end_page(page)
+    assert [value.abs_max for value in values_of(recorder, 0)] == [1.0]
+
+
+@each_device
+def test_a_page_of_many_segments_arrives_whole(recorder, device):
+    pages = device_buffer(recorder, device)
+    page_with(recorder, pages, *(torch.tensor(float(i), device=device) for i in range(1000)))
+    assert [value.abs_max for value in values_of(recorder, 0)] == list(range(1000))
+
+
+@each_device
+def test_values_of_the_host_in_between_stay_what_they_are(recorder, device):
+    pages = device_buffer(recorder, device)
+    page = recorder.begin_page(0, 0, 0)
+    for i in range(600):
+        if i % 3:
+            recorder.value(i, i, Encoding.INTEGER << 8)
+        else:
+            pages.measure(torch.tensor(i, device=device))
+    recorder.end_page(page)
+    assert [value.abs_max for value in values_of(recorder, 0)] == list(range(600))
+
+
+@each_device
+def test_what_cannot_be_measured_takes_no_value(recorder, device):
+    pages = device_buffer(recorder, device)
+    recorder.begin_page(0, 0, 0)
+    assert pages.measure(torch.empty(0, device=device)) is None
+    assert pages.measure(torch.empty(3, device="meta")) is None
+    assert recorder.value_position == -1
+
+
+@each_device
+def test_the_first_tensor_in_inference_mode(recorder, device):
+    """What is made in there could not be written to later."""
+    with torch.inference_mode():
+        pages = device_buffer(recorder, device)
+        page_with(recorder, pages, torch.ones(2, device=device))
+    page_with(recorder, pages, torch.full((2,), 2.0, device=device))
+    with torch.inference_mode():
+        page_with(recorder, pages, torch.full((2,), 3.0, device=device))
+    assert [values_of(recorder, number)[0].abs_max for number in range(3)] == [1.0, 2.0, 3.0]
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@each_device
+def test_no_mode_of_the_scripts_sees_the_copies(recorder, device):
+    pages = device_buffer(recorder, device, underflow_share=0.1)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.ones(2, device=device), count=True)
+    with Operations() as operations, torch.device("meta"):
+        recorder.end_page(page)
+        arrived(pages)
+        pages.noticed()
+    assert operations.seen == []
+    assert values_of(recorder, 0)[0].abs_max == 1.0
+
+
+# -- what is told of it ---------------------------------------------------------------------------------------------
+
+
+@each_device
+def test_each_kind_of_non_finite_value_is_told(recorder, device):
+    pages = device_buffer(recorder, device)
+    cases = [[1.0, INF], [1.0, -INF], [INF, -INF], [NAN, 1.0], [NAN, INF], [1.0, 2.0]]
+    for values in cases:
+        page_with(recorder, pages, torch.tensor(values, device=device))
+
+    flags = [values_of(recorder, number)[0].flags for number in range(len(cases))]
+    both = NonFinite.POSINF | NonFinite.NEGINF
+    assert flags == [NonFinite.POSINF, NonFinite.NEGINF, both, NonFinite.NAN, NonFinite.NAN | NonFinite.POSINF, 0]
+    assert arrived(pages) == [0, 1, 2, 3, 4]
+    assert arrived(pages) == []
+
+
+@each_device
+def test_a_page_is_told_again_when_more_of_it_arrives(recorder, device):
+    pages = device_buffer(recorder, device)
+    fine, bad = torch.ones(2, device=device), torch.full((2,), NAN, device=device)
+    first = recorder.begin_page(0, 0, 0)
+    pages.measure(fine)
+    second = recorder.begin_page(0, 1, 0)
+    pages.measure(bad)
+    recorder.resume_page(first)
+    assert arrived(pages) == [1]
+    pages.measure(fine)
+    recorder.pause_page()
+    assert arrived(pages) == []
+    recorder.resume_page(second)
+    pages.measure(bad)
+    recorder.resume_page(first)
+    pages.measure(bad)
+    recorder.end_page(first)
+    assert arrived(pages) == [0, 1]
+    assert [len(values_of(recorder, number)) for number in (0, 1)] == [3, 2]
+
+
+def test_what_is_still_on_its_way_is_not_told(recorder):
+    pages = device_buffer(recorder, "cpu")
+    page_with(recorder, pages, torch.tensor(NAN))
+    event = hold(pages)
+    assert (pages.arrived(), pages.flying) == ([], 1)
+    event.come = True
+    assert (pages.arrived(), pages.flying) == ([0], 0)
+
+
+NEAR = {int(Encoding.FLOAT16): 0x7800, int(Encoding.BFLOAT16): 0x7F00}  # 32768, and the same power of two in bfloat16
+
+
+@each_device
+@pytest.mark.parametrize(
+    ("values", "dtype", "told"),
+    [
+        ([32768.0], torch.float16, True),
+        ([-40000.0, 1.0], torch.float16, True),
+        ([32752.0], torch.float16, False),
+        ([65504.0], torch.float16, False),  # what masks are filled with
+        ([INF], torch.float16, False),
+        ([2.0**127], torch.bfloat16, True),
+        ([65504.0], torch.float32, False),
+    ],
+    ids=str,
+)
+def test_pages_near_overflow_are_noticed(recorder, device, values, dtype, told):
+    pages = device_buffer(recorder, device, near_bits=NEAR)
+    page_with(recorder, pages, torch.ones(2, device=device), torch.tensor(values, dtype=dtype, device=device))
+    arrived(pages)
+    assert pages.noticed() == [0] * told
+    assert pages.noticed() == []
+
+
+@each_device
+@pytest.mark.parametrize(("subnormals", "count", "told"), [(1, True, True), (0, True, False), (1, False, False)])
+def test_pages_in_underflow_are_noticed(recorder, device, subnormals, count, told):
+    pages = device_buffer(recorder, device, underflow_share=0.1)
+    tensor = torch.ones(10, dtype=torch.float16)
+    tensor[:subnormals] = 1e-7
+    page_with(recorder, pages, tensor.to(device), count=count)
+    arrived(pages)
+    assert pages.noticed() == [0] * told
+
+
+# -- rows that are used again ---------------------------------------------------------------------------------------
+
+
+@each_device
+@pytest.mark.parametrize("seen_to_arrive", [False, True])
+def test_a_row_in_a_later_page(recorder, device, seen_to_arrive):
+    pages = device_buffer(recorder, device, near_bits=NEAR, underflow_share=0.1)
+    weight = torch.tensor([40000.0, 0.0, 1e-7, INF], dtype=torch.float16)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.ones(1, device=device))
+    pages.measure(weight.to(device), count=True)
+    row = pages.last()
+    recorder.end_page(page)
+    if seen_to_arrive:
+        assert arrived(pages) == [0]
+    numbers = tuple(measure(weight, True)[:3])
+    assert row.numbers == (numbers if seen_to_arrive else None)
+
+    for _ in range(2):
+        page = recorder.begin_page(0, 1, 0)
+        assert pages.again(row) == 0
+        recorder.end_page(page)
+    assert values_of(recorder, 1) == values_of(recorder, 2) == [numbers]
+    assert arrived(pages) == [1, 2] if seen_to_arrive else [0, 1, 2]
+    assert pages.noticed() == [0, 1, 2]
+
+
+@each_device
+def test_a_row_in_the_same_segment(recorder, device):
+    pages = device_buffer(recorder, device)
+    weight = torch.tensor([2.0, 0.0, 1e-7], dtype=torch.float16)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(weight.to(device), count=True)
+    row = pages.last()
+    pages.measure(torch.ones(1, device=device))
+    assert pages.again(row) == 2
+    recorder.end_page(page)
+    first, _, again = values_of(recorder, 0)
+    assert first == again == measure(weight, True)[:3]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(["measure", "host", "again", "page", "look", "resume"]), max_size=60))
+@pytest.mark.parametrize("device", DEVICES)
+def test_any_order_of_things(tmp_path_factory, device, steps):
+    """Whatever is measured, put again, paused and resumed: each page holds what was put into it."""
+    path = tmp_path_factory.mktemp("recorder") / "recorder"
+    recorder = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=4096)
+    pages = device_buffer(recorder, device)
+    written = {0: []}
+    page = first = recorder.begin_page(0, 0, 0)
+    rows = []
+    for number, step in enumerate(steps):
+        if step == "measure":
+            pages.measure(torch.tensor(number, device=device))
+            rows.append((pages.last(), number))
+            written[page.number].append(number)
+        elif step == "host":
+            recorder.value(number, number, 0)
+            written[page.number].append(number)
+        elif step == "again" and rows:
+            row, value = rows[number % len(rows)]
+            pages.again(row)
+            written[page.number].append(value)
+        elif step == "page":
+            page = recorder.begin_page(0, 0, 0)
+            written[page.number] = []
+        elif step == "look":
+            pages.arrived()
+        elif step == "resume":
+            recorder.resume_page(first)
+            page = first
+    recorder.pause_page()
+    assert {number: [value.high for value in values_of(recorder, number)] for number in written} == written
+    pages.close()
+    recorder.close()
+
+
+# -- a device that is far behind ------------------------------------------------------------------------------------
+
+
+class Streams(DeviceStatsBuffer):
+    """The CPU has no streams: which one is current is for the test to say."""
+
+    stream = 0
+
+    def _stream_key(self, device):
+        return (0, self.stream)
+
+
+def test_each_stream_brings_its_own_rows(recorder):
+    pages = Streams(recorder, torch.device("cpu"))
+    page = recorder.begin_page(0, 0, 0)
+    rows = []
+    for number in range(500):
+        pages.stream = number % 7 % 3
+        pages.measure(torch.tensor(number))
+        rows.append(pages.last())
+    pages.stream = 3
+    for row in rows[::2]:
+        pages.again(row)
+    pages.stream = 1
+    pages.measure(torch.tensor(NAN))
+    recorder.end_page(page)
+    assert [value.high for value in values_of(recorder, 0)][:-1] == [*range(500), *range(0, 500, 2)]
+
+    for key, lane in pages._lanes.items():
+        if key != (0, 1):
+            for copy in lane.flying:
+                copy.event = Held()
+    assert pages.arrived() == [0]
+    assert pages.flying > 0
+
+
+def test_a_segment_is_not_used_again_before_its_copy_has_arrived(small):
+    pages = Streams(small, torch.device("cpu"))
+    page_with(small, pages, torch.tensor(7.0))
+    event = hold(pages)
+    pages.stream = 1
+    for number in range(1, 40):
+        page_with(small, pages, torch.tensor(float(number)))
+        pages.arrived()
+    assert pages.flying == 1
+    assert values_of(small, 0)[0].abs_max == 7.0
+    assert [values_of(small, number)[0].abs_max for number in range(33, 40)] == list(range(33, 40))
+    assert small.fields[Field.ROWS_LOST] == 0
+
+    event.come = True
+    pages.arrived()
+    for number in range(40, 48):
+        page_with(small, pages, torch.tensor(float(number)))
+    assert values_of(small, 0) is None
+    assert [values_of(small, number)[0].abs_max for number in range(40, 48)] == list(range(40, 48))
+
+
+def test_a_device_that_does_not_answer_costs_rows_and_nothing_else(small):
+    pages = device_buffer(small, "cpu")
+    for number in range(30):
+        page_with(small, pages, torch.tensor(float(number)), torch.tensor(NAN))
+        event = hold(pages)
+        pages.arrived()
+    assert pages.flying == 4
+    assert small.fields[Field.ROWS_LOST] == 26 * 2
+    assert [values_of(small, number)[0].abs_max for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
+    assert [value.meta for value in values_of(small, 29)] == [PENDING, PENDING]
+
+    for lane in pages._lanes.values():
+        for copy in lane.flying:
+            copy.event = None
+    assert event.come is False
+    assert pages.arrived() == [0, 1, 2, 3]
+    page_with(small, pages, torch.tensor(5.0))
+    assert values_of(small, 30)[0].abs_max == 5.0
+
+
+class Capturing(DeviceStatsBuffer):
+    """On the CPU, whether a graph is captured is for the test to say."""
+
+    capturing = False
+
+    def _capturing(self):
+        return self.capturing
+
+
+def test_rows_wait_while_a_graph_is_captured(recorder):
+    pages = Capturing(recorder, torch.device("cpu"))
+    first = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(NAN))
+    row = pages.last()
+    pages.capturing = True
+    assert pages.measure(torch.tensor(1.0)) is None
+    assert pages.again(row) is None
+    recorder.end_page(first)
+    assert pages.arrived() == []
+    page = recorder.begin_page(0, 1, 0)
+    recorder.end_page(page)
+    pages.capturing = False
+    page = recorder.begin_page(0, 2, 0)
+    pages.measure(torch.tensor(3.0))
+    assert pages.arrived() == [0]
+    recorder.end_page(page)
+    assert [values_of(recorder, number) and values_of(recorder, number)[0].high for number in range(3)] == [
+        measure(torch.tensor(NAN)).high,
+        [],
+        measure(torch.tensor(3.0)).high,
+    ]
+
+
+# -- when something does not work -----------------------------------------------------------------------------------
+
+
+class Broken:
+    """A Triton without a compiler: nothing is launched."""
+
+    def read(self, source, rows, position, count):
+        raise RuntimeError("Failed to find C compiler")
+
+    def pack(self, rows, count):
+        raise RuntimeError("Failed to find C compiler")
+
+
+class SometimesBroken(TorchReader):
+    """A device that is out of memory now and then."""
+
+    fails = ""
+
+    def read(self, source, rows, position, count):
+        if self.fails == "read":
+            raise RuntimeError("no room")
+        super().read(source, rows, position, count)
+
+    def pack(self, rows, count):
+        if self.fails == "pack":
+            raise RuntimeError("no room")
+        return super().pack(rows, count)
+
+
+@pytest.mark.parametrize("reader", [Broken, type("LateBroken", (Broken,), {"read": TorchReader.read})])
+def test_without_a_kernel_torchs_operations_do_it(recorder, reader):
+    pages = device_buffer(recorder, "cpu", reader=reader())
+    number = page_with(recorder, pages, torch.tensor([1.0, -INF]))
+    assert values_of(recorder, number) == [measure(torch.tensor([1.0, -INF]))[:3]]
+    assert pages.note == "RuntimeError: Failed to find C compiler"
+
+
+@pytest.mark.parametrize("fails", ["read", "pack"])
+def test_after_an_error_of_torchs_own_the_next_numbers_are_right(recorder, fails):
+    reader = SometimesBroken()
+    pages = device_buffer(recorder, "cpu", reader=reader)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(3.0))
+    reader.fails = fails
+    with pytest.raises(RuntimeError, match="no room"):
+        pages.measure(torch.tensor(NAN))
+        recorder.pause_page()
+    reader.fails = ""
+    recorder.end_page(page)
+    assert [value.meta for value in values_of(recorder, 0)][1] == PENDING
+    number = page_with(recorder, pages, torch.tensor(2.0), torch.tensor(1.0))
+    assert values_of(recorder, number) == [measure(torch.tensor(value))[:3] for value in (2.0, 1.0)]
+    assert arrived(pages) == []
+
+
+@each_device
+def test_closing_lets_go_of_the_file(recorder, device):
+    pages = device_buffer(recorder, device)
+    page_with(recorder, pages, torch.ones(1, device=device))
+    pages.close()
+    recorder.begin_page(0, 1, 0)
+    recorder.pause_page()
+    recorder.close()
+    assert pages.flying == 0
+
+
+# -- on CUDA only ---------------------------------------------------------------------------------------------------
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_nothing_waits_for_the_device(recorder):
+    pages = device_buffer(recorder, "cuda", near_bits=NEAR, underflow_share=0.1)
+    dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
+    tensors = [torch.ones(5000, device="cuda").to(dtype) for dtype in dtypes]
+    page_with(recorder, pages, *tensors, count=True)  # compiled now
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(5):
+            page = recorder.begin_page(0, 0, 0)
+            for tensor in tensors:
+                pages.measure(tensor, count=True)
+            row = pages.last()
+            page = recorder.begin_page(0, 0, 0)
+            pages.again(row)
+            recorder.end_page(page)
+            pages.arrived()
+            pages.noticed()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert pages.note == ""
+    assert {value.abs_max for value in values_of(recorder, 9)} == {1.0}
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_a_busy_stream_holds_up_no_other(recorder):
+    pages = device_buffer(recorder, "cuda")
+    tensor = torch.ones(100, device="cuda")
+    page_with(recorder, pages, tensor)  # compiled now
+    busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    page = recorder.begin_page(0, 0, 0)
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(2_000_000_000)
+        pages.measure(tensor * 2)
+        row = pages.last()
+    with torch.cuda.stream(free):
+        pages.measure(tensor * NAN)
+    recorder.end_page(page)
+    free.synchronize()
+    assert pages.arrived() == [1]
+    assert not busy.query()
+    page = recorder.begin_page(0, 0, 0)
+    with torch.cuda.stream(free):
+        pages.again(row)
+    recorder.end_page(page)
+    assert [value.abs_max for value in values_of(recorder, 1)][:1] == [2.0]
+    assert values_of(recorder, 2)[0].abs_max == 2.0
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_hooks_of_a_backward_run_on_autograds_thread(recorder):
+    pages = device_buffer(recorder, "cuda")
+    threads = set()
+    stream = torch.cuda.Stream()
+
+    def hook(gradient):
+        threads.add(threading.get_ident())
+        with torch.no_grad():
+            pages.measure(gradient)
+
+    with torch.enable_grad(), torch.cuda.stream(stream):
+        x = torch.ones(1000, device="cuda", requires_grad=True)
+        y = x * 2
+        y.register_hook(hook)
+        z = (y * 3e38).sum()
+    page = recorder.begin_page(0, 0, 0)
+    (z * 10).backward()
+    recorder.end_page(page)
+    assert threads != {threading.get_ident()}
+    assert values_of(recorder, 0)[0].flags == NonFinite.POSINF
+    assert arrived(pages) == [0]
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_a_captured_graph_is_as_the_user_wrote_it(recorder):
+    pages = device_buffer(recorder, "cuda")
+    x = torch.ones(1000, device="cuda")
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        assert pages.measure(y) is None
+        recorder.end_page(page)
+        pages.arrived()
+    graph.replay()
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(y)
+    recorder.end_page(page)
+    assert [values_of(recorder, number)[0].abs_max for number in range(2)] == [1.0, 2.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_of_two_devices(recorder):
+    pages = device_buffer(recorder, "cuda")
+    page_with(recorder, pages, torch.ones(10, device="cuda:0"), torch.full((10,), -INF, device="cuda:1"))
+    torch.cuda.synchronize(1)
+    assert [value.abs_max for value in values_of(recorder, 0)] == [1.0, INF]
+    assert COUNTED & values_of(recorder, 0)[0].meta == 0

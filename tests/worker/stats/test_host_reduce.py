@@ -1,0 +1,192 @@
+"""The compiled loops against the same in NumPy: equal for any bits, any length, any address."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import numpy
+import pytest
+from gpuwatch.worker.stats import host_reduce as bits
+from hypothesis import given
+from hypothesis import strategies as st
+
+TYPES = {2: numpy.int16, 4: numpy.int32, 8: numpy.int64}
+
+compiled = pytest.mark.skipif(
+    bits.extremes is bits.slow_extremes, reason="native/core.c was not built where gpuwatch was installed"
+)
+
+
+@compiled
+@given(
+    data=st.binary(max_size=8 * 400),
+    size=st.sampled_from(sorted(TYPES)),
+    skipped=st.integers(0, 9),
+    repeated=st.sampled_from([1, 1, 50]),
+    limit=st.integers(0, (1 << 15) - 1),
+)
+def test_both_loops_see_the_same(data, size, skipped, repeated, limit):
+    array = numpy.frombuffer(data[: len(data) // size * size] * repeated, TYPES[size])[skipped:]
+    place = (array.ctypes.data, array.size, size)
+
+    assert bits.extremes(*place) == bits.slow_extremes(*place)
+    assert bits.below(*place, limit) == bits.slow_below(*place, limit)
+
+
+@pytest.mark.parametrize("extremes", [pytest.param(bits.extremes, marks=compiled), bits.slow_extremes])
+@pytest.mark.parametrize("size", sorted(TYPES))
+def test_one_element_among_many_is_found(extremes, size):
+    mask = int(numpy.iinfo(TYPES[size]).max)
+    array = numpy.full(3 * bits.CHUNK + 17, 5, TYPES[size])
+    for position in (0, 63, 64, 16383, 16384, bits.CHUNK, array.size - 1):
+        array[position] = -1  # all bits set: with the sign cleared, the largest there is
+        assert extremes(array.ctypes.data, array.size, size) == (5, mask)
+        array[position] = 0
+        assert extremes(array.ctypes.data, array.size, size) == (0, 5)
+        array[position] = 5
+
+
+@pytest.mark.parametrize("below", [pytest.param(bits.below, marks=compiled), bits.slow_below])
+@pytest.mark.parametrize("size", sorted(TYPES))
+def test_more_zeros_than_an_element_could_count(below, size):
+    array = numpy.zeros(200_003, TYPES[size])
+    array[::7] = 3
+    count = len(array[::7])
+    assert below(array.ctypes.data, array.size, size, 3) == (array.size - count, array.size - count)
+    assert below(array.ctypes.data, array.size, size, 4) == (array.size - count, array.size)
+
+
+@pytest.mark.parametrize("extremes", [pytest.param(bits.extremes, marks=compiled), bits.slow_extremes])
+def test_wrong_arguments_are_refused(extremes):
+    for arguments in ((0, 0, 3), (0, 0), ("here", 1, 4)):
+        with pytest.raises(TypeError):
+            extremes(*arguments)
+
+
+# -- with several threads -----------------------------------------------------------------------------------------
+
+
+class Team:
+    """Stands for OpenMP: `given` threads in place of those asked for, one after the other, in this thread."""
+
+    def __init__(self, most: int, given: int, *, is_parallel: bool = False) -> None:
+        self.asked: list[int] = []
+        self._thread = 0
+
+        def parallel(part, shared, threads, flags):
+            self.asked.append(threads)
+            for self._thread in range(given):
+                part(shared)
+
+        number = ctypes.CFUNCTYPE(ctypes.c_int)
+        of_thread = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self._kept = [
+            ctypes.CFUNCTYPE(None, of_thread, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(parallel),
+            number(lambda: most),
+            number(lambda: is_parallel),
+            number(lambda: self._thread),
+            number(lambda: given),
+        ]
+
+    def __enter__(self) -> Team:
+        bits.use_threads(*(ctypes.cast(function, ctypes.c_void_p).value for function in self._kept))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        bits.use_threads()
+        bits._use_threads()
+
+
+LARGE = 1 << 18
+"""Bytes, from which on a tensor is read by several threads."""
+
+
+@compiled
+@pytest.mark.parametrize(("most", "given"), [(2, 2), (3, 3), (7, 7), (64, 64), (5, 2), (4, 1)])
+@pytest.mark.parametrize("size", sorted(TYPES))
+def test_every_element_is_in_the_part_of_some_thread(size, most, given):
+    mask = int(numpy.iinfo(TYPES[size]).max)
+    array = numpy.full(LARGE // size + 5, 3, TYPES[size])
+    stretch = -(-array.size // given)
+    edges = [edge + side for edge in range(0, array.size + 1, stretch) for side in (-1, 0)]
+    with Team(most, given) as team:
+        for position in [array.size - 1, *(edge for edge in edges if 0 <= edge < array.size)]:
+            array[position] = -1
+            assert bits.extremes(array.ctypes.data, array.size, size) == (3, mask)
+            array[position] = 0
+            assert bits.extremes(array.ctypes.data, array.size, size) == (0, 3)
+            array[position] = 3
+    assert set(team.asked) == {most}
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("elements", "team"),
+    [
+        pytest.param(LARGE // 4 - 1, Team(8, 8), id="small"),
+        pytest.param(LARGE, Team(1, 1), id="one thread"),
+        pytest.param(LARGE, Team(8, 8, is_parallel=True), id="in a loop that is parallel already"),
+    ],
+)
+def test_nobody_else_is_asked(elements, team):
+    array = numpy.full(elements, 3, numpy.int32)
+    with team:
+        assert bits.extremes(array.ctypes.data, array.size, 4) == (3, 3)
+    assert team.asked == []
+
+
+@compiled
+def test_more_threads_than_are_ever_used():
+    array = numpy.arange(1, LARGE + 1, dtype=numpy.int32)
+    with Team(200, 64) as team:
+        assert bits.extremes(array.ctypes.data, array.size, 4) == (1, LARGE)
+    assert team.asked == [64]
+
+
+ON_TORCHS_THREADS = """
+import os, threading, torch
+from gpuwatch.worker import bits
+torch.set_num_threads(2)
+tensor = torch.full((1 << 22,), 2.0)
+tensor[-1] = float("-inf")
+def look():
+    return bits.extremes(tensor.data_ptr(), tensor.numel(), 4)
+expected = (0x40000000, 0x7F800000)
+def threads():
+    return len(os.listdir("/proc/self/task"))
+(tensor + 1).sum()  # torch's threads have begun by now
+before = threads()
+for _ in range(50):
+    assert look() == expected
+assert threads() == before, "torch's threads are not the ones that read"
+found = []
+other = threading.Thread(target=lambda: found.append(look()))
+other.start()
+other.join()
+assert found == [expected]
+if not (child := os.fork()):  # here, those threads are no more
+    os._exit(0 if look() == expected else 1)
+assert os.waitpid(child, 0)[1] == 0
+print(before)
+"""
+
+
+@compiled
+def test_torchs_own_threads_read_and_no_others():
+    ran = subprocess.run([sys.executable, "-c", ON_TORCHS_THREADS], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) >= 2
+
+
+@compiled
+def test_a_torch_without_openmp_is_read_by_one_thread(monkeypatch):
+    array = numpy.full(LARGE, 3, numpy.int32)
+    with Team(8, 8) as team:
+        bits.use_threads()
+        monkeypatch.setattr(bits, "_OPENMP", ("no_such_function",))
+        bits._use_threads()
+        assert bits.extremes(array.ctypes.data, array.size, 4) == (3, 3)
+        monkeypatch.undo()
+    assert team.asked == []

@@ -1,0 +1,1 @@
+"""What a script may call itself: watch(), detect_overflow(), DebugUnderflowOverflow."""

@@ -1,0 +1,89 @@
+"""A look at one tensor now, wherever it is. Waits for the device: this is for who asks, the hot path does not."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ...core.frames import RowKind
+from ...core.values import Encoding, NonFinite
+from ..stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: _Function) -> _Function:
+    """A decorator: torch.compile breaks its graph at a call, where there are numbers to look at."""
+    return cast("_Function", torch.compiler.disable(function))  # type: ignore[no-untyped-call]  # torch has no annotation
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """What is computed in here has no gradient, and no mode that the script has set (a tracer, a device) sees it."""
+    grad = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        with torch._C.DisableTorchFunction():
+            if torch._C._len_torch_dispatch_stack():
+                with _disable_current_modes():
+                    yield
+            else:
+                yield
+    finally:
+        torch._C._set_grad_enabled(grad)
+
+
+def look(tensor: torch.Tensor) -> TensorStats:
+    """TensorStats of any tensor on any device. Never raises. To be called under `without_modes()`."""
+    if tensor.device.type in ("cpu", "meta"):
+        return measure(tensor)
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return NOT_MEASURABLE  # waiting for the device would break the user's capture
+    try:
+        return measure_with_one_wait(tensor)
+    except Exception:  # an operation that this device has not
+        return measure(tensor)
+
+
+def measure_with_one_wait(tensor: torch.Tensor) -> TensorStats:
+    """As `measure`, with one transfer to the host, two if there is a nan, and nothing as large as the tensor."""
+    plain = to_plain(tensor)
+    if plain is None:
+        return NOT_MEASURABLE
+    if plain.numel() == 0:
+        return TensorStats(0, 0, 0, RowKind.EMPTY)
+    if plain.dtype is torch.bool:
+        plain = plain.view(torch.uint8)
+    lowest, highest = torch.aminmax(plain)
+    if not plain.dtype.is_floating_point:
+        return _of_integers(plain, lowest, highest)
+    low, high, least = torch.stack((lowest, highest, torch.linalg.vector_norm(plain, -math.inf))).tolist()
+    flags = NonFinite.NONE
+    if math.isnan(low) or math.isnan(high):
+        flags |= NonFinite.NAN
+        has_posinf, has_neginf = torch.stack((torch.isposinf(plain).any(), torch.isneginf(plain).any())).tolist()
+    else:
+        has_posinf, has_neginf = high == math.inf, low == -math.inf
+    flags |= (NonFinite.POSINF if has_posinf else 0) | (NonFinite.NEGINF if has_neginf else 0)
+    largest = math.nan if flags & NonFinite.NAN else max(abs(low), abs(high))
+    return TensorStats(_bits(least), _bits(largest), int(flags) | Encoding.FLOAT64 << 8, RowKind.MEASURED)
+
+
+def _of_integers(plain: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> TensorStats:
+    least = plain.abs().amin() if plain.dtype.is_signed else lowest
+    low, high, smallest = torch.stack((lowest, highest, least)).tolist()
+    if smallest < 0:  # the smallest integer has no positive twin
+        return measure(plain)
+    return TensorStats(smallest, max(abs(low), abs(high)), Encoding.INTEGER << 8, RowKind.MEASURED)
+
+
+def _bits(number: float) -> int:
+    """A non-negative float's bits, as core.values reads them."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", abs(number)))
+    return int(bits)

@@ -1,0 +1,188 @@
+"""`gpuwatch.watch(model)`: the hooks for those who can change a line, with no launcher, in a notebook too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ...core.alarm import anomaly_of_page
+from ...core.frames import Frame, Page, format_frames
+from ...core.pages import Names, decode_page
+from ...core.recorder.reader import RecorderReader
+from ...core.recorder.writer import RecorderWriter
+from ...core.records import Anomaly, ScalerSkip, Warned, WorkerEvent
+from ...core.settings import OnOverflow, Watched, WorkerSettings
+from ..session import current_hooks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..hooks.forward import Hooks
+
+
+class Watch:
+    """A watched model. A context manager: on its way out it removes its hooks.
+
+    Inside of `gpuwatch launch` the run watches every model already: then it is the run's record that is read here.
+    """
+
+    def __init__(self, hooks: Hooks, recorder: RecorderWriter, *, owned: bool) -> None:
+        self._hooks = hooks
+        self._recorder = recorder
+        self._owned = owned
+        """These hooks are ours to remove: they are not a run's."""
+        self._reader = RecorderReader(recorder.path)
+        self._names = Names()
+        self._events: list[WorkerEvent] = []
+        self._closed = False
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks out again. What was recorded can still be read. Twice is once."""
+        if self._closed or not self._owned:
+            return
+        self._closed = True
+        if os.getpid() == self._pid:  # a forked child leaves its parent's recorder alone
+            self._hooks.settle()
+        self._hooks.detach()
+
+    # -- what was seen ------------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> list[WorkerEvent]:
+        """Everything that happened once, in order."""
+        self._read()
+        return list(self._events)
+
+    @property
+    def anomalies(self) -> list[Anomaly]:
+        """The first non-finite value of each batch that had one."""
+        return [event for event in self.events if isinstance(event, Anomaly)]
+
+    @property
+    def warnings(self) -> list[Warned]:
+        """Values near overflow or in underflow, the first of each place."""
+        return [event for event in self.events if isinstance(event, Warned)]
+
+    @property
+    def skips(self) -> list[ScalerSkip]:
+        """Optimizer steps that a GradScaler has skipped."""
+        return [event for event in self.events if isinstance(event, ScalerSkip)]
+
+    def pages(self) -> Iterator[Page]:
+        """The batches that the recorder still holds, oldest first."""
+        self._read()
+        for held in self._reader.held():
+            message = self._reader.page(held.number)
+            if message is not None:
+                yield decode_page(message, self._names)
+
+    def frames(self, batch: int | None = None) -> list[Frame]:
+        """All frames of one batch; of the last one, if none is named."""
+        pages = [page for page in self.pages() if batch is None or page.batch == batch]
+        return pages[-1].frames if pages else []
+
+    def report(self, max_frames: int = 21) -> str:
+        """What was found, and the frames up to it, as text: `abs min  abs max  metadata`."""
+        for page in self.pages():
+            anomaly = anomaly_of_page(page)
+            if anomaly is not None:
+                shown = [frame for frame in page.frames if frame.index <= anomaly.frame][-max_frames:]
+                place = f"{anomaly.module or page.root} ({anomaly.cls})"
+                head = f"{anomaly.value} in {anomaly.role} of {place}, {anomaly.phase} of batch {page.batch}"
+                return f"{head}\n{format_frames(shown)}"
+        return f"no overflow in {sum(1 for _ in self.pages())} recorded batches"
+
+    def _read(self) -> None:
+        definitions, events = self._reader.new_entries()
+        self._names.add(definitions)
+        self._events += events
+
+
+def watch(
+    model: nn.Module | None = None,
+    *,
+    watch: Iterable[Watched] = ("forward", "grads", "weights"),
+    modules: Iterable[str] = (),
+    every: int = 1,
+    on_overflow: OnOverflow = "abort",
+    sync: bool = False,
+    guard_optimizer: bool = False,
+    ignore: Iterable[str] = (),
+    near_overflow: float = 1.0,
+    underflow_share: float = 0.1,
+    scaler_skips: int = 12,
+) -> Watch:
+    """Watch a model, or, with None, every model of this process. Returns a handle that is a context manager, too.
+
+    The keywords are the options of `gpuwatch launch`. With `on_overflow="abort"`, OverflowDetected is raised at the end
+    of the forward, or before the optimizer step, in which something became inf or nan; with "continue" it is in
+    `anomalies`. In a rank that `gpuwatch launch` watches, the run's own settings hold, and the keywords are ignored.
+    Raises ValueError for a keyword that makes no sense.
+    """
+    from ..hooks.forward import Hooks
+
+    running = current_hooks()
+    if running is not None:
+        return Watch(running, running.progress.recorder, owned=False)
+    if every < 1:
+        raise ValueError(f"expected every=1 or more, found every={every}")
+    unknown = set(watch) - {"forward", "grads", "weights"}
+    if unknown or on_overflow not in ("abort", "continue"):
+        raise ValueError(
+            "expected watch= of forward, grads, weights and on_overflow= abort or continue, "
+            f"found {watch!r}, {on_overflow!r}"
+        )
+    settings = WorkerSettings(
+        recorder_dir="",
+        on_overflow=on_overflow,
+        watch=tuple(watch),
+        modules=list(modules),
+        every=every,
+        sync=sync,
+        guard_optimizer=guard_optimizer,
+        ignore=list(ignore),
+        near_overflow=near_overflow,
+        underflow_share=underflow_share,
+        scaler_skips=scaler_skips,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="gpuwatch-watch-", dir=_shared_memory()))
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        recorder = RecorderWriter(folder / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
+        hooks = Hooks(recorder, settings, rank, only=model)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    # with the hooks, which the modules hold, and not with the handle, which nobody has to keep
+    weakref.finalize(hooks, _remove, folder, os.getpid())
+    hooks.attach()
+    return Watch(hooks, recorder, owned=True)
+
+
+def _remove(folder: Path, pid: int) -> None:
+    if os.getpid() == pid:  # not in a child that was forked
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_memory() -> str | None:
+    """/dev/shm where there is one, so that nothing is written to a disk."""
+    with contextlib.suppress(OSError):
+        if os.access("/dev/shm", os.W_OK):
+            return "/dev/shm"
+    return None

@@ -1,0 +1,85 @@
+"""Compiled regions, from the moment on that torch._dynamo is there.
+
+It is not imported before the script does it: that takes most of a second, and reads settings that the script may not
+have made yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..hooks.backward import Gradients
+from ..imports import after_import
+from ..record.policy import Policy
+from ..record.progress import Progress
+from ..record.roots import ModuleInfo, Roots
+from ..record.rows import Row, Rows
+from . import traced_hooks as traced
+
+if TYPE_CHECKING:
+    import torch
+
+    from .region_frames import RegionPages
+    from .trace import Region, Regions
+
+
+class Graphs:
+    """Stands for the regions of a rank, whether there are any or not."""
+
+    def __init__(
+        self,
+        resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
+        may_open: Callable[[], bool],
+        progress: Progress,
+        roots: Roots,
+        rows: Rows,
+        policy: Policy,
+        gradients: Gradients,
+    ) -> None:
+        self._resolve = resolve
+        self._may_open = may_open
+        self._progress = progress
+        self._roots = roots
+        self._rows = rows
+        self._policy = policy
+        self._gradients = gradients
+        self._attached = False
+        self._regions: Regions | None = None
+        self._pages: RegionPages | None = None
+
+    def attach(self) -> None:
+        """From now on, what is traced is looked into."""
+        self._attached = True
+        if self._regions is not None:
+            self._regions.attach()
+        else:
+            after_import("torch._dynamo", self._begin)
+
+    def detach(self) -> None:
+        """What is traced from now on holds nothing of it."""
+        self._attached = False
+        if self._regions is not None:
+            self._regions.detach()
+
+    def _begin(self) -> None:
+        if not self._attached:
+            return
+        from .region_frames import RegionPages
+        from .trace import Regions, traced_after, traced_before
+
+        traced.before, traced.after = traced_before, traced_after
+        self._regions = Regions(self._resolve, self._may_open, "grads" in self._progress.settings.watch)
+        self._pages = RegionPages(self._regions, self._progress, self._roots, self._rows, self._policy, self._gradients)
+        if "grads" in self._progress.settings.watch:
+            self._gradients.before_parameter = self._pages.take_gradients
+        self._regions.attach()
+
+    def take(self, under: ModuleInfo | None = None) -> bool:
+        """See `RegionPages.take`."""
+        return self._pages is not None and self._pages.take(under)
+
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
+        """See `RegionPages.leaf`."""
+        pages = self._pages
+        return pages.leaf(info, role, leaf, mark) if pages is not None else self._rows.leaf(info, role, leaf, mark)

@@ -1,0 +1,213 @@
+"""From the buffers of compiled regions to frames: after each run of a graph, in eager code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.alarm import alarms
+from ...core.frames import Mark, Phase, RowKind, is_output
+from ...core.recorder.layout import NOTHING
+from ...core.recorder.writer import OpenPage, RowTuple
+from ...core.values import decode
+from ..hooks.backward import Gradients
+from ..record.collectives import issued
+from ..record.policy import NonFiniteRow, Policy
+from ..record.progress import Progress
+from ..record.roots import ModuleInfo, Roots
+from ..record.rows import Row, Rows
+from ..without_modes import without_modes
+from .graph_op import SEEN
+from .trace import MARK, Region, RegionFrame, RegionRow, Regions, on_device
+
+
+class RegionPages:
+    """Puts down what the graphs have left in their buffers."""
+
+    def __init__(
+        self,
+        regions: Regions,
+        progress: Progress,
+        roots: Roots,
+        rows: Rows,
+        policy: Policy,
+        gradients: Gradients,
+    ) -> None:
+        self._regions = regions
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._roots = roots
+        self._rows = rows
+        self._policy = policy
+        self._gradients = gradients
+        self._seen: dict[int, Row] = {}
+        """place -> its row in the page, of the region that ran last."""
+        self._handed: list[Row] = []
+        """Rows of what calls of that region were handed and none had returned."""
+
+    def take(self, under: ModuleInfo | None = None) -> bool:
+        """Look whether a graph has run since the last call, and put its rows down, below the call `under`.
+
+        True if the frame of a region's own root was not among them: dynamo may begin to trace inside of it.
+        """
+        rootless = False
+        for region in self._regions.regions:
+            self._take_gradients(region, True)
+            if region.moved():
+                rootless |= without_modes(self._forward, region, under)
+        return rootless
+
+    def take_gradients(self, info: ModuleInfo) -> None:
+        """What the backward that runs has left so far: a parameter of the module `info` has its gradient."""
+        for region in self._regions.regions:
+            if region.moved():
+                without_modes(self._forward, region, None)
+            self._take_gradients(region, False, ran=region.root.root is info.root)
+
+    def _page(self, region: Region, under: ModuleInfo | None) -> OpenPage:
+        """The page of the batch: the one that is open, or, where no hook runs outside of the graph, a new one."""
+        root = region.root.root
+        if under is not None and self._recorder.page is not None:
+            return self._recorder.page
+        root.batches += 1
+        page = self._progress.begin_page(root)
+        self._rows.begin_page(page.batch)
+        return page
+
+    def _forward(self, region: Region, under: ModuleInfo | None) -> bool:
+        try:
+            if self._progress.skipped:
+                region.skip()
+                return False
+            rooted = any(not frame.info.name for frame in region.frames)
+            page = self._page(region, under)
+            seen = self._seen = {}
+            self._handed = []
+            for frame in region.frames:
+                if frame.info.watched:
+                    self._put(frame, page, seen, None if rooted else under)
+            return not rooted
+        finally:
+            region.forget()
+
+    def _put(
+        self,
+        frame: RegionFrame,
+        page: OpenPage,
+        seen: dict[int, Row],
+        under: ModuleInfo | None,
+    ) -> None:
+        info = frame.info
+        rows: list[RowTuple] = []
+        alarm: tuple[str, Row] | None = None
+        flags_of_weights = flags_of_inputs = 0
+        module = info.ref()
+        weights = list(module._parameters.items()) if module is not None and self._progress.watches_weights else []
+        for name, parameter in weights:
+            if parameter is not None:
+                row = self._rows.weight(info, name, parameter, self._progress.step)
+                rows.append(row.packed)
+                if row.flags:
+                    flags_of_weights |= row.flags
+                    if not row.packed[5] & Mark.IGNORED:
+                        alarm = alarm or (name, row)
+        for traced in frame.rows:
+            row = self._row(frame, traced, seen)
+            rows.append(row.packed)
+            if not traced.role.startswith("output"):
+                flags_of_inputs |= row.flags
+            elif row.fresh:
+                self._policy.notice(page, info.root.label, info, Phase.FORWARD, traced.role, row)
+            if (
+                alarm is None
+                and traced.role.startswith("output")
+                and row.fresh
+                and alarms(
+                    row.flags,
+                    mark=row.packed[5],
+                    is_output=True,
+                    has_weights=bool(weights),
+                    input_flags=flags_of_inputs,
+                )
+            ):
+                alarm = (traced.role, row)
+        parent = frame.parent or under
+        depth = frame.depth + (under is not None)
+        index = self._recorder.frame(
+            info.id, parent.id if parent is not None else NOTHING, depth, Phase.FORWARD, issued(), rows
+        )
+        if alarm is not None:
+            self._policy.alarm(
+                NonFiniteRow(
+                    page,
+                    info.root.label,
+                    info,
+                    index,
+                    Phase.FORWARD,
+                    *alarm,
+                    inputs_finite=not flags_of_inputs,
+                    weights_finite=not flags_of_weights,
+                )
+            )
+
+    def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, Row]) -> Row:
+        place = traced.place
+        if place < 0:
+            return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind(traced.kind))
+        known = seen.get(place)
+        if known is not None:
+            return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, known)
+        source = SEEN[place] or on_device(place)
+        kind = RowKind.MEASURED if source is not None else RowKind.NOT_MEASURABLE  # the graph has not come so far
+        row = self._rows.traced(frame.info, traced.role, traced.dtype, kind, source)
+        seen[place] = row
+        if not is_output(traced.role):
+            self._handed.append(row)
+        return row
+
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
+        """A row of the call around the graph: what its calls returned or were handed is known from them."""
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            known = self._seen.get(vars(leaf).pop(MARK, -1))
+            if known is None and not is_output(role):
+                row = self._rows.leaf(info, role, leaf, mark)
+                known = next((other for other in self._handed if row.high and _same(row, other)), None)
+                if known is None:
+                    return row
+            if known is not None:
+                return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)
+        return self._rows.leaf(info, role, leaf, mark)
+
+    def _take_gradients(self, region: Region, all_of_them: bool, ran: bool = False) -> None:
+        found = region.new_gradients(all_of_them, ran)
+        if found:
+            try:
+                without_modes(self._backward, region, found)
+            finally:
+                for position in found:
+                    SEEN[region.gradients[position]] = None
+
+    def _backward(self, region: Region, found: list[int]) -> None:
+        page = region.root.root.page
+        if page is None or self._progress.skipped:
+            return
+        self._progress.resume(page)
+        mark = Mark.SCALED if self._gradients.scaled else 0
+        for position in found:
+            frame, traced = region.sources[position]
+            if frame.info.watched:
+                role = f"grad {traced.role}"
+                place = region.gradients[position]
+                source = SEEN[place] or on_device(place)
+                row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, source, mark)
+                self._gradients.put(frame.info, role, page, row)
+
+
+def _same(row: Row, other: Row) -> bool:
+    """Whether two rows have the same numbers: one was read from the tensor, the other inside the graph."""
+    if row.packed[3] != other.packed[3] or row.flags != other.flags:
+        return False
+    mine = decode(row.high, row.meta >> 8 & 0xFF)
+    theirs = decode(other.high, other.meta >> 8 & 0xFF)
+    return mine == theirs or (mine != mine and theirs != theirs)

@@ -1,0 +1,206 @@
+"""The backward: gradients of what modules returned, and of parameters before they are reduced over ranks.
+
+A hook on a tensor (`Tensor.register_hook`) and on a parameter (`register_post_accumulate_grad_hook`) changes neither
+the order in which gradients are added up nor what may be done in place, which a full backward hook on a module does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from ...core.frames import Mark, Phase
+from ...core.recorder.layout import NOTHING, RankPhase
+from ...core.recorder.writer import OpenPage
+from ..record.collectives import issued
+from ..record.leaves import OUTPUTS
+from ..record.policy import NonFiniteRow, Policy
+from ..record.progress import Progress
+from ..record.roots import ModuleInfo, RootInfo
+from ..record.rows import Row, Rows, version_of
+from ..without_modes import without_modes
+
+_is_compiling = torch.compiler.is_compiling
+_FEW = 256
+"""Parameters that are gone are only looked for among more than so many."""
+
+
+_OF_OUTPUT = {role: f"grad {role}" for role in ("output", *OUTPUTS)}
+
+
+class _OutputHook:
+    """Looks at the gradient of one tensor. Keeps neither the tensor nor its module alive."""
+
+    __slots__ = ("gradients", "info", "page", "role")
+    __torch_unserializable__ = True  # torch.save of such a tensor does not warn about a hook that the user never saw
+
+    def __init__(self, gradients: Gradients, info: ModuleInfo, role: str, page: OpenPage) -> None:
+        self.gradients = gradients
+        self.info = info
+        self.role = role
+        self.page = page
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self.gradients.of_output(self.info, self.role, self.page, gradient)
+
+
+class _ParameterHook:
+    __slots__ = ("gradients", "info", "role")
+    __torch_unserializable__ = True
+
+    def __init__(self, gradients: Gradients, info: ModuleInfo, role: str) -> None:
+        self.gradients = gradients
+        self.info = info
+        self.role = role
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.gradients.of_parameter(self.info, self.role, parameter)
+
+
+class Gradients:
+    """All gradient hooks of a rank."""
+
+    def __init__(
+        self, progress: Progress, rows: Rows, policy: Policy, on_fault: Callable[[str, Exception], None]
+    ) -> None:
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._rows = rows
+        self._policy = policy
+        self._on_fault = on_fault
+        self._sync = progress.settings.sync
+        self._many = _FEW
+        self._attached = False
+        self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
+        self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """id of a gradient -> (weak reference, version) as it was when it was looked at."""
+        self.writer: Any = None
+        """The native frame writer, if there is one: its hooks do at once what they can, and call us for the rest."""
+        self._page: OpenPage | None = None
+        """Of the backward that runs."""
+        self.scaled = False
+        """A GradScaler checks the gradients of this backward."""
+        self.first_scaled: NonFiniteRow | None = None
+        """The first non-finite gradient since the scaler's last step."""
+        self.before_parameter: Callable[[ModuleInfo], None] | None = None
+        """Called with its module before a parameter's gradient is taken down: a compiled backward's may come first."""
+
+    def attach(self) -> None:
+        """From now on, hooks are put in, and those that are left from before look again."""
+        self._attached = True
+
+    def detach(self) -> None:
+        """Take out the parameters' hooks; those of outputs go with their graph, and do nothing until then."""
+        self._attached = False
+        for _, handle in self.parameters.values():
+            handle.remove()
+        self.parameters.clear()
+        self.local.clear()
+
+    # -- putting hooks in ---------------------------------------------------------------------------------------
+
+    def watch_output(self, info: ModuleInfo, role: str, tensor: torch.Tensor, page: OpenPage) -> None:
+        """Look at this tensor's gradient when it is there. A leaf is left alone: its hooks would pile up."""
+        if tensor.is_leaf or tensor.is_inference():
+            return
+        role = _OF_OUTPUT.get(role) or f"grad {role}"
+        hooks: Any = tensor._backward_hooks
+        if hooks is not None:
+            for hook in hooks.values():
+                if getattr(hook, "gradients", None) is self:  # kept over the batches
+                    hook.info, hook.role, hook.page = info, role, page
+                    return
+        made = self.writer.hook(info, role, page) if self.writer is not None else _OutputHook(self, info, role, page)
+        tensor.register_hook(made)  # type: ignore[no-untyped-call]  # torch has no annotation
+
+    def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
+        """Look at this parameter's local gradient whenever it has been added up. Once is enough."""
+        known = self.parameters.get(id(parameter))
+        if (known is not None and known[0]() is parameter) or not info.watched or not self._attached:
+            return
+        if is_lazy(parameter):
+            return  # it has no shape yet: after its module's first forward it has
+        if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
+            role = f"grad {name}"
+            hook = self.writer.hook(info, role) if self.writer is not None else _ParameterHook(self, info, role)
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
+            self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
+
+    # -- what they see ------------------------------------------------------------------------------------------
+
+    def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
+        """The gradient of what a module returned; None where another output of the same operation alone has one."""
+        if gradient is None or not self._attached or _is_compiling():
+            return
+        try:
+            self._page = page
+            without_modes(self.take, info, role, page, gradient)
+        except Exception as error:
+            self._on_fault("gradient hook", error)
+        if self._sync and self._policy.pending is not None:
+            self._policy.raise_pending()
+
+    def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
+        """The local gradient of a parameter."""
+        gradient = parameter.grad
+        if not self._attached or gradient is None or self._progress.skipped or _is_compiling():
+            return
+        try:
+            if self.before_parameter is not None:
+                self.before_parameter(info)
+            page = self._page or info.root.page
+            if page is None:
+                return
+            without_modes(self.take, info, role, page, gradient)
+            self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
+        except Exception as error:
+            self._on_fault("parameter hook", error)
+        if self._sync and self._policy.pending is not None:
+            self._policy.raise_pending()
+
+    def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
+        """Put a gradient down as a frame of its own."""
+        progress = self._progress
+        progress.resume(page)
+        progress.enter(RankPhase.BACKWARD, info.id)
+        self._rows.count_in(page.batch)
+        self.put(info, role, page, self._rows.gradient(info, role, gradient, Mark.SCALED if self.scaled else 0))
+
+    def put(self, info: ModuleInfo, role: str, page: OpenPage, row: Row) -> None:
+        """Record one gradient's row, and say what follows from it."""
+        frame = self._recorder.frame(info.id, NOTHING, 0, Phase.BACKWARD, issued(), (row.packed,))
+        root = info.root.label
+        self._policy.notice(page, root, info, Phase.BACKWARD, role, row)
+        if not row.flags:
+            return
+        bad_row = NonFiniteRow(page, root, info, frame, Phase.BACKWARD, role, row)
+        if row.packed[5] & Mark.IGNORED:
+            self._policy.hidden(bad_row)
+        elif row.packed[5] & Mark.SCALED:
+            self.first_scaled = self.first_scaled or bad_row
+        else:
+            self._policy.alarm(bad_row)
+
+    def page_of(self, root: RootInfo) -> OpenPage | None:
+        """The page that the running backward writes in, if it is one of this root's."""
+        return self._page if self._page is not None and self._page.root == root.id else None
+
+    def is_local(self, gradient: torch.Tensor) -> bool:
+        """Whether this gradient was looked at, and nobody has changed it in place since."""
+        known = self.local.get(id(gradient))
+        return known is not None and known[0]() is gradient and known[1] == version_of(gradient)
+
+    def batch_begins(self) -> None:
+        """A root's forward: the backward before it is over."""
+        self._page = None
+        if len(self.local) > 4 * max(64, len(self.parameters)):  # gradients that are set to None come anew each step
+            for gone in [key for key, known in self.local.items() if known[0]() is None]:
+                del self.local[gone]
+        if len(self.parameters) > self._many:
+            for gone in [key for key, known in self.parameters.items() if known[0]() is None]:
+                del self.parameters[gone]
+            self._many = 2 * max(_FEW, len(self.parameters))

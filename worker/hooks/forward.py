@@ -1,0 +1,618 @@
+"""Global hooks: a frame for every module call of an unmodified script, and what its backward and its optimizer do.
+
+The numbers of CPU tensors are read as the hooks run; those of CUDA tensors stay on the device until the page is copied
+(device_page.py). Nothing here raises into the training except the abort that the user asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+from ...core.alarm import alarms
+from ...core.errors import JobEnded
+from ...core.frames import Mark, Phase
+from ...core.recorder.layout import NOTHING, Field, RankPhase
+from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
+from ...core.records import Fault, Where
+from ...core.settings import WorkerSettings
+from ..compile import traced_hooks as traced
+from ..compile.attach import Graphs
+from ..record.collectives import issued
+from ..record.cost import CostMeter
+from ..record.device_results import DeviceResults
+from ..record.leaves import inputs_of, outputs_of
+from ..record.names import unwrap
+from ..record.native_writer import native_writer_of
+from ..record.policy import NonFiniteRow, Policy
+from ..record.progress import Progress
+from ..record.roots import ModuleInfo, Roots
+from ..record.rows import Row, Rows
+from ..record.selection import Selection
+from ..without_modes import without_modes
+from .backward import Gradients
+from .grad_scaler import Scalers
+from .optimizer import Steps
+
+_MAX_FAULTS = 20
+_TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference")
+
+
+HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
+"""Not yet in torch 2.5: there, keyword arguments are not in the frames."""
+
+_is_compiling = torch.compiler.is_compiling
+_is_tracing = torch._C._get_tracing_state
+_this_thread = threading.get_ident
+_MODULE = int(Field.MODULE)
+_IGNORED, _PASSED_THROUGH = int(Mark.IGNORED), int(Mark.PASSED_THROUGH)
+
+_CALL = torch.nn.Module._call_impl.__code__
+"""The code of every module call: how a frame or a traceback is seen to belong to one."""
+
+
+class Hooks:
+    """The hooks of one rank. `attach()` puts them in, `detach()` takes every one of them out again."""
+
+    def __init__(
+        self, recorder: RecorderWriter, settings: WorkerSettings, rank: int, only: torch.nn.Module | None = None
+    ) -> None:
+        self._recorder = recorder
+        self._fields = recorder.fields
+        self._settings = settings
+        self._only = frozenset(map(id, only.modules())) if only is not None else None
+        """Ids of the modules that may be roots; None: all."""
+        self._handles: list[Any] = []
+        self._stack: list[ModuleInfo] = []
+        self._thread = 0
+        self._outer_exception: BaseException | None = None
+        self._skipped_root: Any = None
+        """The root of a batch that is left out, while it runs."""
+        self._trial = False
+        """That batch is none: torch tries out shapes."""
+        self._phase = Phase.FORWARD
+        self._first_root: int | None = None
+        self._faults = 0
+        self._sync = settings.sync
+        self._forward = "forward" in settings.watch
+        self._grads = "grads" in settings.watch
+        self._weights = "weights" in settings.watch
+        selection = Selection(settings.modules, settings.ignore)
+        self.progress = Progress(recorder, settings, rank)
+        self._roots = Roots(recorder, selection)
+        self.rows = Rows(recorder, selection, self._fault)
+        self._measure_row: Callable[..., Row] = self.rows.leaf
+        self.policy = Policy(self.progress, self.rows)
+        self._device_results = DeviceResults(self.progress, self.rows, self.policy)
+        self._gradients = Gradients(self.progress, self.rows, self.policy, self._fault)
+        self._steps = Steps(self.progress, self.rows, self._roots, self.policy, self._gradients, self._fault)
+        self._steps.only = only is not None
+        self._scalers = Scalers(self.progress, self.policy, self._gradients, self._steps, self._fault)
+        self._graphs = Graphs(
+            self._resolve,
+            self._may_open_region,
+            self.progress,
+            self._roots,
+            self.rows,
+            self.policy,
+            self._gradients,
+        )
+        self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self.policy, self._gradients)
+        self._steps.writer = self.writer
+        self._cost = CostMeter() if settings.measure_cost else None
+        if self._grads:
+            self._roots.on_parameter = self._gradients.watch_parameter
+
+    # -- in and out ---------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Register the global hooks. Modules that exist already, and all that are made later, are watched."""
+        self._handles = [
+            torch_module.register_module_forward_pre_hook(self._before),
+            self._register_after(),
+            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
+            torch_optimizer.register_optimizer_step_post_hook(self._steps.after),
+        ]
+        if self._grads:
+            self._gradients.attach()
+            self._scalers.attach()
+        if self._forward:
+            self._graphs.attach()
+        warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+
+    def _register_after(self) -> Any:
+        if not HANDS_OVER_KWARGS:
+            return torch_module.register_module_forward_hook(self._after, always_call=True)
+        return torch_module.register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
+
+    def detach(self) -> None:
+        """Remove the hooks; what was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+            # torch (2.13 still) forgets this one of its three tables
+            getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
+        self._handles = []
+        self._gradients.detach()
+        self._scalers.detach()
+        self._graphs.detach()
+
+    def _forget(self) -> None:
+        """In a forked child (a DataLoader worker): the recorder belongs to the parent."""
+        self.detach()
+
+    # -- where we are -------------------------------------------------------------------------------------------
+
+    def where(self) -> Where:
+        """The place in the run, for an event."""
+        return self.progress.where(root=self._stack[0].root.label if self._stack else None)
+
+    def raised_in(self, error: BaseException) -> str | None:
+        """The innermost module that `error` came through, or None if it came from outside of all modules."""
+        module = None
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code is _CALL:
+                module = trace.tb_frame.f_locals.get("self")
+            trace = trace.tb_next
+        return self._roots.name_of(module) if module is not None else None
+
+    def settle(self) -> bool:
+        """The script is over: look at what has come in since. True when nothing more is on its way."""
+        self._graphs.take()
+        self._recorder.pause_page()
+        if self._cost is not None:
+            cost = self._cost.result(self.progress.where())
+            if cost is not None:
+                self._recorder.append(cost)
+                self._cost = None
+        skips = self._scalers.look()
+        return self._device_results.look() and skips
+
+    # -- the hooks ----------------------------------------------------------------------------------------------
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if _is_compiling():
+            if torch.compiler.is_dynamo_compiling() and traced.before is not None:
+                traced.before(module)
+            return
+        if self._skipped_root is not None and self._stays_skipped(module):
+            return
+        if _is_tracing() is not None:
+            return
+        try:
+            self._enter(module)
+        except Exception as error:
+            self._fault("forward pre-hook", error)
+        if self.policy.pending is not None and len(self._stack) == 1:
+            self.policy.raise_pending()
+
+    def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
+        if _is_compiling():
+            if torch.compiler.is_dynamo_compiling() and traced.after is not None:
+                if len(rest) == 2:
+                    traced.after(module, args, rest[0], rest[1])
+                else:
+                    traced.after(module, args, {}, rest[0])
+            return
+        if self._skipped_root is not None:
+            if self._skipped_root() is module:
+                self._leave_skipped(module, args, *rest)
+            return
+        if not self._stack or _is_tracing() is not None:
+            return
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+        finished = False
+        try:
+            finished = self._leave(module, args, kwargs, output)
+        except Exception as error:
+            self._fault("forward hook", error)
+            return
+        if finished:
+            self._batch_ended()
+        if self._sync and self.policy.pending is not None and output is not None:
+            self.policy.raise_pending()
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if _is_compiling():
+            return None
+        try:
+            self._graphs.take()
+            self._device_results.look()
+        except Exception as error:
+            self._fault("before the optimizer step", error)
+        return self._steps.before(optimizer, args, kwargs)
+
+    # -- batches that are left out ------------------------------------------------------------------------------
+
+    def _stays_skipped(self, module: torch.nn.Module) -> bool:
+        """Inside of a root that is left out. An interrupt may have torn that root away without its hook."""
+        root = self._skipped_root()
+        if root is not None and root is not module:
+            return True
+        self._skipped_root = None
+        return False
+
+    def _leave_skipped(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
+        """Of a batch that is left out only what the model returns is looked at."""
+        self._skipped_root = None
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+        trial, self._trial = self._trial, False
+        if output is None or trial or self._cost is not None:
+            return
+        try:
+            without_modes(self._look_at_skipped, module, args, kwargs, output)
+        except Exception as error:
+            self._fault("forward hook", error)
+        self.policy.raise_pending()
+
+    def _look_at_skipped(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        info, _ = self._roots.enter(module)
+        page = None
+        for role, leaf in outputs_of(output):
+            if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+                continue
+            if page is None:
+                page = self.progress.begin_page(info.root)
+                self.rows.begin_page(page.batch)
+            row = self.rows.leaf(info, role, leaf)
+            if alarms(row.flags, mark=row.packed[5], is_output=True, has_weights=False, input_flags=0):
+                frame = self._recorder.frame(info.id, NOTHING, 0, Phase.FORWARD, issued(), (row.packed,))
+                cause = f"not looked into: --every {self._settings.every}"
+                self.policy.alarm(NonFiniteRow(page, info.root.label, info, frame, Phase.FORWARD, role, row), cause)
+                break
+        self._recorder.pause_page()
+
+    def _is_left_out(self, batch: int) -> bool:
+        if batch in self._settings.trace_batches:
+            return False
+        if self._cost is not None:
+            return batch % 2 == 1
+        return batch % self._settings.every != 0
+
+    # -- a module is entered ------------------------------------------------------------------------------------
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        stack = self._stack
+        known = None
+        if stack:
+            root = stack[0].root
+            known = root.modules.get(id(module))
+            if known is not None and (known.ref() is not module or known.guessed):
+                known = None
+            if (known is None or stack[0].ref() is module) and not self._still_running():
+                stack.clear()  # an interrupt tore the last forward away without its hooks
+        if stack:
+            if _this_thread() != self._thread:
+                return  # a second thread inside one forward: its calls cannot be put in order with ours
+            info = known if known is not None else self._roots.child(module, root, stack[-1])
+        else:
+            opened = self._enter_root(module)
+            if opened is None:
+                return
+            info = opened
+        info.seq = issued()
+        if info.is_wrapper:
+            info.entered = self._recorder.frame_count
+        stack.append(info)
+        self._fields[_MODULE] = info.id
+
+    def _still_running(self) -> bool:
+        """Whether the innermost call on our stack is on its thread's stack too. For the rare cases that need it."""
+        innermost = self._stack[-1].ref()
+        frame: FrameType | None = sys._current_frames().get(self._thread)
+        while frame is not None:
+            if frame.f_code is _CALL and frame.f_locals.get("self") is innermost:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _enter_root(self, module: torch.nn.Module) -> ModuleInfo | None:
+        """A module is called while no other one runs. None if this batch is left out, or nobody watches the module."""
+        progress = self.progress
+        if self._only is not None and id(unwrap(module)) not in self._only:
+            return None  # a model inside of it may be the watched one: a module for the loss
+        if _is_trial():
+            self._skipped_root, self._trial = weakref.ref(module), True
+            return None
+        info, opens_batch = self._roots.enter(module)
+        root = info.root
+        if root.page is not None and torch._C._current_graph_task_id() != -1:
+            if progress.skipped:
+                self._skipped_root = weakref.ref(module)
+                return None
+            page = self._gradients.page_of(root) or root.page
+            progress.resume(page)
+            self.rows.begin_page(page.batch)
+            self._phase = Phase.RECOMPUTE
+        else:
+            self._graphs.take()
+            self._device_results.look()
+            self._gradients.batch_begins()
+            if self._first_root is None:
+                self._first_root = root.id
+            if opens_batch:
+                root.batches += 1
+                if self._cost is not None and root.id == self._first_root:
+                    self._cost.batch_begins(self._is_left_out(root.batches - 1))
+            progress.skipped = self._is_left_out(max(0, root.batches - 1))
+            if progress.skipped:
+                self._skipped_root = weakref.ref(module)
+                if opens_batch:
+                    self._fields[Field.BATCHES_SKIPPED] += 1
+                    self._fields[Field.BATCH] = root.batches - 1
+                return None
+            page = progress.begin_page(root)
+            self.rows.begin_page(page.batch)
+            self._phase = Phase.FORWARD
+        self._thread = _this_thread()
+        self._outer_exception = sys.exc_info()[1]
+        progress.enter(RankPhase.FORWARD)
+        return info
+
+    # -- a module returns ---------------------------------------------------------------------------------------
+
+    def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
+        """Record the frame; True when it was the root's."""
+        stack = self._stack
+        if _this_thread() != self._thread:
+            return False
+        info = stack[-1]
+        while info.ref() is not module:
+            if not any(entered.ref() is module for entered in stack):
+                return False  # entered before the hooks were there
+            stack.pop()
+            info = stack[-1]
+        error = sys.exc_info()[1] if output is None else None
+        raised = error is not None and error is not self._outer_exception
+        try:
+            if info.is_wrapper:
+                self._leave_wrapper(info, module, args, kwargs, output, raised)
+            elif info.watched and not (
+                self.writer is not None
+                and output is not None
+                and self._recorder.page is not None
+                and self.writer.frame(
+                    info,
+                    module,
+                    args,
+                    kwargs,
+                    output,
+                    self._recorder.page,
+                    self._parent(),
+                    len(stack) - 1,
+                    self._phase,
+                    self.progress.step,
+                )
+            ):
+                without_modes(self._take_frame, info, module, args, kwargs, output, raised)
+        finally:
+            stack.pop()
+        fields = self._fields
+        if stack:
+            fields[_MODULE] = stack[-1].id
+            return False
+        if self.rows.device_buffer is not None and self.writer is not None:  # there, it would only be asked in vain
+            self.writer = self._gradients.writer = self._steps.writer = None
+        self._graphs.take()
+        self._recorder.pause_page()
+        self._device_results.look()
+        self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
+        fields[Field.SEQ] = issued()
+        if raised or self._phase is Phase.RECOMPUTE:
+            return False
+        self._last_root = info.root
+        return True
+
+    def _leave_wrapper(
+        self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
+    ) -> None:
+        """A wrapper has no frame of its own, unless what is in it could not be seen."""
+        rootless = self._graphs.take(info)
+        page = self._recorder.page
+        if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
+            self._measure_row = self._graphs.leaf
+            try:
+                without_modes(self._take_frame, info, module, args, kwargs, output, raised)
+            finally:
+                self._measure_row = self.rows.leaf
+
+    def _take_frame(
+        self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
+    ) -> None:
+        page = self._recorder.page
+        if page is None:
+            return
+        rows: list[RowTuple] = []
+        alarm: tuple[str, Row] | None = None
+        hidden: list[tuple[str, Row]] = []
+        flags_of_weights = flags_of_inputs = 0
+        weighted = False
+        measure_row = self._measure_row
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if self._grads and parameter.requires_grad:
+                self._gradients.watch_parameter(parameter, info, name)
+            if not self._weights:
+                continue
+            row = self.rows.weight(info, name, parameter, self.progress.step)
+            rows.append(row[0])
+            weighted = True
+            flags = row[1]
+            if flags:
+                flags_of_weights |= flags
+                if row[0][5] & _IGNORED:
+                    hidden.append((name, row))
+                else:
+                    alarm = alarm or (name, row)
+        if self._forward:
+            handed: set[int] | None = None
+            """Ids of tensors that came in bad."""
+            for role, leaf in inputs_of(args, kwargs):
+                row = measure_row(info, role, leaf)
+                rows.append(row[0])
+                flags = row[1]
+                if flags:
+                    flags_of_inputs |= flags
+                    if row[0][1] not in self.rows.became_nonfinite:
+                        handed = handed or set()
+                        handed.add(id(leaf))
+            if not raised:
+                for role, leaf in outputs_of(output):
+                    mark = _PASSED_THROUGH if handed is not None and id(leaf) in handed else 0
+                    row = measure_row(info, role, leaf, mark)
+                    rows.append(row[0])
+                    if row[2]:
+                        self._returned(info, role, leaf, row, page)
+                    flags = row[1]
+                    if flags and alarm is None:
+                        mark = row[0][5]
+                        if mark & _IGNORED:
+                            hidden.append((role, row))
+                        elif alarms(
+                            flags, mark=mark, is_output=True, has_weights=weighted, input_flags=flags_of_inputs
+                        ):
+                            alarm = (role, row)
+        if alarm is not None and weighted and not flags_of_weights:
+            weights = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+            for position, (name, parameter) in enumerate(weights):
+                row = self.rows.weight_again(info, name, parameter, self.progress.step)
+                rows[position] = row.packed
+                if row.flags and not row.packed[5] & Mark.IGNORED:
+                    flags_of_weights |= row.flags
+                    alarm = (name, row)
+                    break
+        seq = issued()
+        collectives = max(0, seq - info.seq) if info.seq >= 0 else 0
+        index = self._recorder.frame(info.id, self._parent(), len(self._stack) - 1, self._phase, seq, rows, collectives)
+        if alarm is None and not hidden:
+            return
+        label = info.root.label
+        for role, row in hidden:
+            self.policy.hidden(NonFiniteRow(page, label, info, index, self._phase, role, row))
+        if alarm is not None:
+            self.policy.alarm(
+                NonFiniteRow(
+                    page,
+                    label,
+                    info,
+                    index,
+                    self._phase,
+                    *alarm,
+                    inputs_finite=not flags_of_inputs,
+                    weights_finite=not flags_of_weights,
+                    collectives=collectives,
+                )
+            )
+
+    def _returned(self, info: ModuleInfo, role: str, leaf: torch.Tensor, row: Row, page: OpenPage) -> None:
+        """A tensor that no call before this one has returned: look at its gradient, and at how large it is."""
+        if self._grads:
+            self._gradients.watch_output(info, role, leaf, page)
+        self.policy.notice(page, info.root.label, info, self._phase, role, row)
+
+    def _parent(self) -> int:
+        """The id of the module whose code made this call: the nearest one on the stack that is not a wrapper."""
+        stack = self._stack
+        for position in range(len(stack) - 2, -1, -1):
+            if not stack[position].is_wrapper:
+                return stack[position].id
+        return NOTHING
+
+    # -- compiled regions ---------------------------------------------------------------------------------------
+
+    def _may_open_region(self) -> bool:
+        """A graph is looked into when no module outside of it is running, wrappers left out."""
+        return all(info.is_wrapper for info in self._stack) and self._skipped_root is None
+
+    def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
+        """The info of a module that is being traced."""
+        if self._stack:
+            return self._roots.child(module, self._stack[0].root, self._stack[-1])
+        if region is not None:
+            return self._roots.child(module, region.root.root, region.stack[-1] if region.stack else region.root)
+        return self._roots.enter(module)[0]
+
+    # -- what to do about it ------------------------------------------------------------------------------------
+
+    def look_at(self, tensor: Any, name: str) -> None:
+        """Record a tensor that the script asks about (`gpuwatch.detect_overflow`). Raises what the user asked for."""
+        try:
+            without_modes(self._look_at, tensor, name)
+        except Exception as error:
+            self._fault("detect_overflow", error)
+        self.policy.raise_pending()
+
+    def _look_at(self, tensor: Any, name: str) -> None:
+        info = self._roots.place(name, self._stack[0].root if self._stack else None)
+        inside = bool(self._stack)
+        if not inside:
+            info.root.batches += 1
+            self.rows.begin_page(self.progress.begin_page(info.root).batch)
+        page = self._recorder.page
+        if page is None:
+            return
+        row = self.rows.leaf(info, "output", tensor)
+        depth = len(self._stack)
+        parent = self._stack[-1].id if inside else NOTHING
+        frame = self._recorder.frame(info.id, parent, depth, Phase.FORWARD, issued(), (row.packed,))
+        if row.flags:
+            bad_row = NonFiniteRow(page, info.root.label, info, frame, Phase.FORWARD, "output", row)
+            if row.packed[5] & Mark.IGNORED:
+                self.policy.hidden(bad_row)
+            else:
+                self.policy.alarm(bad_row)
+        if not inside:
+            self._recorder.pause_page()
+
+    def _batch_ended(self) -> None:
+        """The root's forward has returned. Raises what the user asked for, and nothing else."""
+        if self.policy.pending is not None:
+            self.policy.raise_pending()
+        last = self._settings.abort_after_batch
+        if last is not None and self._last_root.id == self._first_root and self.progress.batch >= last:
+            print(
+                f"gpuwatch: rank {self.progress.rank}: ending after batch {self.progress.batch}: --abort-after-batch",
+                file=sys.stderr,
+            )
+            raise JobEnded(0)
+
+    def _fault(self, part: str, error: Exception) -> None:
+        """Our own error: recorded a few times, and the training goes on."""
+        self._faults += 1
+        if self._faults <= _MAX_FAULTS:
+            try:
+                self._recorder.append(Fault(self.where(), part, f"{type(error).__name__}: {error}"))
+            except Exception:
+                pass
+        if self._faults == _MAX_FAULTS:
+            self.detach()
+
+
+def _is_trial() -> bool:
+    """Whether this forward is torch's own trial with memory that nobody has filled (pipelining, 2.13).
+
+    A pipeline stage that was not told the shapes of what it gets finds them out that way.
+    """
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _TRIALS and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,257 @@
+"""Optimizer steps: the gradients that go in, the weights that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ...core.frames import Mark, Phase
+from ...core.recorder.layout import NOTHING, Field, RankPhase
+from ...core.recorder.writer import OpenPage
+from ...core.values import NonFinite
+from ..record.collectives import issued, ranks
+from ..record.policy import NonFiniteRow, Policy
+from ..record.progress import Progress
+from ..record.roots import ModuleInfo, Roots
+from ..record.rows import Row, Rows
+from ..stats.tensor_stats import measure
+from ..without_modes import without_modes
+from .backward import Gradients
+
+_Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
+
+
+class Steps:
+    """Looks before and after every optimizer's step."""
+
+    def __init__(
+        self,
+        progress: Progress,
+        rows: Rows,
+        roots: Roots,
+        policy: Policy,
+        gradients: Gradients,
+        on_fault: Callable[[str, Exception], None],
+    ) -> None:
+        settings = progress.settings
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._rows = rows
+        self._roots = roots
+        self._policy = policy
+        self._gradients = gradients
+        self._on_fault = on_fault
+        self._guard = settings.guard_optimizer
+        self._continues = settings.on_overflow == "continue"
+        self._grads = "grads" in settings.watch
+        self._weights = "weights" in settings.watch
+        self.only = False
+        """One model is watched: optimizers that hold nothing of it are left alone."""
+        self.writer: Any = None
+        """`FrameWriter` of native/core.c, if there is one."""
+        self.found_inf: torch.Tensor | None = None
+        """What a GradScaler has told the fused optimizer that stepped last: not 0 if it is to skip."""
+
+    # -- before -------------------------------------------------------------------------------------------------
+
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Look at the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
+
+        Returns other arguments for the step if it has a closure to be guarded.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        self._progress.enter(RankPhase.OPTIMIZER)
+        self.found_inf = getattr(optimizer, "found_inf", None)
+        self._look_before(optimizer)
+        return self._with_guard(optimizer, args, kwargs) if self._guard else None
+
+    def _look_before(self, optimizer: Any) -> None:
+        if self._guard or (self._grads and not self._progress.skipped):
+            try:
+                bad = without_modes(self._take_gradients, optimizer)
+                if bad and self._guard and self._continues:
+                    optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is left as it is
+            except Exception as error:
+                self._on_fault("before the optimizer step", error)
+        self._policy.raise_pending()
+
+    def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A closure computes the gradients within the step: they are looked at when it returns."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+
+        def guarded() -> Any:
+            result = closure()
+            self._look_before(optimizer)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": guarded}
+        return (args[0], guarded, *args[2:]), kwargs
+
+    def _take_gradients(self, optimizer: Any) -> bool:
+        """Frames of the gradients that were not seen in their backward, or are not the same any more."""
+        reduced = ranks() > 1
+        mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
+        bad = False
+        for info, parameters in self._by_module(optimizer).items():
+            page = self._resume(info)
+            if page is not None:
+                self._rows.count_in(page.batch)
+            if not reduced and not self._guard and self.writer is not None and self.writer.all_local(parameters):
+                continue
+            rows: list[tuple[str, Row]] = []
+            for name, parameter in parameters:
+                gradient = parameter.grad
+                if gradient is None or not (reduced or self._guard or not self._gradients.is_local(gradient)):
+                    continue
+                role = f"grad {name}"
+                if self._guard:
+                    row = self._rows.gradient(info, role, gradient, mark, measure(gradient))
+                else:
+                    row = self._rows.gradient(info, role, gradient, mark)
+                rows.append((role, row))
+            if rows and page is not None:
+                bad |= self._put(info, page, Phase.COLLECTIVE, rows)
+        if self._guard and not (self.only and self._is_foreign(optimizer)):
+            bad |= self._take_others(optimizer, mark)
+        return bad
+
+    def _is_foreign(self, optimizer: Any) -> bool:
+        groups = optimizer.param_groups
+        return not any(self._roots.owner_of(parameter) for group in groups for parameter in group["params"])
+
+    def _take_others(self, optimizer: Any, mark: int) -> bool:
+        """The guard looks at the gradients, too, that are in no watched module. Only bad ones get a frame."""
+        bad = False
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                owner = self._roots.owner_of(parameter)
+                if parameter.grad is None or (owner is not None and self._has_place(owner[0])):
+                    continue
+                numbers = measure(parameter.grad)
+                if not numbers.meta & 0xFF:
+                    continue
+                if owner is not None:
+                    info, role = owner[0], f"grad {owner[1]}"
+                else:
+                    name, cls = f"optimizer.param_groups[{index}]", type(optimizer).__name__
+                    info, role = self._roots.place(name, self._progress.root, cls), f"grad params[{position}]"
+                page = self._resume(info) or self._progress.begin_page(info.root)
+                row = self._rows.gradient(info, role, parameter.grad, mark, numbers)
+                bad |= self._put(info, page, Phase.COLLECTIVE, [(role, row)])
+        return bad
+
+    @staticmethod
+    def _has_place(info: ModuleInfo) -> bool:
+        """Whether frames of this module are written: it is watched, and there is a page to write them in."""
+        return info.watched and info.root.page is not None
+
+    # -- after --------------------------------------------------------------------------------------------------
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Look at the weights. Raises OverflowDetected if the job is to end."""
+        if torch.compiler.is_compiling():
+            return
+        progress = self._progress
+        progress.step += 1
+        progress.fields[Field.STEP] = progress.step
+        if self._weights and not progress.skipped:
+            try:
+                without_modes(self._take_weights, optimizer)
+            except Exception as error:
+                self._on_fault("after the optimizer step", error)
+        self._recorder.pause_page()
+        progress.enter(RankPhase.SCRIPT)
+        self._policy.raise_pending()
+
+    def _take_weights(self, optimizer: Any) -> None:
+        self._rows.forget()  # parameters may have been changed without a new version
+        for info, parameters in self._by_module(optimizer).items():
+            page = self._resume(info)
+            if page is None:
+                continue
+            if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
+                continue
+            rows: list[tuple[str, Row]] = []
+            for name, parameter in parameters:
+                row = self._rows.weight(info, name, parameter, self._progress.step)
+                rows.append((name, row))
+                if row[1]:
+                    rows += self._state_rows(info, name, optimizer, parameter)
+            self._put(info, page, Phase.OPTIMIZER, rows)
+
+    def _state_rows(
+        self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor
+    ) -> Iterator[tuple[str, Row]]:
+        for key, value in dict(optimizer.state.get(parameter, {})).items():
+            if isinstance(value, torch.Tensor):
+                role = f"state {key} {name}"
+                yield role, self._rows.gradient(info, role, value)
+
+    # -- both ---------------------------------------------------------------------------------------------------
+
+    def _by_module(self, optimizer: Any) -> _Parameters:
+        """The optimizer's parameters under the watched modules that hold them."""
+        found: _Parameters = {}
+        searched = False
+        owners = self._roots.parameters
+        parameter: torch.Tensor
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                owner = owners.get(id(parameter))
+                if owner is None or owner[0]() is not parameter:
+                    if not searched:
+                        self._roots.find_parameters()
+                        searched = True
+                    owner = owners.get(id(parameter))
+                    if owner is None or owner[0]() is not parameter:
+                        continue
+                info = owner[1]
+                if info.watched:
+                    held = found.get(info)
+                    if held is None:
+                        held = found[info] = []
+                    held.append((owner[2], parameter))
+        return found
+
+    def _resume(self, info: ModuleInfo) -> OpenPage | None:
+        """Write on in the last page of the module's root; None if it has none yet."""
+        page = info.root.page
+        if page is not None:
+            self._progress.resume(page)
+        return page
+
+    def _put(self, info: ModuleInfo, page: OpenPage, phase: Phase, rows: list[tuple[str, Row]]) -> bool:
+        frame = self._recorder.frame(info.id, NOTHING, 0, phase, issued(), [row[0] for _, row in rows])
+        bad = False
+        for role, row in rows:
+            if not row[1]:
+                continue
+            bad_row = NonFiniteRow(page, info.root.label, info, frame, phase, role, row)
+            if row.packed[5] & Mark.IGNORED:
+                self._policy.hidden(bad_row)
+            elif not row.packed[5] & Mark.SCALED:
+                bad = True
+                self._policy.alarm(bad_row)
+        return bad
+
+    def first_bad_gradient(self, optimizer: Any) -> NonFiniteRow | None:
+        """The first non-finite gradient of an optimizer's parameters: for a step that was skipped."""
+        for info, parameters in self._by_module(optimizer).items():
+            page = self._resume(info)
+            for name, parameter in parameters:
+                gradient = parameter.grad
+                if gradient is None or page is None:
+                    continue
+                numbers = measure(gradient)
+                if numbers.meta & 0xFF and NonFinite(numbers.meta & 0xFF):
+                    role = f"grad {name}"
+                    row = self._rows.gradient(info, role, gradient, Mark.SCALED, numbers)
+                    frame = self._recorder.frame(info.id, NOTHING, 0, Phase.COLLECTIVE, issued(), (row.packed,))
+                    return NonFiniteRow(page, info.root.label, info, frame, Phase.COLLECTIVE, role, row)
+        return None

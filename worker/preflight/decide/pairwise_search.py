@@ -1,0 +1,232 @@
+"""Who is to blame when the group over all nodes failed: which pairs of nodes to try next, and the verdict. Pure.
+
+A node that works with any other node is good. A pair of good nodes that fails is a bad link. A node is bad only if it
+failed with every other node while others work together; until then it stays a suspect, as its partners could be the bad
+ones. On the example of four nodes where 0 and 2 cannot talk:
+
+    next_pairs([], nodes)                     -> (0, 1) ok, (2, 3) ok       every node works with one other: all good
+    next_pairs(results, nodes)                -> (0, 2) failed, (1, 3) ok   0 and 2 are good, so it is the link
+    next_pairs(results, nodes)                -> []
+    blame(results, nodes, hosts)              -> the link between 0 and 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+
+from ....core.preflight import Finding, Subject
+
+Pair = tuple[int, int]
+
+STAGE = "cross group"
+
+ROUNDS = 9
+"""No more rounds than this are run: enough to try every pair of up to ten nodes."""
+
+PARTNERS = 8
+"""With how many others a node must have failed to be called bad; all others where there are fewer."""
+
+
+@dataclass(frozen=True)
+class PairResult:
+    """How the group test of two nodes went; `detail` says what failed."""
+
+    a: int
+    b: int
+    ok: bool
+    detail: str = ""
+
+
+def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[Pair]:
+    """The pairs to try at once in the next round, each node in at most one of them; none when more would tell nothing.
+
+    To be called with all results so far, ROUNDS times at most.
+    """
+    tried = _Tried(results, nodes)
+    if tried.failed and not tried.suspects:
+        return []
+    order = {node: place for place, node in enumerate(sorted(nodes))}
+    open_pairs = [pair for pair in combinations(sorted(nodes), 2) if tried.is_worth(pair)]
+    open_pairs.sort(key=lambda pair: (_urgency(pair, tried), _turn(order[pair[0]], order[pair[1]], len(order)), pair))
+    chosen: list[Pair] = []
+    busy: set[int] = set()
+    for a, b in open_pairs:
+        if a not in busy and b not in busy:
+            chosen.append((a, b))
+            busy |= {a, b}
+    return chosen
+
+
+def blame(results: Collection[PairResult], nodes: Mapping[int, list[int]], hosts: Mapping[int, str]) -> list[Finding]:
+    """The verdict; never empty. `nodes` gives the ranks of each node, `hosts` its name."""
+    tried = _Tried(results, nodes)
+    words = _Words(tried, nodes, hosts)
+    if not tried.failed:
+        return [words.no_pair_failed()]
+    if len(nodes) == 2:
+        return [words.only_two()]
+    if not tried.good:
+        return [words.none_works()]
+    bad = {node for node in tried.suspects if tried.is_bad(node)}
+    unsure = tried.suspects - bad
+    links = [pair for pair in sorted(tried.failed) if tried.good.issuperset(pair)]
+    return [
+        *(words.bad_node(node, bad) for node in sorted(bad)),
+        *(words.bad_link(pair) for pair in links),
+        *(words.suspect(node) for node in sorted(unsure)),
+    ]
+
+
+class _Tried:
+    """What the results say about each node."""
+
+    def __init__(self, results: Collection[PairResult], nodes: Collection[int]) -> None:
+        self.count = len(nodes)
+        self.details = {_pair(result): result.detail for result in results}
+        self.passed = {_pair(result) for result in results if result.ok}
+        self.failed = {_pair(result) for result in results} - self.passed
+        self.good = {node for pair in self.passed for node in pair}
+        self.suspects = {node for pair in self.failed for node in pair} - self.good
+
+    def failed_with(self, node: int) -> list[int]:
+        """The partners with which it failed."""
+        return sorted(sum(pair) - node for pair in self.failed if node in pair)
+
+    def is_bad(self, node: int) -> bool:
+        """Whether a suspect has failed with so many that it cannot be the partners."""
+        return len(self.failed_with(node)) >= min(self.count - 1, PARTNERS)
+
+    def is_worth(self, pair: Pair) -> bool:
+        """Whether trying it would tell something: about a suspect or, while nothing has failed, about a link."""
+        if pair in self.details:
+            return False
+        if not self.failed:
+            return True
+        return any(node in self.suspects and not self.is_bad(node) for node in pair)
+
+
+def _pair(result: PairResult) -> Pair:
+    return min(result.a, result.b), max(result.a, result.b)
+
+
+def _urgency(pair: Pair, tried: _Tried) -> int:
+    """A suspect first meets a node known good, then one of which nothing is known, last another suspect."""
+    if tried.good.intersection(pair):
+        return 0
+    return 2 if tried.suspects.issuperset(pair) else 1
+
+
+def _turn(a: int, b: int, count: int) -> int:
+    """The round in which two meet when everyone plays everyone in the fewest rounds (circle method)."""
+    last = count - 1 + count % 2  # with an odd number, the one who would play against `last` waits
+    if b == last:
+        return 2 * a % last
+    return (a + b) % last
+
+
+class _Words:
+    """Findings from facts."""
+
+    def __init__(self, tried: _Tried, nodes: Mapping[int, list[int]], hosts: Mapping[int, str]) -> None:
+        self._tried = tried
+        self._ranks = nodes
+        self._hosts = hosts
+
+    def bad_node(self, node: int, bad: set[int]) -> Finding:
+        failed_with = self._tried.failed_with(node)
+        works = ", ".join(self._pair_text(pair) for pair in sorted(self._tried.passed)[:3])
+        sentence = (
+            f"node {self._name(node)} failed with each of the {len(failed_with)} other nodes that it was tried with "
+            f"({self._names(failed_with)}; {self._why(node)}), while others work together ({works})"
+        )
+        next_ = f"Leave {self._name(node)} out of the next run, and look at its network interface, cable and firewall."
+        return self._finding("node", [node], sentence, next_, others_at_fault=bad)
+
+    def bad_link(self, pair: Pair) -> Finding:
+        a, b = pair
+        sentence = (
+            f"the link between {self._name(a)} and {self._name(b)} failed ({self._tried.details[pair]}), "
+            f"while each of the two works with another node"
+        )
+        return self._finding("link", [a, b], sentence, self._look_between(pair))
+
+    def only_two(self) -> Finding:
+        (pair,) = self._tried.failed
+        a, b = pair
+        sentence = (
+            f"the link between {self._name(a)} and {self._name(b)} failed ({self._tried.details[pair]}); "
+            f"node undetermined, as there is no third node to try them with"
+        )
+        next_ = (
+            f"{self._look_between(pair)} With a third node in the run, the preflight can tell which of the two it is."
+        )
+        return self._finding("link", [a, b], sentence, next_)
+
+    def none_works(self) -> Finding:
+        count = len(self._tried.failed)
+        first = min(self._tried.failed)
+        sentence = (
+            f"none of the {count} pairs of nodes that were tried works ({self._pair_text(first)}: "
+            f"{self._tried.details[first]}); node undetermined, as there is no good node to try the others with"
+        )
+        next_ = (
+            "Look at what the nodes share: the switch, a firewall, and whether NCCL_SOCKET_IFNAME or "
+            "GLOO_SOCKET_IFNAME names an interface by which they reach each other."
+        )
+        return self._finding("job", sorted(self._ranks), sentence, next_)
+
+    def no_pair_failed(self) -> Finding:
+        count = len(self._tried.passed)
+        total = len(self._ranks) * (len(self._ranks) - 1) // 2
+        which = f"all {count} pairs" if count == total else f"each of the {count} pairs tried, of {total},"
+        sentence = f"the group of all {len(self._ranks)} nodes failed, but {which} of nodes work by themselves"
+        if len(self._ranks) == 2:
+            sentence = "the group of both nodes failed once, and worked when it was tried again"
+        next_ = (
+            "Run it again: if it fails again, look for what only all nodes together use up (ports, open files, memory)."
+        )
+        return self._finding("job", sorted(self._ranks), sentence, next_)
+
+    def suspect(self, node: int) -> Finding:
+        partners = self._tried.failed_with(node)
+        sentence = (
+            f"{self._name(node)} failed with {self._names(partners)} ({self._why(node)}) and was tried with no other; "
+            f"node undetermined: it may be any of them, or the links between"
+        )
+        next_ = f"Run it again, or look at the network between {self._names([node, *partners])}."
+        return self._finding("link", [node, *partners], sentence, next_)
+
+    def _finding(
+        self, subject: Subject, nodes: list[int], sentence: str, next_: str, others_at_fault: Collection[int] = ()
+    ) -> Finding:
+        guilty = [*nodes, *others_at_fault]
+        return Finding(
+            stage=STAGE,
+            grade="fail",
+            subject=subject,
+            ranks=[rank for node in nodes for rank in self._ranks[node]],
+            hosts=[self._hosts[node] for node in nodes],
+            sentence=sentence,
+            next=next_,
+            victims=sorted(rank for node, ranks in self._ranks.items() if node not in guilty for rank in ranks),
+        )
+
+    def _look_between(self, pair: Pair) -> str:
+        return f"Look at the route, firewall and cables between {self._name(pair[0])} and {self._name(pair[1])}."
+
+    def _why(self, node: int) -> str:
+        first = next(pair for pair in sorted(self._tried.failed) if node in pair)
+        return self._tried.details[first]
+
+    def _name(self, node: int) -> str:
+        """The host, with the node's number where two nodes of the run are on one host."""
+        host = self._hosts[node]
+        return f"{host} (node {node})" if list(self._hosts.values()).count(host) > 1 else host
+
+    def _names(self, nodes: list[int]) -> str:
+        return ", ".join(map(self._name, nodes))
+
+    def _pair_text(self, pair: Pair) -> str:
+        return f"{self._name(pair[0])} and {self._name(pair[1])}"

@@ -1,0 +1,133 @@
+"""Memory: take a real share of what is free, write every bit as 0 and as 1, read it back.
+
+On the CPU the system may promise more than it has: only what is written counts, and who writes more than a limit of the
+container allows is killed, which the coordinator sees as a child that died in this stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from ....core.amount import Amount
+from .failure import ProbeFailure
+
+CPU_QUICK = Amount(size=64 << 20)
+CPU_FULL = Amount(size=256 << 20)
+CUDA_QUICK = Amount(share=0.1)
+CUDA_QUICK_MOST = 1 << 30
+CUDA_FULL = Amount(share=0.8)
+CUDA_LEAST_FREE = 0.1
+"""A GPU with a smaller share of its memory free is full before the training has begun."""
+
+_CHUNK = 64 << 20
+"""Bytes written and read at once; the pattern takes as many beside the block."""
+_GRAIN = 1 << 20
+_WORD = 8
+
+
+def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False, sharers: int = 1) -> str:
+    """Test `amount` of memory, None for the mode's own; what was done, in words. Raises ProbeFailure.
+
+    `sharers` is how many ranks take their share of the same memory at once: LOCAL_WORLD_SIZE on the CPU, 1 on CUDA.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        free, total = torch.cuda.mem_get_info(device)
+        if free < total * CUDA_LEAST_FREE:
+            raise ProbeFailure(
+                f"only {_mib(free)} of {_mib(total)} are free on {device}: others hold the rest",
+                next="End the processes that `nvidia-smi` shows on this GPU: what an earlier job left holds memory.",
+            )
+        wanted = (amount or (CUDA_QUICK if quick else CUDA_FULL)).of(free)
+        if amount is None and quick:
+            wanted = min(wanted, CUDA_QUICK_MOST)
+    else:
+        free = psutil.virtual_memory().available
+        wanted = (amount or (CPU_QUICK if quick else CPU_FULL)).of(free // sharers)
+
+    count = max(1, wanted // _WORD)
+    try:
+        block = torch.empty(count, dtype=torch.int64, device=device)
+        wrong = count_wrong_words(block)
+    except RuntimeError as error:  # OutOfMemoryError is one, too
+        if not is_out_of_memory(error):
+            raise
+        had = largest_block(lambda size: _can_have(size, device), min(free, wanted))
+        raise ProbeFailure(
+            f"{_mib(wanted)} could not be allocated on {device}: the largest block to be had was {_mib(had)}, "
+            f"and the {'driver' if device.type == 'cuda' else 'system'} reports {_mib(free)} free",
+            next="Look for other processes on this GPU (`nvidia-smi`), or ask for less with --alloc."
+            if device.type == "cuda"
+            else "Look at the limits of this rank (`ulimit -v`, the container's memory), or ask for less with --alloc.",
+        ) from error
+    if wrong:
+        raise ProbeFailure(
+            f"{wrong} of {count} words read back from {device} are not what was written",
+            next="Take this GPU out of service and run the vendor's memory test on it."
+            if device.type == "cuda"
+            else "Take this host out of service and run a memory test on it.",
+        )
+    del block
+    if quick:
+        return f"{_mib(wanted)} written and read back on {device}"
+    had = max(wanted, largest_block(lambda size: _can_have(size, device), free))
+    return f"{_mib(wanted)} written and read back on {device}; largest block {_mib(had)} of {_mib(free)} free"
+
+
+def count_wrong_words(block: torch.Tensor) -> int:
+    """Fill a block of int64 with a pattern and read it back, then with the pattern's complement."""
+    step = min(_CHUNK // _WORD, block.numel())
+    # the factor makes all bits of neighbouring words differ; the chunk's number tells a chunk from its copy elsewhere
+    pattern = torch.arange(step, dtype=torch.int64, device=block.device).mul_(-7046029254386353131)
+    chunks = torch.split(block, step)
+    wrong = 0
+    for _ in range(2):
+        for number, chunk in enumerate(chunks):
+            torch.bitwise_xor(pattern[: chunk.numel()], number, out=chunk)
+        for number, chunk in enumerate(chunks):
+            wrong += int(torch.count_nonzero(chunk.bitwise_xor_(number).sub_(pattern[: chunk.numel()])))
+        pattern.bitwise_not_()
+    return wrong
+
+
+def largest_block(can_have: Callable[[int], bool], most: int, grain: int = _GRAIN) -> int:
+    """The largest size up to `most` that can be had, to the grain, by halving what is not known.
+
+    >>> largest_block(lambda size: size <= 700, 1000, grain=1)
+    700
+    """
+    if can_have(most):
+        return most
+    had, refused = 0, most
+    while refused - had > grain:
+        middle = (had + refused) // 2
+        if can_have(middle):
+            had = middle
+        else:
+            refused = middle
+    return had
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch could not allocate: on the CPU it says so in words only."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _can_have(size: int, device: torch.device) -> bool:
+    try:
+        torch.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # else the next, larger one finds the last one in its way
+    return True
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.0f} MiB" if size < 10 << 30 else f"{size / (1 << 30):.1f} GiB"

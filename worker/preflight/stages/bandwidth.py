@@ -1,0 +1,307 @@
+"""How fast is an all_reduce, and which link is the slowest? Numbers as nccl-tests defines them.
+
+All ranks together move at the pace of the slowest link, so the times of an all_reduce do not say which link that is.
+So after it, each rank sends to the next one in the order of ranks and gets as much from it at once; pairs that share
+no rank do so at the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from ....core.preflight import BandwidthRow, Finding
+from .device_timer import DeviceTimer
+from .group import join
+
+STAGE = "bandwidth"
+CPU_LARGEST = 16 << 20
+CUDA_LARGEST = 256 << 20
+SMALLEST = 64 << 10
+_STEP = 4
+_MOST_REPEATS = 20
+_ROW_S = 0.2
+"""Repeat a size for about so long."""
+_SHARE_FOR_ROWS = 0.6
+"""Of the time; the rest is for the links."""
+_SWAPS = 8
+"""About as many times as the links need what one all_reduce of their size does."""
+
+
+LINK_BYTES = 1 << 20
+"""Of less, the time to send it says more about the processes than about the link between them."""
+
+
+class LinkSpeed(msgspec.Struct, frozen=True):
+    """What two neighbours in the order of ranks sent each other at once, in GB/s each way."""
+
+    first: int
+    second: int
+    gbs: float
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What one rank measured; `links` are those of which it is the first."""
+
+    rows: list[BandwidthRow]
+    links: list[LinkSpeed] = []
+
+
+def measure(
+    store: Store,
+    device: torch.device,
+    backend: str,
+    ranks: Sequence[int],
+    rank: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+    largest_bytes: int = 0,
+) -> Measured:
+    """Sizes up to `largest_bytes` (0: the device's own), as long as `timeout_s` allows. Parameters as check_group's."""
+    began = time.monotonic()
+    if len(ranks) == 1:
+        return Measured([])
+    join(store, device, backend, ranks, rank, timeout_s, say)
+    largest = largest_bytes or (CUDA_LARGEST if device.type == "cuda" else CPU_LARGEST)
+    meter = _Meter(device, len(ranks))
+    rows: list[BandwidthRow] = []
+    longest_s: dict[int, float] = {}
+    left_s = 0.0
+    for size in sizes_up_to(largest):
+        step = f"all_reduce of {size_text(size)}"
+        say(step)
+        row_began = time.monotonic()
+        rows.append(meter.all_reduce(size))
+        # all ranks go by the same, longest times, so that all stop at the same size
+        longest_s[size] = meter.longest(rows[-1].time_us / 1e6)
+        next_s = meter.longest(time.monotonic() - row_began) * _STEP * 2
+        left_s = timeout_s - meter.longest(time.monotonic() - began)
+        if next_s > left_s - timeout_s * (1 - _SHARE_FOR_ROWS):
+            break
+    fitting = [size for size, seconds in longest_s.items() if seconds * _SWAPS < left_s]
+    links: list[LinkSpeed] = []
+    for pairs in neighbours(len(ranks)):
+        size = fitting[-1] if fitting else rows[0].size_bytes
+        if size < LINK_BYTES:
+            break
+        say("links")
+        found = meter.links(pairs, list(ranks).index(rank), size)
+        links += [LinkSpeed(ranks[first], ranks[second], gbs) for first, second, gbs in found]
+    return Measured(rows, links)
+
+
+def sizes_up_to(largest: int) -> list[int]:
+    """Steps of four that end at `largest`.
+
+    >>> sizes_up_to(1 << 20)
+    [65536, 262144, 1048576]
+    """
+    sizes = [largest]
+    while sizes[-1] // _STEP >= SMALLEST:
+        sizes.append(sizes[-1] // _STEP)
+    return sizes[::-1]
+
+
+def neighbours(count: int) -> list[list[tuple[int, int]]]:
+    """The links of a ring, in rounds in which no rank has two of them.
+
+    >>> neighbours(5)
+    [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(4, 0)]]
+    """
+    if count == 2:
+        return [[(0, 1)]]
+    links = [(first, (first + 1) % count) for first in range(count)]
+    if count % 2:
+        return [links[0:-1:2], links[1:-1:2], links[-1:]]
+    return [links[0::2], links[1::2]]
+
+
+def row_of(size_bytes: int, seconds: float, count: int) -> BandwidthRow:
+    """As nccl-tests' PERFORMANCE.md: each rank sends and receives 2 (n - 1) / n of the data in an all_reduce.
+
+    >>> row_of(10**9, 0.1, 4)
+    BandwidthRow(size_bytes=1000000000, time_us=100000.0, algbw_gbs=10.0, busbw_gbs=15.0)
+    """
+    algbw = size_bytes / seconds / 1e9
+    return BandwidthRow(size_bytes, round(seconds * 1e6, 1), _digits(algbw), _digits(algbw * 2 * (count - 1) / count))
+
+
+def slowest(measured: Mapping[int, Measured]) -> tuple[int, BandwidthRow] | None:
+    """The rank that took longest at the largest size that all have measured, and its row."""
+    sizes = [{row.size_bytes for row in one.rows} for one in measured.values()]
+    common = set.intersection(*sizes) if sizes else set()
+    if not common:
+        return None
+    rows = {rank: row for rank, one in measured.items() for row in one.rows if row.size_bytes == max(common)}
+    rank = max(sorted(rows), key=lambda one: rows[one].time_us)
+    return rank, rows[rank]
+
+
+def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw: float) -> Finding | None:
+    """Grade fail if the slowest rank's bus bandwidth at the largest size is below `min_busbw` GB/s."""
+    found = slowest(measured)
+    if found is None or found[1].busbw_gbs >= min_busbw:
+        return None
+    row = found[1]
+    sentence = (
+        f"all_reduce of {size_text(row.size_bytes)} over {len(measured)} ranks has a bus bandwidth of "
+        f"{row.busbw_gbs:g} GB/s, below the {min_busbw:g} GB/s of --min-busbw"
+    )
+    next_ = "Look at the links and at what NCCL chose (--nccl-debug): the transport, the interface, GPUDirect RDMA."
+    links = slow_links(measured, hosts)
+    if links:
+        sentence += f"; {links[0].sentence}"
+        if links[0].grade == "warn":
+            return msgspec.structs.replace(links[0], grade="fail", sentence=sentence)
+    ranks = sorted(measured)
+    return Finding(STAGE, "fail", "job", ranks, _hosts(ranks, hosts), sentence, next_)
+
+
+def slow_links(measured: Mapping[int, Measured], hosts: Mapping[int, str], factor: float = 3.0) -> list[Finding]:
+    """Links that are slow beside the best one of their kind (inside a host, between hosts). Grade warn.
+
+    If all links of a host to others are slow alike and those of the rest are not, it is the host that is named. If none
+    is slow, the slowest one is told all the same, with grade ok.
+    """
+    links = [link for one in measured.values() for link in one.links]
+    inside = [link for link in links if hosts.get(link.first) == hosts.get(link.second)]
+    between = [link for link in links if hosts.get(link.first) != hosts.get(link.second)]
+    found = [*_slow(inside, hosts, factor), *_slow_between(between, hosts, factor)]
+    return found or _none_slow(between or inside, hosts)
+
+
+def size_text(size: int) -> str:
+    """`256 MiB`."""
+    return f"{size / (1 << 20):g} MiB" if size >= 1 << 20 else f"{size / 1024:g} KiB"
+
+
+def _slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[Finding]:
+    best = max((link.gbs for link in links), default=0.0)
+    return [
+        Finding(
+            STAGE,
+            "warn",
+            "link",
+            [link.first, link.second],
+            _hosts([link.first, link.second], hosts),
+            f"the link between {_link_text(link, hosts)} moves {link.gbs:g} GB/s each way, where the best one of its "
+            f"kind moves {best:g}",
+            "Look at the cable, the port's speed and its error counters, and at whether both sides use the interface "
+            "that they should.",
+        )
+        for link in sorted(links, key=lambda link: (link.gbs, link.first))
+        if link.gbs * factor < best
+    ]
+
+
+def _slow_between(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -> list[Finding]:
+    found = _slow(links, hosts, factor)
+    for host in dict.fromkeys(host for slow in found for host in slow.hosts):
+        of_host = [link for link in links if host in (hosts.get(link.first), hosts.get(link.second))]
+        alike = max(link.gbs for link in of_host) <= factor * min(link.gbs for link in of_host)
+        if alike and len(found) == len(of_host) > 1 and all(host in slow.hosts for slow in found):
+            best = max(link.gbs for link in links)
+            ranks = sorted(rank for rank, name in hosts.items() if name == host)
+            return [
+                Finding(
+                    STAGE,
+                    "warn",
+                    "node",
+                    ranks,
+                    [host],
+                    f"all {len(of_host)} links of {host} to other nodes are slow "
+                    f"({', '.join(f'{link.gbs:g}' for link in of_host)} GB/s each way, where the best one between "
+                    f"others moves {best:g})",
+                    f"Look at the network interface, cable and port of {host}.",
+                )
+            ]
+    return found
+
+
+def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[Finding]:
+    if not links:
+        return []
+    slow, fast = (choose(links, key=lambda link: link.gbs) for choose in (min, max))
+    range_text = f" (the fastest of {len(links)}: {fast.gbs:g})" if len(links) > 1 else ""
+    which = "slowest link is between" if len(links) > 1 else "link between"
+    verb = ", with" if len(links) > 1 else " moves"
+    sentence = f"the {which} {_link_text(slow, hosts)}{verb} {slow.gbs:g} GB/s each way{range_text}"
+    ranks = [slow.first, slow.second]
+    return [Finding(STAGE, "ok", "link", ranks, _hosts(ranks, hosts), sentence)]
+
+
+def _link_text(link: LinkSpeed, hosts: Mapping[int, str]) -> str:
+    return " and ".join(
+        f"rank {rank} ({hosts[rank]})" if hosts.get(rank) else f"rank {rank}" for rank in (link.first, link.second)
+    )
+
+
+def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
+    """Each once, in the order of the ranks."""
+    return list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
+
+
+def _digits(value: float) -> float:
+    """Four significant ones."""
+    return float(f"{value:.4g}")
+
+
+class _Meter:
+    """Times what runs on one device; a member of the group that this process has joined."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
+        self._count = count
+
+    def all_reduce(self, size: int) -> BandwidthRow:
+        """This rank's row of one size."""
+        data = torch.zeros(size // 4, dtype=torch.float32, device=self._device)  # sums of zeros never overflow
+        warm_s = self.longest(self._timed(lambda: dist.all_reduce(data), 1))
+        repeats = max(1, min(_MOST_REPEATS, int(_ROW_S / max(warm_s, 1e-6))))
+        seconds = self._timed(lambda: dist.all_reduce(data), repeats)
+        return row_of(size, seconds, self._count)
+
+    def links(self, pairs: Sequence[tuple[int, int]], place: int, size: int) -> list[tuple[int, int, float]]:
+        """(first, second, GB/s each way) of the pair in which this rank is the first."""
+        mine = next((pair for pair in pairs if place in pair), None)
+        peer = sum(mine) - place if mine is not None else None
+        out = torch.zeros(size // 4, dtype=torch.float32, device=self._device)
+        into = torch.empty_like(out)
+
+        def swap() -> None:
+            if peer is None:
+                return
+            swaps = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
+            for work in dist.batch_isend_irecv(swaps):
+                work.wait()
+
+        # The longest of all again: both sides of a pair must repeat alike, and the next round starts after this one.
+        warm_s = self.longest(self._timed(swap, 1))
+        seconds = self._timed(swap, 3 if warm_s < _ROW_S else 1)
+        self.longest(seconds)
+        if mine is None or place != mine[0]:
+            return []
+        return [(mine[0], mine[1], _digits(size / seconds / 1e9))]
+
+    def longest(self, seconds: float) -> float:
+        """The longest of all ranks' times, the same at every rank."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value.item())
+
+    def _timed(self, call: Callable[[], object], repeats: int) -> float:
+        """Seconds of one call, on the device's own clock where it has one."""
+        if self._device.type == "cuda":
+            timer = DeviceTimer()
+            for _ in range(repeats):
+                call()
+            return timer.seconds() / repeats
+        began_s = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - began_s) / repeats

@@ -1,0 +1,127 @@
+"""The health stage of one rank: what NVML says of its GPU while the GPU is at work, against the table of thresholds.
+
+It runs in a child of the coordinator's; NVML is read in a process of its own, so that a driver that hangs costs the
+stage its deadline and nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ....core.gpu_health.child import ask_nvml
+from ....core.gpu_health.facts import Reading, Told
+from ....core.gpu_health.grade import STAGE, grade_answer
+from ....core.gpu_health.thresholds import LOADED_FACTS, load_thresholds
+from ....core.preflight import Finding
+
+_LOAD_SIZE = 4096
+_SAMPLING_S = 5.0
+"""What must be left of the deadline to look at a GPU under load."""
+_TRANSFER_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class HealthResult:
+    """What was found, and one line of what was looked at."""
+
+    findings: list[Finding]
+    detail: str
+
+
+def check_health(
+    uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, load: Callable[[], None] | None = None
+) -> HealthResult:
+    """Look at one GPU. `load` keeps it at work for a moment and is called over and over, in a thread; without one, what
+    only shows under load stays unknown. `thresholds` is the file of --health-thresholds. Raises UsageError for a bad
+    one."""
+    limits = load_thresholds(thresholds)
+    if not uuid:
+        sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not tell its UUID"
+        return HealthResult([Finding(STAGE, "unknown", "rank", [rank], [host], sentence)], "not asked")
+    end = time.monotonic() + deadline_s
+    answer = ask_nvml([uuid], deadline_s)
+    reading = answer.readings.get(uuid)
+    if load is not None and reading is not None and answer.finished and not answer.trouble:
+        _read_under_load(reading, load, end)
+    findings, detail = grade_answer(answer, uuid, limits, [rank], host)
+    return HealthResult(findings, detail)
+
+
+def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> None:
+    """What the GPU's clocks and its link do when it works. `end` is monotonic time."""
+    at_work = _AtWork(load)
+    trouble = at_work.wait(end - time.monotonic() - _SAMPLING_S)
+    if not trouble:
+        answer = ask_nvml([reading.device], end - time.monotonic(), loaded=True)
+        told = answer.readings.get(reading.device, Reading(reading.device))
+        reading.take(Told(reading.device, told.values, told.unknown))
+        trouble = at_work.error or answer.trouble
+    at_work.enough()
+    if trouble:
+        reading.forget(LOADED_FACTS, trouble)
+
+
+class _AtWork:
+    """A load in a thread of its own: CUDA may hang on a sick GPU, which must not hide what NVML says of it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.error = ""
+        self._work = work
+        self._began, self._enough = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="gpuwatch-load").start()
+
+    def _run(self) -> None:
+        try:
+            while not self._enough.is_set():
+                self._work()
+                self._began.set()
+        except Exception as error:  # of CUDA, or of a GPU that has no room left, which the allocation will tell
+            self.error = f"the load failed: {str(error).strip().partition(chr(10))[0]}"
+            self._began.set()
+
+    def wait(self, seconds: float) -> str:
+        """Until it works: "", or why it does not."""
+        if not self._began.wait(max(0.0, seconds)):
+            return f"the load did not begin within {max(0.0, seconds):.0f} s"
+        return self.error
+
+    def enough(self) -> None:
+        """No more; whoever waits for CUDA goes on waiting, and is nobody's concern."""
+        self._enough.set()
+
+
+def cuda_load(index: int) -> Callable[[], None]:
+    """Work for a CUDA device: each call a few milliseconds of matrix products and of copies over PCIe."""
+    work: Callable[[], None] | None = None
+
+    def do() -> None:
+        nonlocal work
+        if work is None:  # with no room left, or a GPU that is lost, this is what fails
+            work = _prepare(index)
+        work()
+
+    return do
+
+
+def _prepare(index: int) -> Callable[[], None]:
+    import torch
+
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    matrix = torch.randn(_LOAD_SIZE, _LOAD_SIZE, device=device, dtype=torch.bfloat16)
+    out = torch.empty_like(matrix)
+    here = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch.cuda.Stream has no annotations
+
+    def work() -> None:
+        for _ in range(8):
+            torch.mm(matrix, matrix, out=out)
+        with torch.cuda.stream(copies):
+            there.copy_(here, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    return work

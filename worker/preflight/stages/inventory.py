@@ -1,0 +1,143 @@
+"""What this rank runs on, as far as no CUDA context is needed to see it. Each piece that cannot be had is unknown."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import platform
+import resource
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from ....core.host import gpuwatch_version, host_name
+from ....core.preflight import InventoryFacts
+from ...identity import Identity
+
+T = TypeVar("T")
+
+_SETTINGS = ("NCCL_", "TORCH_", "GLOO_")
+_OTHER_SETTINGS = ("CUDA_VISIBLE_DEVICES",)
+_VALUE_CHARACTERS = 200
+_LIMITS = {
+    "nofile": resource.RLIMIT_NOFILE,
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "nproc": resource.RLIMIT_NPROC,
+    "stack": resource.RLIMIT_STACK,
+}
+_CAP_IPC_LOCK = 14
+
+
+def gather(identity: Identity, script: str = "", environ: Mapping[str, str] = os.environ) -> InventoryFacts:
+    """Everything but the GPU, which `gather_device` looks at in a process of its own. Never raises.
+
+    Does not touch CUDA, so that the process may fork afterwards. With a torch that knows no CUDA, nothing is left to
+    look at, and `device` is set.
+    """
+    has_cuda = bool(torch.version.cuda or torch.version.hip)
+    return InventoryFacts(
+        host=soft(host_name, ""),
+        node=soft(lambda: int(environ["GROUP_RANK"]), 0),
+        boot_id=soft(Path("/proc/sys/kernel/random/boot_id").read_text, "").strip(),
+        device="" if has_cuda else "cpu",
+        driver=soft(Path("/sys/module/nvidia/version").read_text, "").strip(),
+        versions=_versions(),
+        environment=soft(lambda: settings(environ), {}),
+        interfaces=soft(_interfaces, {}),
+        memory_free=soft(lambda: psutil.virtual_memory().available, None),
+        shm_free=soft(lambda: _free_bytes("/dev/shm"), None),
+        limits=_limits(),
+        script=script,
+        script_digest=soft(lambda: _digest(script), "") if script else "",
+        local_rank=identity.local_rank,
+        gpus_visible=None if has_cuda else 0,
+        device_error="" if has_cuda else "this torch is built without CUDA",
+        rdma_devices=soft(lambda: sorted(os.listdir("/sys/class/infiniband")), []),  # noqa: PTH208  # names only
+    )
+
+
+def soft(read: Callable[[], T], unknown: T) -> T:
+    """What `read` returns, or `unknown` if it raises: an inventory never fails a job."""
+    try:
+        return read()
+    except Exception:
+        return unknown
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings that NCCL, torch and gloo will see. NCCL reads its files after the environment, which wins."""
+    found = {name: value for name, value in environ.items() if name.startswith(_SETTINGS) or name in _OTHER_SETTINGS}
+    own = environ.get("NCCL_CONF_FILE") or Path(environ.get("HOME", "~")).expanduser() / ".nccl.conf"
+    for file in (Path(own), Path("/etc/nccl.conf")):
+        found = {**soft(partial(_nccl_file, file), {}), **found}
+    return {name: value[:_VALUE_CHARACTERS] for name, value in sorted(found.items())}
+
+
+def _nccl_file(path: Path) -> dict[str, str]:
+    """`NCCL_DEBUG=WARN` per line; what begins with # is a comment, and of a repeated name NCCL takes the first."""
+    found: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        name, equals, value = line.partition("=")
+        if equals and name.strip().startswith("NCCL_"):
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "torch": soft(lambda: str(torch.__version__), ""),
+        "python": platform.python_version(),
+        "gpuwatch": soft(gpuwatch_version, ""),
+        "cuda": torch.version.cuda or "",
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """Of the interfaces that are up: IPv4 and IPv6 addresses, as `10.0.0.3/24`."""
+    stats = psutil.net_if_stats()
+    found: dict[str, list[str]] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in stats and stats[name].isup:
+            written = [soft(partial(_with_prefix, each.address, each.netmask), "") for each in addresses]
+            found[name] = [address for address in written if address]
+    return found
+
+
+def _with_prefix(address: str, netmask: str | None) -> str:
+    """Raises ValueError for a hardware address, which is none of the Internet's."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    prefix = int(ipaddress.ip_address(netmask)).bit_count() if netmask else parsed.max_prefixlen
+    return f"{parsed}/{prefix}"
+
+
+def _free_bytes(path: str) -> int:
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize
+
+
+def _limits() -> dict[str, int]:
+    found = {name: soft(partial(resource.getrlimit, number), None) for name, number in _LIMITS.items()}
+    known = {name: limits[0] for name, limits in found.items() if limits is not None}
+    if soft(_may_lock_memory, False):
+        known["memlock"] = -1
+    return known
+
+
+def _may_lock_memory() -> bool:
+    """CAP_IPC_LOCK, which root has outside of containers, lets a process lock more than its limit."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    effective = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _digest(script: str) -> str:
+    path = Path(script)
+    if not path.is_file():  # a pipe must be left for Python to read, a folder has no digest
+        return ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

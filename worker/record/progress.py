@@ -1,0 +1,67 @@
+"""Where this rank is in its run."""
+
+from __future__ import annotations
+
+import time
+
+from ...core.recorder.layout import Field, RankPhase
+from ...core.recorder.writer import OpenPage, RecorderWriter
+from ...core.records import Where
+from ...core.settings import WorkerSettings
+from .collectives import clock, issued
+from .roots import RootInfo
+
+
+class Progress:
+    """Steps, batches, and the page that is being written. What the parts of the hooks share."""
+
+    def __init__(self, recorder: RecorderWriter, settings: WorkerSettings, rank: int) -> None:
+        self.recorder = recorder
+        self.fields = recorder.fields
+        self.settings = settings
+        self.rank = rank
+        self.step = 0
+        self.batch = -1
+        self.watches_weights = "weights" in settings.watch
+        self.root: RootInfo | None = None
+        """The root of the page that was begun last."""
+        self.skipped = False
+        """This batch is left out (`--every`)."""
+
+    def where(self, page: OpenPage | None = None, root: str | None = None) -> Where:
+        """The place in the run, for an event: now, or in `page` of the root labelled `root`."""
+        label = root if root is not None else self.root.label if self.root is not None else ""
+        current = page or (self.root.page if self.root is not None else None)
+        return Where(
+            rank=self.rank,
+            attempt=self.settings.attempt,
+            step=current.step if page is not None and current is not None else self.step,
+            batch=current.batch if current is not None else self.batch,
+            root=label,
+            page=current.number if current is not None else -1,
+            seq=issued(),
+            time_ns=time.time_ns(),
+            clock=clock(),
+        )
+
+    def begin_page(self, root: RootInfo) -> OpenPage:
+        """The next page of a root; the one before it is complete."""
+        before = root.page
+        if before is not None:
+            self.recorder.end_page(before)
+        self.batch = max(0, root.batches - 1)
+        self.root = root
+        root.page = self.recorder.begin_page(root.id, self.batch, self.step)
+        self.fields[Field.SEQ] = issued()
+        return root.page
+
+    def resume(self, page: OpenPage) -> None:
+        """Write on in a page."""
+        if self.recorder.page is not page:
+            self.recorder.resume_page(page)
+            self.fields[Field.SEQ] = issued()
+
+    def enter(self, phase: RankPhase, module: int = -1) -> None:
+        """Say what this rank is doing."""
+        self.fields[Field.PHASE] = phase
+        self.fields[Field.MODULE] = module

@@ -1,0 +1,332 @@
+"""Rows: what is put down of one tensor. A page reads each distinct tensor once, weights once per optimizer step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ...core.frames import Mark, RowKind, is_output
+from ...core.recorder.layout import NOTHING
+from ...core.recorder.writer import RecorderWriter, RowTuple
+from ...core.records import ShapeDef, SlotDef
+from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
+from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
+from .roots import ModuleInfo
+from .selection import Selection
+
+if TYPE_CHECKING:
+    from ..compile.graph_op import Seen
+
+_FEW = 256
+"""Weights that are gone are only looked for among more than so many."""
+COUNT_EVERY = 10
+"""Zeros and subnormals are counted in one batch of so many."""
+
+
+_TENSOR = torch.Tensor
+_ref = weakref.ref
+_MEASURED = int(RowKind.MEASURED)
+_IGNORED, _PASSED_THROUGH = int(Mark.IGNORED), int(Mark.PASSED_THROUGH)
+
+
+class Row(NamedTuple):
+    """A row as it is recorded. Of a tensor on a device the flags are known only later, and 0 here."""
+
+    packed: RowTuple
+    flags: int
+    fresh: bool
+    """Not seen before in this page."""
+    high: int = 0
+    meta: int = 0
+
+
+_new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
+"""Makes a named tuple in a third of the time that its class takes."""
+
+_Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int]
+"""Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta."""
+
+
+_Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
+"""Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Counts the changes in place; -1 for an inference tensor, which does not count them."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+class Rows:
+    """Measures tensors into the page that is being written."""
+
+    def __init__(
+        self, recorder: RecorderWriter, selection: Selection, on_fault: Callable[[str, Exception], None]
+    ) -> None:
+        self._recorder = recorder
+        self._selection = selection
+        self._on_fault = on_fault
+        self.seen: dict[int, _Seen] = {}
+        self.by_memory: dict[tuple[int, int, int], _Seen] = {}
+        """(address, elements, dtype code): of two tensors that are alive, the same is the same elements."""
+        self.weights: dict[int, _Weight] = {}
+        self.shapes: dict[tuple[int, ...], int] = {}
+        self._slots = 0
+        self._many = _FEW
+        self.ignored: dict[int, str] = {}
+        """slot -> the rule that covers it."""
+        self.waived: set[int] = set()
+        """Values of the page that a rule covers as an output: whoever returns the same tensor has not made it."""
+        self.became_nonfinite: set[int] = set()
+        """Values of the page that are in a tensor which was finite when it was last seen: changed in place since."""
+        self.count = False
+        """Count zeros and subnormals in this batch."""
+        self.device_buffer: DeviceStatsBuffer | None = None
+        self.on_device_buffer: Callable[[DeviceStatsBuffer], None] | None = None
+        self._device_failed = False
+
+    def begin_page(self, batch: int) -> None:
+        """What was seen in another page is not known in this one."""
+        self.seen.clear()
+        self.by_memory.clear()
+        self.waived.clear()
+        self.became_nonfinite.clear()
+        if len(self.weights) > self._many:  # those of modules that a forward makes anew each time
+            for gone in [key for key, known in self.weights.items() if known[0]() is None]:
+                del self.weights[gone]
+            self._many = 2 * max(_FEW, len(self.weights))
+        self.count_in(batch)
+
+    def count_in(self, batch: int) -> None:
+        """Whether zeros and subnormals are counted depends on the batch alone: the same on all ranks."""
+        self.count = batch % COUNT_EVERY == 0
+
+    # -- numbers for names --------------------------------------------------------------------------------------
+
+    def slot(self, info: ModuleInfo, role: str) -> int:
+        """The number of (module, role), interned."""
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = info.slots[role] = self._slots
+            self._slots += 1
+            self._recorder.append(SlotDef(slot, info.id, role), name=True)
+            rule = self._selection.ignored_by(info.name, role)
+            if rule is not None:
+                self.ignored[slot] = rule
+        return slot
+
+    def _shape(self, tensor: torch.Tensor) -> int:
+        try:
+            return self._shape_of(tensor.shape)
+        except RuntimeError:  # a nested tensor has no shape of its own
+            return NOTHING
+
+    def _shape_of(self, dims: tuple[int, ...]) -> int:
+        shape = self.shapes.get(dims)
+        if shape is None:
+            dims = tuple(dims)
+            try:
+                numbers = tuple(int(dim) for dim in dims)
+            except Exception:  # one of a jagged tensor's dimensions is no number
+                return NOTHING
+            shape = self.shapes[dims] = len(self.shapes)
+            self._recorder.append(ShapeDef(shape, numbers), name=True)
+        return shape
+
+    def dims(self, shape: int) -> list[int] | None:
+        """The inverse of `_shape`, for an event."""
+        return next((list(dims) for dims, number in self.shapes.items() if number == shape), None)
+
+    # -- rows ---------------------------------------------------------------------------------------------------
+
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
+        """The row of an input, an output or a gradient."""
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = self.slot(info, role)
+        if slot in self.ignored:
+            mark |= _IGNORED
+        if not isinstance(leaf, _TENSOR):
+            return self._no_tensor(slot, leaf, mark)
+        try:
+            version = leaf._version
+        except RuntimeError:  # an inference tensor
+            version = -1
+        key = id(leaf)
+        known = self.seen.get(key)
+        if known is not None and known[1] == version >= 0 and known[0]() is leaf:
+            if known[2] in self.waived:
+                mark |= _PASSED_THROUGH
+            return _new(Row, ((slot, known[2], known[3], known[4], known[5], mark), known[6], False, 0, 0))
+        place = in_memory(leaf)
+        memory = None
+        if place is not None:
+            if type(leaf) is _TENSOR:
+                memory = (place[0], place[1], place[2][0])
+                alias = self.by_memory.get(memory)
+                if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
+                    # another view of the same elements: reshaped, or handed through an autograd function as FSDP does
+                    if alias[2] in self.waived:
+                        mark |= _PASSED_THROUGH
+                    packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
+                    return _new(Row, (packed, alias[6], False, 0, 0))
+            row = self._plain_row(slot, leaf, mark, place)
+        else:
+            row = self._row(slot, leaf, mark)
+        packed, flags, _, high, meta = row
+        if mark & _IGNORED and packed[1] != NOTHING and is_output(role):
+            self.waived.add(packed[1])
+        if flags and known is not None and not known[6] and known[0]() is leaf:
+            self.became_nonfinite.add(packed[1])
+        seen = (_ref(leaf), version, packed[1], packed[2], packed[3], packed[4], flags, high, meta)
+        self.seen[key] = seen
+        if memory is not None:
+            self.by_memory[memory] = seen
+        return row
+
+    @staticmethod
+    def _no_tensor(slot: int, leaf: Any, mark: int) -> Row:
+        kind = RowKind.NONE if leaf is None else RowKind.NOT_A_TENSOR
+        return Row((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
+
+    def forget(self) -> None:
+        """Look at everything again."""
+        self.seen.clear()
+        self.by_memory.clear()
+
+    def gradient(
+        self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: int = 0, numbers: TensorStats | None = None
+    ) -> Row:
+        """The row of a gradient. No other row is about the same tensor, so nothing is remembered.
+
+        `numbers` are those of a gradient that had to be looked at already, whatever device it is on.
+        """
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = self.slot(info, role)
+        if slot in self.ignored:
+            mark |= _IGNORED
+        place = in_memory(gradient) if numbers is None else None
+        if place is not None:
+            return self._plain_row(slot, gradient, mark, place)
+        return self._row(slot, gradient, mark, numbers)
+
+    def traced(
+        self,
+        info: ModuleInfo,
+        role: str,
+        dtype: torch.dtype | None,
+        kind: RowKind,
+        source: Seen | torch.Tensor | Row | None = None,
+        mark: int = 0,
+    ) -> Row:
+        """The row of a tensor of type `dtype` that was looked at inside a compiled region.
+
+        `source` is what was seen of it in host memory. Or it is the buffer, on a device, of its smallest, largest and
+        smallest absolute value (what is smallest and largest, and what is non-finite, in these three is so in the
+        tensor; its shape is not known). Or it is an earlier row about that tensor.
+        """
+        slot = info.slots.get(role)
+        if slot is None:
+            slot = self.slot(info, role)
+        if slot in self.ignored:
+            mark |= _IGNORED
+        code = CODES.get(dtype, 0) if dtype is not None else 0
+        if source is None:
+            return Row((slot, NOTHING, NOTHING, code, int(kind), mark), 0, False)
+        if isinstance(source, Row):
+            packed, flags, _, high, meta = source
+            return _new(Row, ((slot, packed[1], packed[2], code, packed[4], mark), flags, False, high, meta))
+        if isinstance(source, torch.Tensor):
+            packed, flags, _, high, meta = self._row(slot, source, mark)
+            return _new(Row, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta))
+        (low, high, meta, seen_as), dims = source
+        if seen_as != _MEASURED:
+            return Row((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
+        value = self._recorder.value(low, high, meta)
+        return _new(Row, ((slot, value, self._shape_of(dims), code, 0, mark), meta & 0xFF, True, high, meta))
+
+    def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
+        """Weights are read once per optimizer step; every page holds their numbers all the same."""
+        slot = info.slots.get(name)
+        if slot is None:
+            slot = self.slot(info, name)
+        mark = _IGNORED if slot in self.ignored else 0
+        version = version_of(parameter)
+        key = id(parameter)
+        seen = self.seen.get(key)
+        if seen is not None and seen[1] == version and seen[0]() is parameter:
+            packed = (slot, seen[2], seen[3], seen[4], seen[5], mark)
+            return _new(Row, (packed, seen[6], False, seen[7], seen[8]))
+        known = self.weights.get(key)
+        numbers: TensorStats | DeviceRow | None
+        if known is not None and known[1] == version and known[2] == step and known[0]() is parameter:
+            reference = known[0]
+            row = self._row(slot, parameter, mark, known[3])
+        else:
+            reference = _ref(parameter)
+            if not parameter.is_cpu:
+                row = self._row(slot, parameter, mark)
+                numbers = self.device_buffer.last() if self.device_buffer and row[0][1] != NOTHING else None
+            else:
+                numbers = measure(parameter)
+                row = self._row(slot, parameter, mark, numbers)
+            if numbers is not None:
+                self.weights[key] = (reference, version, step, numbers)
+        packed = row[0]
+        self.seen[key] = (reference, version, packed[1], packed[2], packed[3], packed[4], row[1], row[3], row[4])
+        return row
+
+    def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
+        """Read a weight anew: something else than the optimizer may have changed it, and nothing told."""
+        self.seen.pop(id(parameter), None)
+        self.weights.pop(id(parameter), None)
+        return self.weight(info, name, parameter, step)
+
+    def _plain_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, Float]) -> Row:
+        """The row of a tensor for which `in_memory` has said where it is."""
+        low, high, meta, _ = stats_in_memory(tensor, *place, self.count)
+        value = self._recorder.value(low, high, meta)
+        return _new(Row, ((slot, value, self._shape(tensor), place[2][0], 0, mark), meta & 0xFF, True, high, meta))
+
+    def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | DeviceRow | None = None) -> Row:
+        value, flags, high, meta = NOTHING, 0, 0, 0
+        kind: int
+        if isinstance(numbers, DeviceRow):
+            assert self.device_buffer is not None
+            again = self.device_buffer.again(numbers)
+            value, kind = (NOTHING, RowKind.NOT_MEASURABLE) if again is None else (again, RowKind.MEASURED)
+            if numbers.numbers is not None:  # they have come back since
+                _, high, meta = numbers.numbers
+                flags = meta & 0xFF
+        elif numbers is None and not tensor.is_cpu:
+            index = self._device_value(tensor)
+            value = NOTHING if index is None else index
+            kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
+        else:
+            low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)
+            if kind == _MEASURED:
+                value = self._recorder.value(low, high, meta)
+                flags = meta & 0xFF
+        packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
+        return _new(Row, (packed, flags, True, high, meta))
+
+    def _device_value(self, tensor: torch.Tensor) -> int | None:
+        if self.device_buffer is None:
+            if tensor.device.type != "cuda" or self._device_failed:
+                return None
+            try:
+                self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device)
+            except Exception as error:
+                self._device_failed = True
+                self._on_fault("device page", error)
+                return None
+            if self.on_device_buffer is not None:
+                self.on_device_buffer(self.device_buffer)
+        pages = self.device_buffer
+        return pages.measure(tensor, self.count) if tensor.device == pages.device else None

@@ -1,0 +1,263 @@
+"""One tensor into one row on its device, without waiting: by the Triton kernels, or by torch's own operations.
+
+A row is six integers: low, high, meta (see core/values.py), then zeros, subnormals, and the elements among which those
+were counted. `pack` turns rows into the recorder's three integers and makes them as new. Both readers give the same
+numbers as `measure` does on the host, bit for bit; the only difference is that a nan of a float8 dtype is always shown
+as the same nan.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, Encoding, NonFinite
+from .tensor_stats import FLOATS, LOW_PRECISION, to_plain
+
+COLUMNS = 6
+LARGEST = (1 << 63) - 1
+_CHUNK = 1 << 22
+"""Elements that torch's operations look at in one go: no temporary is as large as a tensor."""
+
+
+class Kind(NamedTuple):
+    """How the kernel reads a dtype: its number in kernel.py, what it takes the memory for, and the shape of a block."""
+
+    code: int
+    read_as: torch.dtype
+    deep: int
+    wide: int
+
+
+def _kinds() -> dict[torch.dtype, Kind]:
+    kinds = {
+        torch.float64: Kind(1, torch.float64, 4, 256),
+        torch.float32: Kind(2, torch.float32, 4, 512),
+        torch.float16: Kind(3, torch.float16, 4, 1024),
+        torch.bfloat16: Kind(4, torch.bfloat16, 4, 1024),
+        torch.bool: Kind(0, torch.uint8, 2, 1024),
+    }
+    for name in ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"):
+        dtype = getattr(torch, name)
+        kinds[dtype] = Kind(0, dtype, 2, 512)
+    kinds[torch.uint64] = Kind(5, torch.int64, 2, 512)
+    for code, name in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"), start=6):
+        float8 = getattr(torch, f"float8_{name}", None)  # torch 2.5 has not yet all of them
+        if isinstance(float8, torch.dtype):
+            kinds[float8] = Kind(code, torch.int8, 4, 1024)
+    return kinds
+
+
+KINDS = _kinds()
+
+
+class Source(NamedTuple):
+    """Where the numbers of a tensor lie: `elements` in runs of `inner`, which begin `stride` apart.
+
+    >>> source_of(torch.zeros(3, 10)[:, :4])[1:]
+    (12, 4, 10)
+    """
+
+    tensor: torch.Tensor
+    elements: int
+    inner: int
+    stride: int
+
+
+def source_of(tensor: torch.Tensor) -> Source | None:
+    """What there is to read; None when there is nothing, or nothing that can be read without waiting."""
+    plain = _plain(tensor)
+    if plain is None or plain.numel() == 0 or plain.dtype not in KINDS:
+        return None
+    source = _runs(plain)
+    if source is None:  # holes of more than one size
+        plain = plain.contiguous()
+        source = Source(plain, plain.numel(), plain.numel(), 0)
+    end = (source.elements // source.inner - 1) * source.stride + source.inner + plain.storage_offset()
+    if plain.data_ptr() == 0 or plain.untyped_storage().nbytes() < end * plain.itemsize:
+        return None  # no memory of its own, or given back already (FSDP does that): a kernel must not go there
+    return source
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """As `to_plain`, but of the dtype that the tensor has where that can be read, and without waiting."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    local = getattr(tensor, "_local_tensor", None)
+    if isinstance(local, torch.Tensor):
+        tensor = local
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor = tensor.trigger_wait()  # type: ignore[attr-defined]  # makes the stream wait, not the host
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if plain and tensor.layout is torch.strided and tensor.dtype in KINDS and not tensor.is_nested:
+        return tensor.resolve_neg() if tensor.is_neg() else tensor
+    if tensor.layout is torch.jagged:
+        # unbind() would wait for the offsets. With lengths of their own the parts have holes between them.
+        values: torch.Tensor | None = getattr(tensor, "_values", None)
+        return _plain(values) if values is not None and getattr(tensor, "_lengths", None) is None else None
+    return to_plain(tensor)
+
+
+def _runs(tensor: torch.Tensor) -> Source | None:
+    """The memory of a strided tensor as runs of equal length; None where one stride does not describe them."""
+    if tensor.is_contiguous():
+        count = tensor.numel()
+        return Source(tensor, count, count, 0)
+    # An expanded dimension shows the same elements again and again
+    dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and step)
+    inner, outer, stride = 1, 1, 0
+    for step, size in dims:
+        if outer == 1 and step == inner:
+            inner *= size
+        elif outer == 1 or step == stride * outer:
+            stride = stride or step
+            outer *= size
+        else:
+            return None
+    return Source(tensor, inner * outer, inner, stride)
+
+
+class Reader(Protocol):
+    """What reads tensors into rows on one stream."""
+
+    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+        """Put the numbers of a tensor into a fresh row."""
+
+    def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """The first `count` rows as (count, 3) for the recorder; they are fresh again afterwards."""
+
+
+def fresh_rows(count: int, device: torch.device) -> torch.Tensor:
+    """Rows that nothing has been read into."""
+    rows = torch.zeros(count, COLUMNS, dtype=torch.int64, device=device)
+    rows[:, 0].fill_(LARGEST)
+    return rows
+
+
+class TritonReader:
+    """One kernel for one tensor. Raises ImportError where Triton is not; the first launches may raise anything."""
+
+    def __init__(self) -> None:
+        from . import kernel
+
+        self._kernel: Any = kernel
+        self._programs: dict[torch.device, int] = {}
+        self.interpreted: bool = kernel.INTERPRETED
+
+    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+        """See `Reader`. The device must be the current one."""
+        tensor, elements, inner, stride = source
+        kind = KINDS[tensor.dtype]
+        if stride == 0:
+            layout, deep = 0, kind.deep
+        else:
+            layout, deep = (1 if elements < 1 << 31 else 2), 1
+        programs = min(-(-elements // (deep * kind.wide)), self._most(tensor.device))
+        self._kernel.read[(programs,)](
+            tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as),
+            rows,
+            position,
+            elements,
+            inner,
+            stride,
+            kind.code,
+            count and tensor.dtype in LOW_PRECISION,
+            layout,
+            deep,
+            kind.wide,
+        )
+
+    def _most(self, device: torch.device) -> int:
+        """Programs that keep the memory busy; each then goes on to its next block."""
+        most = self._programs.get(device)
+        if most is None:
+            most = 3
+            if device.type == "cuda":
+                most = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+            self._programs[device] = most
+        return most
+
+    def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """See `Reader`."""
+        packed = torch.empty(count, 3, dtype=torch.int64, device=rows.device)
+        self._kernel.pack[(-(-count // 128),)](rows, packed, count, 128)
+        return packed
+
+
+class TorchReader:
+    """The same by torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
+
+    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+        """See `Reader`."""
+        flat = _flat(source)
+        counted = count and flat.dtype in LOW_PRECISION
+        parts = [_numbers(flat[at : at + _CHUNK], counted) for at in range(0, source.elements, _CHUNK)]
+        found = torch.stack(parts)
+        row = torch.cat((found[:, :1].amin(0), found[:, 1:2].amax(0), found[:, 2:5].amax(0), found[:, 5:].sum(0)))
+        low, high, nan, posinf, neginf, zeros, small = row.unbind()
+        meta = nan * int(NonFinite.NAN) + posinf * int(NonFinite.POSINF) + neginf * int(NonFinite.NEGINF)
+        meta = meta + (_encoding(flat.dtype) << 8)
+        total = torch.full_like(zeros, source.elements if counted else 0)
+        rows[position].copy_(torch.stack((low, high, meta, zeros, small, total)))
+
+    def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """See `Reader`."""
+        low, high, meta, zeros, subnormals, total = rows[:count].unbind(1)
+        divisor = total.clamp(min=1)
+        shares = _share(zeros, divisor) << 16 | _share(subnormals, divisor) << 32 | COUNTED
+        packed = torch.stack((low, high, torch.where(total > 0, meta | shares, meta)), 1)
+        rows[:count, 0].fill_(LARGEST)
+        rows[:count, 1:].zero_()
+        return packed
+
+
+def _flat(source: Source) -> torch.Tensor:
+    tensor, elements, inner, stride = source
+    if stride == 0:
+        return tensor.as_strided((elements,), (1,))
+    return tensor.as_strided((elements // inner, inner), (stride, 1)).reshape(-1)
+
+
+def _encoding(dtype: torch.dtype) -> int:
+    if not dtype.is_floating_point:
+        return int(Encoding.INTEGER)
+    return FLOATS[dtype].meta >> 8 if dtype in FLOATS else int(Encoding.FLOAT32)
+
+
+def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
+    """(low, high, any nan, any +inf, any -inf, zeros, subnormals) of a flat piece of a tensor."""
+    nothing = torch.zeros((), dtype=torch.int64, device=part.device)
+    if not part.dtype.is_floating_point:
+        numbers = part.view(torch.int64) if part.dtype is torch.uint64 else part.to(torch.int64)
+        if part.dtype is torch.uint64:
+            sizes = torch.where(numbers < 0, LARGEST, numbers)
+        else:
+            sizes = numbers.abs()
+            sizes = torch.where(sizes < 0, LARGEST, sizes)  # the smallest int64 has no positive twin
+        return torch.stack((*torch.aminmax(sizes), *[nothing] * 5))
+    normal = 0
+    if part.dtype in FLOATS:
+        float_ = FLOATS[part.dtype]
+        normal = MIN_NORMAL_BITS[Encoding(float_.meta >> 8)]
+    else:
+        float_ = FLOATS[torch.float32]
+        if count:
+            (normal,) = struct.unpack("<i", struct.pack("<f", torch.finfo(part.dtype).smallest_normal))
+        part = part.to(torch.float32)
+        part = torch.where(part.isnan(), torch.nan, part)  # always the same one
+    bits = part.view(float_.bits)
+    sizes = bits.bitwise_and(float_.mask)
+    inf = INF_BITS[Encoding(float_.meta >> 8)]
+    negative_inf = inf - float_.mask - 1
+    zeros = (sizes == 0).sum() if count else nothing
+    small = (sizes < normal).sum() - zeros if count else nothing
+    found = (*torch.aminmax(sizes), (sizes > inf).any(), (bits == inf).any(), (bits == negative_inf).any())
+    return torch.stack([number.to(torch.int64) for number in (*found, zeros, small)])
+
+
+def _share(number: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """`number` of `total` as an integer of 16 bits; never 0 for what is there at all."""
+    share = torch.round(number.double() / total.double() * SHARE).to(torch.int64)
+    return torch.maximum(share, number.clamp(max=1))

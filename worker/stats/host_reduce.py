@@ -1,0 +1,110 @@
+"""Loops over the bits of host memory: `extremes` and `below` of native/core.c, or the same in NumPy without it.
+
+Not in torch: its operations make several passes, and a temporary as large as the tensor. Those of NumPy stay in the
+calling thread; the extension reads large tensors with torch's own threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy
+import torch
+
+CHUNK = 1 << 16
+"""Elements that are looked at in one go: the scratch stays in the cache and no temporary is as large as the tensor."""
+
+_SMALL = 1 << 13
+_OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_in_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_TYPES = {2: "<i2", 4: "<i4", 8: "<i8"}
+
+
+class _Memory:
+    """A stretch of memory, in the way that NumPy asks for it."""
+
+    __slots__ = ("__array_interface__",)
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _array(address: int, count: int, size: int) -> Any:
+    """`count` integers of `size` bytes at an address, for as long as whoever owns it lives.
+
+    Not `tensor.numpy()`: that forbids the storage ever to be resized again, and FSDP resizes its storages.
+    """
+    if size not in _TYPES:
+        raise TypeError("expected elements of 2, 4 or 8 bytes")
+    return numpy.asarray(_Memory({"shape": (count,), "typestr": _TYPES[size], "data": (address, True), "version": 3}))
+
+
+_scratches: list[Any] = []
+"""Arrays of CHUNK elements that nobody uses: autograd may call from several threads."""
+
+
+def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
+    """Smallest and largest of `count` signed integers of `size` bytes each, the sign bit cleared. Raises TypeError."""
+    array = _array(address, count, size)
+    mask = (1 << (8 * size - 1)) - 1
+    if count <= _SMALL:
+        if not count:
+            return mask, 0
+        clear = array & mask
+        return int(clear.min()), int(clear.max())
+    scratch = _scratch(array.dtype)
+    low, high = mask, 0
+    step = -(-count // -(-count // CHUNK))  # equal parts: a small remainder would cost as much as a whole one
+    for start in range(0, count, step):
+        part = array[start : start + step]
+        clear = numpy.bitwise_and(part, mask, out=scratch[: part.size])
+        low = min(low, int(clear.min()))
+        high = max(high, int(clear.max()))
+    _scratches.append(scratch)
+    return low, high
+
+
+def slow_below(address: int, count: int, size: int, limit: int) -> tuple[int, int]:
+    """How many are zero, and how many below `limit` (zeros too), the sign bit cleared. Raises TypeError."""
+    array = _array(address, count, size)
+    mask = (1 << (8 * size - 1)) - 1
+    zeros = small = 0
+    for start in range(0, count, CHUNK):
+        clear = array[start : start + CHUNK] & mask
+        zeros += clear.size - int(numpy.count_nonzero(clear))
+        small += int(numpy.count_nonzero(clear < limit))
+    return zeros, small
+
+
+def _scratch(dtype: Any) -> Any:
+    for position, scratch in enumerate(_scratches):
+        if scratch.dtype == dtype:
+            try:
+                found = _scratches.pop(position)
+            except IndexError:  # another thread was faster
+                break
+            if found.dtype == dtype:
+                return found
+    return numpy.empty(CHUNK, dtype)
+
+
+def _use_threads() -> None:
+    """Let the extension read large tensors with torch's own OpenMP threads, where torch has some."""
+    try:
+        library = ctypes.CDLL(torch._C.__file__)  # and with it all that it is linked to
+        found = [ctypes.cast(library[name], ctypes.c_void_p).value for name in _OPENMP]
+    except (OSError, AttributeError):  # another system, or another kind of threads
+        return
+    use_threads(*found)
+    os.register_at_fork(after_in_child=use_threads)  # a forked process has no threads but one
+
+
+try:
+    from ..native.core import below as below
+    from ..native.core import extremes as extremes
+    from ..native.core import use_threads as use_threads
+except ImportError:  # there was no compiler where this was installed
+    below, extremes = slow_below, slow_extremes
+else:
+    _use_threads()

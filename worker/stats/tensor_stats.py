@@ -1,0 +1,282 @@
+"""The numbers of one tensor: abs min, abs max and what is non-finite, in one pass over its bits.
+
+See core/values.py for why integers will do. Everything here must be called with gradients off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ...core.frames import RowKind
+from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, Encoding, NonFinite
+from .host_reduce import below, extremes
+
+
+class TensorStats(NamedTuple):
+    """What a row needs: `kind` says whether the other three mean anything."""
+
+    low: int
+    high: int
+    meta: int
+    kind: int
+
+
+class Float(NamedTuple):
+    """A type of floating point numbers whose bits are looked at as they are."""
+
+    code: int
+    """Index of its name in core.values.DTYPE_NAMES."""
+    bits: torch.dtype
+    size: int
+    """Bytes"""
+    mask: int
+    meta: int
+    """`meta` of a finite tensor."""
+    inf: int
+    low: bool
+    """Of low precision."""
+
+
+CODES: dict[torch.dtype, int] = {
+    dtype: code for name, code in DTYPE_CODES.items() if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+"""dtype -> its index in core.values.DTYPE_NAMES."""
+
+LOW_PRECISION = {
+    dtype
+    for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+"""Where small numbers vanish: their zeros and subnormals are worth counting."""
+
+
+def _float(dtype: torch.dtype, bits: torch.dtype, encoding: Encoding) -> Float:
+    mask, inf = SIGN_MASK[encoding], INF_BITS[encoding]
+    return Float(CODES[dtype], bits, bits.itemsize, mask, encoding << 8, inf, dtype in LOW_PRECISION)
+
+
+FLOATS = {
+    torch.float32: _float(torch.float32, torch.int32, Encoding.FLOAT32),
+    torch.float16: _float(torch.float16, torch.int16, Encoding.FLOAT16),
+    torch.bfloat16: _float(torch.bfloat16, torch.int16, Encoding.BFLOAT16),
+    torch.float64: _float(torch.float64, torch.int64, Encoding.FLOAT64),
+}
+
+_TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_MEASURED = int(RowKind.MEASURED)
+_new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
+"""Makes a named tuple in a third of the time that its class takes."""
+_EMPTY = TensorStats(0, 0, 0, RowKind.EMPTY)
+NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE)
+
+
+def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
+    """TensorStats of a tensor in host memory, of any dtype, layout and class. Never raises: see `RowKind`.
+
+    `count` asks for the shares of zeros and of subnormals, where the dtype is of low precision.
+    """
+    place = in_memory(tensor)
+    if place is not None:
+        return stats_in_memory(tensor, *place, count)
+    numbers = _measure_any(tensor)
+    if count and numbers[3] == RowKind.MEASURED and tensor.dtype in LOW_PRECISION:
+        try:
+            return numbers._replace(meta=numbers.meta | _shares(tensor))
+        except Exception:  # the numbers are there all the same
+            pass
+    return numbers
+
+
+def in_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
+    """(address, elements, type) of what nearly all tensors are: floats in one piece of host memory. None for others."""
+    cls = type(tensor)
+    if cls is not _TENSOR and cls is not _PARAMETER:
+        return None
+    kind = FLOATS.get(tensor.dtype)
+    if kind is None or not tensor.is_cpu:
+        return None
+    try:
+        if not tensor.is_contiguous() or tensor.is_neg():
+            return None
+        address, count = tensor.data_ptr(), tensor.numel()
+    except Exception:  # a layout that does not know what that means
+        return None
+    return (address, count, kind) if count and address else None
+
+
+def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: Float, shares: bool) -> TensorStats:
+    """TensorStats of a tensor for which `in_memory` has said where it is."""
+    low, high = extremes(address, count, kind.size)
+    meta = kind.meta
+    if high >= kind.inf:
+        meta |= _second_look(tensor)
+    if shares and kind.low:
+        meta |= _shares_in(kind, address, count)
+    return _new(TensorStats, (low, high, meta, _MEASURED))
+
+
+def _measure_any(tensor: torch.Tensor) -> TensorStats:
+    try:
+        return _measure(tensor)
+    except Exception:  # a nested tensor, a negated view: what looks plain from outside is not always
+        pass
+    try:
+        plain = to_plain(tensor)
+        return _measure(plain) if plain is not None else NOT_MEASURABLE
+    except Exception:  # a tensor class that nobody has met must not cost the user the run
+        return NOT_MEASURABLE
+
+
+def _measure(tensor: torch.Tensor) -> TensorStats:
+    kind = FLOATS.get(tensor.dtype)
+    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+    if not plain or tensor.layout is not torch.strided or kind is None:
+        local = to_plain(tensor)
+        if local is None:
+            return NOT_MEASURABLE
+        tensor = local
+        kind = FLOATS.get(tensor.dtype)
+        if tensor.numel() == 0:
+            return _EMPTY
+        if kind is None:
+            return _measure_integers(tensor)
+    count = tensor.numel()
+    if count == 0:
+        return _EMPTY
+    if not tensor.data_ptr():  # a parameter whose memory FSDP has freed
+        return NOT_MEASURABLE
+    bits = tensor.view(kind.bits)
+    if tensor.is_cpu:
+        flat = _flat(bits).contiguous()
+        low, high = extremes(flat.data_ptr(), flat.numel(), kind.size)
+    else:  # this waits for the device
+        low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))
+    meta = kind.meta
+    if high >= kind.inf:
+        meta |= _second_look(tensor)
+    return TensorStats(low, high, meta, RowKind.MEASURED)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements as one dimension, in any order; a copy only where the memory has holes."""
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)  # expanded: every index shows the same element
+    if not tensor.is_contiguous():
+        by_stride = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
+        tensor = tensor.permute(by_stride)
+    return tensor.reshape(-1)
+
+
+def _shares(tensor: torch.Tensor) -> int:
+    """The part of `meta` that says which share of the elements is zero, and which is subnormal.
+
+    A float8 tensor is widened for this, as for everything else; its own smallest normal number is what counts.
+    """
+    smallest = torch.finfo(tensor.dtype).smallest_normal
+    plain = to_plain(tensor)
+    if plain is None:
+        return 0
+    total = plain.numel()
+    if plain.dtype is tensor.dtype:
+        kind = FLOATS[plain.dtype]
+        flat = _flat(plain.view(kind.bits)).cpu().contiguous()
+        return _shares_in(kind, flat.data_ptr(), flat.numel())
+    zeros = total - int(torch.count_nonzero(plain).item())
+    small = int((plain.abs() < smallest).sum().item())
+    return share_bits(zeros, small - zeros, total)
+
+
+def _shares_in(kind: Float, address: int, count: int) -> int:
+    zeros, small = below(address, count, kind.size, MIN_NORMAL_BITS[Encoding(kind.meta >> 8)])
+    return share_bits(zeros, small - zeros, count)
+
+
+def share_bits(zeros: int, subnormals: int, total: int) -> int:
+    """Counts as `meta` holds them: what is there at all is never rounded down to nothing."""
+    shares = [max(min(n, 1), round(n / total * SHARE)) for n in (zeros, subnormals)]
+    return COUNTED | shares[0] << 16 | shares[1] << 32
+
+
+def _second_look(tensor: torch.Tensor) -> int:
+    """Which of nan, +inf and -inf are in a tensor that holds at least one of them."""
+    flags = NonFinite.NONE
+    if torch.isnan(tensor).any().item():
+        flags |= NonFinite.NAN
+    if torch.isposinf(tensor).any().item():
+        flags |= NonFinite.POSINF
+    if torch.isneginf(tensor).any().item():
+        flags |= NonFinite.NEGINF
+    return int(flags)
+
+
+def _measure_integers(tensor: torch.Tensor) -> TensorStats:
+    if tensor.dtype is torch.bool:
+        tensor = tensor.view(torch.uint8)
+    low_t, high_t = torch.aminmax(tensor)
+    low, high = int(low_t.item()), int(high_t.item())
+    if low < 0:
+        # the smallest integer has no positive twin: abs() leaves it negative, so it is left out and counted in high
+        sizes = tensor.abs()
+        sizes = sizes[sizes >= 0]
+        high = max(-low, high)
+        low = int(sizes.amin().item()) if sizes.numel() else -low
+    limit = (1 << 63) - 1
+    return TensorStats(min(low, limit), min(high, limit), Encoding.INTEGER << 8, RowKind.MEASURED)
+
+
+def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A strided tensor of a measurable dtype that holds the numbers of `tensor`; None when there is none.
+
+    Sparse: the values that are stored. Nested: the values of all parts. Quantized: what the integers stand for.
+    DTensor: the local shard. Complex: the magnitudes. float8: widened, which is exact.
+    """
+    if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    if hasattr(tensor, "_local_tensor"):
+        tensor = tensor._local_tensor
+    if hasattr(tensor, "trigger_wait"):  # what a collective of torch.distributed has not yet filled
+        tensor = tensor.trigger_wait()
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor).__name__ == "FakeTensor":
+            return None
+        tensor = _parts(tensor) if tensor.is_nested else tensor.as_subclass(torch.Tensor)
+    if tensor.is_nested:
+        tensor = _parts(tensor)
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        tensor = tensor.values()
+    elif tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        tensor = _magnitudes(tensor)
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.dtype in (torch.uint16, torch.uint32):
+        tensor = tensor.to(torch.int64)
+    elif tensor.dtype is torch.uint64:  # what int64 cannot hold is shown as its largest number
+        tensor = tensor.view(torch.int64)
+        tensor = torch.where(tensor < 0, torch.iinfo(torch.int64).max, tensor)
+    if tensor.dtype.is_floating_point and tensor.dtype not in FLOATS:
+        tensor = tensor.to(torch.float32)
+    return tensor
+
+
+def _parts(nested: torch.Tensor) -> torch.Tensor:
+    """All elements of all parts of a nested tensor of either layout."""
+    return torch.cat([part.reshape(-1) for part in nested.unbind()])
+
+
+def _magnitudes(tensor: torch.Tensor) -> torch.Tensor:
+    """Absolute values of complex numbers, non-finite only where a part is: two finite parts may have a larger one."""
+    parts = torch.view_as_real(tensor.resolve_conj()).double()
+    sizes = torch.hypot(parts[..., 0], parts[..., 1])
+    largest = parts.abs().amax(-1)
+    sizes = torch.where(largest.isfinite() & ~sizes.isfinite(), torch.finfo(torch.float64).max, sizes)
+    return torch.where(parts.isnan().any(-1), torch.nan, sizes)
