@@ -152,7 +152,7 @@ def test_a_client_with_other_keys_is_refused_and_counted(running, connect, make)
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
     report = running.join()
     assert report.collector["refused"] >= 1
-    assert "stranger" not in running.run_protocol.nodes
+    assert "stranger" not in running.protocol.nodes
 
 
 def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(running, connect, make):

@@ -147,7 +147,7 @@ def test_more_threads_than_are_ever_used():
 
 ON_TORCHS_THREADS = """
 import os, threading, torch
-from gpuwatch.worker import bits
+from gpuwatch.worker.stats import host_reduce as bits
 torch.set_num_threads(2)
 tensor = torch.full((1 << 22,), 2.0)
 tensor[-1] = float("-inf")
