@@ -102,9 +102,21 @@ def in_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
         if not tensor.is_contiguous() or tensor.is_neg():
             return None
         address, count = tensor.data_ptr(), tensor.numel()
+        end = (tensor.storage_offset() + count) * kind.size
+        has_memory = count > 0 and address != 0 and tensor.untyped_storage().nbytes() >= end
     except Exception:  # a layout that does not know what that means
         return None
-    return (address, count, kind) if count and address else None
+    return (address, count, kind) if has_memory else None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's storage holds all of it. FSDP frees storages under their tensors.
+
+    A view with an offset into freed memory has an address that is not 0.
+    """
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= end
 
 
 def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: Float, shares: bool) -> TensorStats:
@@ -146,7 +158,7 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
     count = tensor.numel()
     if count == 0:
         return _EMPTY
-    if not tensor.data_ptr():  # a parameter whose memory FSDP has freed
+    if not _has_memory(tensor):
         return NOT_MEASURABLE
     bits = tensor.view(kind.bits)
     if tensor.is_cpu:

@@ -1,0 +1,38 @@
+/* The FrameWriter: what Python has handed it, and what its parts share. */
+
+#ifndef GPUWATCH_FRAME_WRITER_H
+#define GPUWATCH_FRAME_WRITER_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#include "layout.h"
+#include "tensor_view.h"
+
+/* The dictionaries and callables of the Python path, which this one shares. */
+#define EACH_OBJECT(DO)                                                                                       \
+    DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(waived) DO(watched)    \
+    DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
+    DO(compiler) DO(hook_dict) DO(handle)
+
+#define AS_MEMBER(NAME) PyObject *NAME;
+typedef struct {
+    PyObject_HEAD
+    EACH_OBJECT(AS_MEMBER)
+    Py_buffer cell; /* of the cursor */
+    const Exchange *exchange;
+    int forward, with_weights, with_grads;
+    int64_t near[FLOATS_END], largest[FLOATS_END];
+} FrameWriter;
+
+/* Whether a tensor may be looked at: a mode would be shown it, and of what is being compiled nothing is known. */
+int may_look(FrameWriter *self);
+
+/* How many collectives have been issued; 0 if nobody can tell. */
+int issued_now(FrameWriter *self, int64_t *seq);
+
+/* Make the type, and add it to the module. -1 with an exception set. */
+int add_frame_writer(PyObject *module);
+
+#endif
