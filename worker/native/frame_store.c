@@ -23,10 +23,10 @@ static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
     return NULL;
 }
 
-int begin_frame(FrameWriter *self, Frame *frame)
+/* What is in the open segment; 0 if there is none. */
+static int read_segment(FrameWriter *self, Frame *frame)
 {
     Py_buffer memory;
-    frame->used = frame->fresh = 0;
     const int64_t *segment = (int64_t *)borrow_segment(self, &memory, &frame->at);
     if (segment == NULL)
         return 0;
@@ -38,6 +38,18 @@ int begin_frame(FrameWriter *self, Frame *frame)
     frame->values = segment[S_VALUES];
     PyBuffer_Release(&memory);
     return frame->frames < FRAMES_PER_SEGMENT;
+}
+
+int begin_frame(FrameWriter *self, Frame *frame)
+{
+    frame->used = frame->fresh = 0;
+    return read_segment(self, frame);
+}
+
+int follow_segment(FrameWriter *self, Frame *frame)
+{
+    const int64_t page = frame->page;
+    return read_segment(self, frame) && frame->page == page && frame->row_count + frame->used <= ROWS_PER_SEGMENT;
 }
 
 static void put_rows(char *segment, const Frame *frame)

@@ -125,7 +125,7 @@ static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize
                       parameter_rows(self, &frame, info, slots, args[1], numbers[3]) &&
                       (!self->forward || (argument_rows(self, &frame, slots, args[2], args[3]) &&
                                           output_rows(self, &frame, slots, args[4]))) &&
-                      !PyErr_Occurred() && read_rows(self, &frame) && make_memories(self, &frame, numbers[3]) &&
+                      !PyErr_Occurred() && read_rows(self, &frame, numbers[3]) && make_memories(self, &frame, numbers[3]) &&
                       store_frame(self, &frame, &call);
     PyErr_Clear();
     int failed = 0;
@@ -160,7 +160,7 @@ static PyObject *writer_weights(FrameWriter *self, PyObject *const *args, Py_ssi
         taken = PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2 &&
                 weight_row(self, &frame, slots, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), step);
     }
-    taken = taken && !PyErr_Occurred() && read_rows(self, &frame) && make_memories(self, &frame, step) &&
+    taken = taken && !PyErr_Occurred() && read_rows(self, &frame, step) && make_memories(self, &frame, step) &&
             store_frame(self, &frame, &call);
     PyErr_Clear();
     if (taken)
@@ -214,6 +214,7 @@ static int writer_traverse(FrameWriter *self, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(self));
 #define VISIT(NAME) Py_VISIT(self->NAME);
     EACH_OBJECT(VISIT)
+    EACH_OPTIONAL(VISIT)
     return 0;
 }
 
@@ -224,6 +225,7 @@ static int writer_clear(FrameWriter *self)
     self->cell.buf = NULL;
 #define CLEAR(NAME) Py_CLEAR(self->NAME);
     EACH_OBJECT(CLEAR)
+    EACH_OPTIONAL(CLEAR)
     return 0;
 }
 
@@ -285,15 +287,23 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 #define FORMAT_OF(NAME) "O"
 #define PLACE_OF(NAME) &self->NAME,
 #define HOLD(NAME) Py_XINCREF(self->NAME);
-    static char *names[] = {EACH_OBJECT(NAME_OF) "exchange", "near", "forward", "with_weights", "with_grads", NULL};
+    static char *names[] = {EACH_OBJECT(NAME_OF) "exchange", "near", "forward", "with_weights", "with_grads",
+                            EACH_OPTIONAL(NAME_OF) "reads_host", NULL};
     PyObject *exchange, *near;
     FrameWriter *self = (FrameWriter *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    const int parsed = PyArg_ParseTupleAndKeywords(args, kwargs, EACH_OBJECT(FORMAT_OF) "OOppp", names,
+    self->reads_host = 1;
+    const int parsed = PyArg_ParseTupleAndKeywords(args, kwargs, EACH_OBJECT(FORMAT_OF) "OOppp|" EACH_OPTIONAL(FORMAT_OF) "p", names,
                                                    EACH_OBJECT(PLACE_OF) &exchange, &near, &self->forward,
-                                                   &self->with_weights, &self->with_grads);
+                                                   &self->with_weights, &self->with_grads,
+                                                   EACH_OPTIONAL(PLACE_OF) &self->reads_host);
     EACH_OBJECT(HOLD)
+    EACH_OPTIONAL(HOLD)
+#define NONE_TO_NULL(NAME)         \
+    if (self->NAME == Py_None)     \
+        Py_CLEAR(self->NAME);
+    EACH_OPTIONAL(NONE_TO_NULL)
 #define IS_DICT(NAME) expect(self->NAME, PyDict_CheckExact(self->NAME), #NAME " must be a dict")
     if (parsed && IS_DICT(seen) && IS_DICT(by_memory) && IS_DICT(weights) && IS_DICT(shapes) && IS_DICT(ignored) &&
         IS_DICT(watched) && IS_DICT(local) && IS_DICT(kwargs) && IS_DICT(compiler) &&

@@ -92,7 +92,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     PyObject *slots = PyObject_GetAttr(hook->info, s_slots);
     const int taken = slots != NULL && PyDict_CheckExact(slots) &&
                       gradient_row(self, &frame, slots, hook->role, gradient, scaled ? MARK_SCALED : 0) &&
-                      read_rows(self, &frame) &&
+                      read_rows(self, &frame, 0) &&
                       (is_local ? remember_local(self, gradient)
                                 : PyObject_SetAttr(self->gradients, s__page, page) == 0) &&
                       store_frame(self, &frame, &call);

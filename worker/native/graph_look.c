@@ -38,7 +38,8 @@ static int look_at(Look *self, PyObject *tensor, PyObject *place)
     TensorView view;
     const Py_ssize_t position = PyLong_CheckExact(place) ? PyLong_AsSsize_t(place) : -1;
     PyErr_Clear();
-    if (position < 0 || (PyObject *)Py_TYPE(tensor) != self->tensor || !view_of(self->exchange, tensor, &view))
+    if (position < 0 || (PyObject *)Py_TYPE(tensor) != self->tensor || !view_of(self->exchange, tensor, &view) ||
+        !is_plain(&view))
         return 0;
     PyTypeObject *type = (PyTypeObject *)self->cls;
     PyObject *dims = dims_of(&view), *stats = look_at_bits(self, tensor, &view), *seen = type->tp_alloc(type, 2);

@@ -29,6 +29,8 @@ PyObject *layout_numbers(void)
     failed |= add(numbers, "ENCODING_" #NAME, ENCODING);      \
     failed |= add(numbers, "INF_" #NAME, INF);
     EACH_FLOAT(ADD_FLOAT)
+#define ADD_OTHER(NAME, CODE, TYPE, BITS) failed |= add(numbers, "DTYPE_" #NAME, DTYPE_##NAME);
+    EACH_OTHER(ADD_OTHER)
     if (failed)
         Py_CLEAR(numbers);
     return numbers;

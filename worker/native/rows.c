@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "frame_store.h"
 #include "objects.h"
 #include "threads.h"
 
@@ -63,9 +64,22 @@ static int place_of(FrameWriter *self, Row *row)
     return 1;
 }
 
-/* Its numbers are to be read, if it has memory. 0 if nobody can tell. */
-static int plan_to_read(Row *row)
+/* Whether its numbers are to be had from a device's reader: 1 or 0, or -1 if it is to be left to the Python path. */
+static int is_for_device(FrameWriter *self, const Row *row)
 {
+    if (row->view.is_host && self->reads_host)
+        return is_plain(&row->view) ? 0 : -1;
+    return (row->is_weight ? self->device_weight : self->device_value) != NULL ? 1 : -1;
+}
+
+/* Its numbers are to be read, if it has memory. 0 if it is to be left to the Python path. */
+static int plan_to_read(FrameWriter *self, Row *row)
+{
+    row->on_device = is_for_device(self, row);
+    if (row->on_device) {
+        row->is_new = 1;
+        return row->on_device > 0;
+    }
     const int in_storage = is_in_storage(row->object, &row->view);
     row->is_new = 1;
     row->to_read = row->has_value = in_storage == 1;
@@ -120,7 +134,7 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
         return from_memory(seen, row);
     if (!place_of(self, row))
         return 0;
-    if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order) {
+    if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL) {
         row->address = row->view.address;
         for (int i = 0; i < frame->used - 1; i++) {
             const Row *other = &frame->rows[i];
@@ -143,7 +157,7 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
             return good;
         }
     }
-    return plan_to_read(row);
+    return plan_to_read(self, row);
 }
 
 int leaf_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int output)
@@ -170,6 +184,9 @@ int leaf_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, P
 static int from_known(FrameWriter *self, PyObject *known, Row *row)
 {
     PyObject *stats = PyTuple_GET_ITEM(known, 3);
+    row->known = Py_NewRef(known);
+    if (is_for_device(self, row) == 1)
+        return plan_to_read(self, row);
     if ((PyObject *)Py_TYPE(stats) != self->numbers)
         return 0;
     const int64_t kind = item(stats, 3);
@@ -181,7 +198,6 @@ static int from_known(FrameWriter *self, PyObject *known, Row *row)
     row->has_value = kind == KIND_MEASURED;
     if (!row->has_value)
         row->value = NOTHING;
-    row->known = Py_NewRef(known);
     return (kind == KIND_MEASURED || kind == KIND_NOT_MEASURABLE) && (row->meta & 0xFF) == 0 && !PyErr_Occurred();
 }
 
@@ -209,7 +225,7 @@ int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name,
     if (known != NULL && PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 4 &&
         is_ref_to(PyTuple_GET_ITEM(known, 0), weight) && item(known, 1) == row->version && item(known, 2) == step)
         return from_known(self, known, row);
-    return plan_to_read(row);
+    return plan_to_read(self, row);
 }
 
 int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *gradient, int mark)
@@ -219,7 +235,7 @@ int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *rol
         return 0;
     row->object = Py_NewRef(gradient);
     row->mark = (uint16_t)mark;
-    if (!place_of(self, row) || !plan_to_read(row))
+    if (!place_of(self, row) || !plan_to_read(self, row))
         return 0;
     row->output = 1; /* near overflow is looked for */
     return 1;
@@ -227,7 +243,7 @@ int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *rol
 
 /* -- read and number -------------------------------------------------------------------------------------------- */
 
-static int is_near_overflow(FrameWriter *self, const Row *row)
+static int is_near_overflow(const FrameWriter *self, const Row *row)
 {
     return self->near[row->dtype] <= row->high && row->high < self->largest[row->dtype];
 }
@@ -238,27 +254,94 @@ static int is_counted(const Frame *frame, const Row *row)
     return (row->dtype == DTYPE_FLOAT16 || row->dtype == DTYPE_BFLOAT16) && frame->batch % COUNT_EVERY == 0;
 }
 
-int read_rows(FrameWriter *self, Frame *frame)
+/* Those in host memory: 0 if one of them has to be seen by the Python path */
+static int read_host_rows(FrameWriter *self, Frame *frame)
 {
-    int64_t value = frame->value_base + frame->values;
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (!row->to_read)
+            continue;
+        if (!row->is_weight && is_counted(frame, row))
+            return 0;
+        read_extremes(row->view.address, (size_t)row->view.count, row->view.dl.dtype.bits / 8, &row->low, &row->high);
+        row->meta = encodings[row->dtype] << 8;
+        if (row->high >= inf_bits[row->dtype] || (row->output && is_near_overflow(self, row)))
+            return 0;
+    }
+    return 1;
+}
+
+/* The index of a value in the page, or None if there is none; 0 with an exception set */
+static int set_value(Row *row, PyObject *index)
+{
+    row->kind = index == Py_None ? KIND_NOT_MEASURABLE : KIND_MEASURED;
+    row->value = index == Py_None ? NOTHING : PyLong_AsLongLong(index);
+    return !PyErr_Occurred();
+}
+
+static int read_on_device(FrameWriter *self, Row *row, PyObject *count)
+{
+    PyObject *index = PyObject_CallFunctionObjArgs(self->device_value, row->object, count, NULL);
+    const int good = index != NULL && set_value(row, index);
+    Py_XDECREF(index);
+    return good;
+}
+
+/* Also (ref, version, step, numbers), for the next frame of this weight, if there are numbers */
+static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, int64_t step)
+{
+    PyObject *before = row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None, *known = NULL;
+    PyObject *found = PyObject_CallFunctionObjArgs(self->device_weight, row->object, before, count, NULL);
+    int good = found != NULL && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) == 2 &&
+               set_value(row, PyTuple_GET_ITEM(found, 0));
+    if (good && PyTuple_GET_ITEM(found, 1) != before) {
+        if (PyTuple_GET_ITEM(found, 1) != Py_None) {
+            PyObject *ref = PyWeakref_NewRef(row->object, NULL);
+            known = ref != NULL ? Py_BuildValue("(NLLO)", ref, (long long)row->version, (long long)step,
+                                                PyTuple_GET_ITEM(found, 1))
+                                : NULL;
+            good = known != NULL;
+        }
+        Py_XSETREF(row->known, known);
+    }
+    Py_XDECREF(found);
+    return good;
+}
+
+/* Those on a device: their reader takes values of the page itself. 0 if it fails. */
+static int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
+{
+    PyObject *count = frame->batch % COUNT_EVERY == 0 ? Py_True : Py_False;
+    int any = 0;
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (!row->on_device)
+            continue;
+        if (!(row->is_weight ? read_weight_on_device(self, row, count, step) : read_on_device(self, row, count)))
+            return 0;
+        any = 1;
+    }
+    return !any || follow_segment(self, frame);
+}
+
+/* Whether the values that are to come have room in the segment */
+static int has_room(const Frame *frame)
+{
+    int values = 0;
+    for (int i = 0; i < frame->used; i++)
+        values += frame->rows[i].has_value || frame->rows[i].on_device;
+    return frame->values + values <= VALUES_PER_SEGMENT;
+}
+
+int read_rows(FrameWriter *self, Frame *frame, int64_t step)
+{
+    if (!has_room(frame) || !read_host_rows(self, frame) || !read_device_rows(self, frame, step))
+        return 0;
     frame->fresh = 0;
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
-        if (row->to_read) {
-            if (!row->is_weight && is_counted(frame, row))
-                return 0;
-            read_extremes(row->view.address, (size_t)row->view.count, row->view.dl.dtype.bits / 8, &row->low,
-                          &row->high);
-            row->meta = encodings[row->dtype] << 8;
-            if (row->high >= inf_bits[row->dtype] || (row->output && is_near_overflow(self, row)))
-                return 0;
-        }
-        if (row->has_value) {
-            if (frame->values + frame->fresh >= VALUES_PER_SEGMENT)
-                return 0;
-            row->value = value++;
-            frame->fresh++;
-        }
+        if (row->has_value)
+            row->value = frame->value_base + frame->values + frame->fresh++;
         if (row->same != NO_ROW) {
             const Row *other = &frame->rows[row->same];
             row->value = other->value;
@@ -266,7 +349,7 @@ int read_rows(FrameWriter *self, Frame *frame)
             row->kind = other->kind;
         }
     }
-    return 1;
+    return frame->values + frame->fresh <= VALUES_PER_SEGMENT;
 }
 
 /* -- remember --------------------------------------------------------------------------------------------------- */
@@ -304,7 +387,7 @@ int make_memories(FrameWriter *self, Frame *frame, int64_t step)
                                            : PyWeakref_NewRef(row->object, NULL);
         if (ref == NULL)
             return 0;
-        if (row->is_weight && row->known == NULL && !make_known(self, row, ref, step)) {
+        if (row->is_weight && row->known == NULL && !row->on_device && !make_known(self, row, ref, step)) {
             Py_DECREF(ref);
             return 0;
         }
@@ -325,7 +408,7 @@ void remember(FrameWriter *self, Frame *frame)
             continue;
         if (PyDict_SetItem(self->seen, row->key, row->seen) < 0 ||
             (row->place != NULL && PyDict_SetItem(self->by_memory, row->place, row->seen) < 0) ||
-            (row->is_weight && PyDict_SetItem(self->weights, row->key, row->known) < 0))
+            (row->is_weight && row->known != NULL && PyDict_SetItem(self->weights, row->key, row->known) < 0))
             PyErr_Clear(); /* no memory: it will be looked at again */
     }
 }

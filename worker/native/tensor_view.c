@@ -22,6 +22,7 @@ static int64_t dense(const DLTensor *tensor, int *is_in_order)
 {
     int64_t count = 1, sizes[MOST_DIMS], strides[MOST_DIMS];
     int dims = 0, in_order = 1;
+    *is_in_order = 0;
     if (tensor->ndim < 0 || tensor->ndim > MOST_DIMS || (tensor->ndim && (!tensor->shape || !tensor->strides)))
         return 0;
     for (int i = tensor->ndim - 1; i >= 0; i--) {
@@ -55,15 +56,19 @@ static int64_t dense(const DLTensor *tensor, int *is_in_order)
     return count;
 }
 
-/* The code of a dtype in core/values.py; 0 for one that is not read here */
+/* The code of a dtype in core/values.py; 0 for one that is not known */
 static uint8_t code_of(const DLTensor *tensor)
 {
     if (tensor->dtype.lanes != 1)
         return 0;
-#define CODE_OF(NAME, CODE, ENCODING, INF, TYPE, BITS)               \
+#define FLOAT_CODE(NAME, CODE, ENCODING, INF, TYPE, BITS)            \
     if (tensor->dtype.code == TYPE && tensor->dtype.bits == BITS)    \
         return CODE;
-    EACH_FLOAT(CODE_OF)
+    EACH_FLOAT(FLOAT_CODE)
+#define OTHER_CODE(NAME, CODE, TYPE, BITS)                           \
+    if (tensor->dtype.code == TYPE && tensor->dtype.bits == BITS)    \
+        return CODE;
+    EACH_OTHER(OTHER_CODE)
     return 0;
 }
 
@@ -73,14 +78,16 @@ int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view)
         PyErr_Clear();
         return 0;
     }
-    if (view->dl.device.type != HOST || view->dl.data == NULL)
-        return 0;
     view->dtype = code_of(&view->dl);
-    if (view->dtype == 0)
-        return 0;
+    view->is_host = view->dl.device.type == HOST;
     view->count = dense(&view->dl, &view->is_in_order);
-    view->address = (char *)view->dl.data + view->dl.offset;
-    return view->count > 0;
+    view->address = view->dl.data != NULL ? (char *)view->dl.data + view->dl.offset : NULL;
+    return view->dtype != 0;
+}
+
+int is_plain(const TensorView *view)
+{
+    return view->is_host && view->dtype < FLOATS_END && view->count > 0 && view->address != NULL;
 }
 
 static int number_from(PyObject *object, PyObject *method, uintptr_t *number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ try:
     from ..native.core import LAYOUT, FrameWriter
 except ImportError:  # there was no compiler where this was installed
     LAYOUT, FrameWriter = {}, None  # type: ignore[assignment,misc]
+
+
+_NOT_SEEN_IN_C = {"unknown", "qint8", "quint8", "qint32"}
+"""dtypes that DLPack has no name for."""
 
 
 def _offset(record: struct.Struct, position: int) -> int:
@@ -79,9 +84,9 @@ def python_layout() -> dict[str, int]:
         "NOTHING": layout.NOTHING,
     }
     for encoding in (Encoding.FLOAT32, Encoding.FLOAT16, Encoding.BFLOAT16, Encoding.FLOAT64):
-        numbers[f"DTYPE_{encoding.name}"] = DTYPE_CODES[encoding.name.lower()]
         numbers[f"ENCODING_{encoding.name}"] = encoding
         numbers[f"INF_{encoding.name}"] = INF_BITS[encoding]
+    numbers |= {f"DTYPE_{name.upper()}": code for name, code in DTYPE_CODES.items() if name not in _NOT_SEEN_IN_C}
     return {name: int(number) for name, number in numbers.items()}
 
 
@@ -93,8 +98,25 @@ def difference(native: dict[str, int]) -> str:
     return f"not used: it was built for another layout ({found}); install gpuwatch again" if found else ""
 
 
-def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: Gradients) -> Any:
-    """A FrameWriter for these, or None where there can be none."""
+def native_writer_of(
+    progress: Progress,
+    rows: Rows,
+    policy: Policy,
+    gradients: Gradients,
+    *,
+    device_value: Callable[[torch.Tensor, bool], int | None] | None = None,
+    device_weight: Callable[[torch.Tensor, Any, bool], tuple[int | None, Any]] | None = None,
+    reads_host: bool = True,
+) -> Any:
+    """A FrameWriter for these, or None where there can be none.
+
+    It calls `device_value(tensor, count)` for a tensor that lies on a device, and takes what it returns for the index of
+    the tensor's value in the page that is open; None says that the tensor cannot be measured. `count` asks for the shares
+    of zeros and subnormals. For a weight it calls `device_weight(parameter, numbers, count)`, which returns (index,
+    numbers): what it has returned as `numbers` is handed to it again until the weight changes or an optimizer steps, and
+    None is not remembered. Both may be called with gradients on, and both may raise: then the frame is left to Python.
+    Without them frames of such tensors are left to Python. `reads_host=False` hands tensors in host memory to them, too.
+    """
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
     if FrameWriter is None or exchange is None or settings.sync:
@@ -131,6 +153,9 @@ def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: 
             forward="forward" in settings.watch,
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,
+            device_value=device_value,
+            device_weight=device_weight,
+            reads_host=reads_host,
         )
     except (AttributeError, TypeError, ValueError):  # a torch that has changed
         return None

@@ -15,11 +15,19 @@
     DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(waived) DO(watched)    \
     DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
     DO(compiler) DO(hook_dict) DO(handle)
+/* None, or what has a tensor read that is not in host memory, or may not be read there:
+   device_value(tensor, count) -> int | None, the index of its value in the page, which is there when it returns, or None if
+   it cannot be measured; `count`: whether zeros and subnormals are to be counted.
+   device_weight(parameter, numbers | None, count) -> (int | None, numbers | None): the same for a weight; `numbers` is what
+   it has returned last for this parameter, version and step. */
+#define EACH_OPTIONAL(DO) DO(device_value) DO(device_weight)
 
 #define AS_MEMBER(NAME) PyObject *NAME;
 typedef struct {
     PyObject_HEAD
     EACH_OBJECT(AS_MEMBER)
+    EACH_OPTIONAL(AS_MEMBER)
+    int reads_host; /* whether memory of the host is read here, or as if it were a device's */
     Py_buffer cell; /* of the cursor */
     const Exchange *exchange;
     int forward, with_weights, with_grads;

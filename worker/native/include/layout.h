@@ -45,8 +45,18 @@ enum { EACH_NUMBER(AS_CONSTANT) };
     DO(BFLOAT16, 3, 4, 0x7F80, 4, 16)                   \
     DO(FLOAT64, 4, 1, 0x7FF0000000000000, 2, 64)
 
-#define AS_DTYPE(NAME, CODE, ENCODING, INF, TYPE, BITS) DTYPE_##NAME = CODE,
-enum { EACH_FLOAT(AS_DTYPE) FLOATS_END };
+/* The other dtypes, which are not read here but by a device's reader: name, code, and DLPack's code and bits */
+#define EACH_OTHER(DO)                                                                                        \
+    DO(INT64, 5, 0, 64) DO(INT32, 6, 0, 32) DO(INT16, 7, 0, 16) DO(INT8, 8, 0, 8) DO(UINT8, 9, 1, 8)            \
+    DO(BOOL, 10, 6, 8) DO(COMPLEX64, 11, 5, 64) DO(COMPLEX128, 12, 5, 128) DO(COMPLEX32, 13, 5, 32)             \
+    DO(FLOAT8_E4M3FN, 14, 10, 8) DO(FLOAT8_E5M2, 15, 12, 8) DO(FLOAT8_E4M3FNUZ, 16, 11, 8)                      \
+    DO(FLOAT8_E5M2FNUZ, 17, 13, 8) DO(FLOAT8_E8M0FNU, 18, 14, 8)                                                \
+    DO(UINT16, 19, 1, 16) DO(UINT32, 20, 1, 32) DO(UINT64, 21, 1, 64)
+
+#define AS_FLOAT(NAME, CODE, ENCODING, INF, TYPE, BITS) DTYPE_##NAME = CODE,
+enum { EACH_FLOAT(AS_FLOAT) FLOATS_END };
+#define AS_OTHER(NAME, CODE, TYPE, BITS) DTYPE_##NAME = CODE,
+enum { EACH_OTHER(AS_OTHER) };
 
 /* dtype code -> the bits of inf, and its encoding */
 extern const int64_t inf_bits[FLOATS_END], encodings[FLOATS_END];

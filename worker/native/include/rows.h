@@ -16,7 +16,8 @@ typedef struct {
     int64_t value; /* its index in the page */
     uint8_t dtype, kind;
     uint16_t mark;
-    int to_read, has_value; /* its numbers are to be read; they are to be written */
+    int to_read, has_value; /* its numbers are to be read here; they are to be written here */
+    int on_device;          /* its numbers are to be had from the device's reader, which writes them */
     int is_new, is_weight;  /* first seen in this page: to be remembered */
     int output;             /* where in what was returned, from 1 on, or 0 */
     int same;               /* the earlier row about the same elements, or NO_ROW */
@@ -39,8 +40,9 @@ int leaf_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, P
 int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name, PyObject *weight, int64_t step);
 int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *gradient, int mark);
 
-/* Read and number; 0 if there is something in it that the Python path has to see. May release the lock. */
-int read_rows(FrameWriter *self, Frame *frame);
+/* Read and number; 0 if there is something in it that the Python path has to see. May release the lock, and calls Python
+   for what lies on a device. `step`: optimizer steps so far, which is how old the numbers of a weight may be. */
+int read_rows(FrameWriter *self, Frame *frame, int64_t step);
 
 /* Make all that is to be remembered; 0 if that fails. Then, when the frame is stored, put it in its place. */
 int make_memories(FrameWriter *self, Frame *frame, int64_t step);

@@ -25,18 +25,22 @@ typedef struct {
 } Exchange;
 
 typedef struct {
-    DLTensor dl;      /* shape and strides are the tensor's own: not to be used after another thread may have run */
-    int64_t count;    /* of the elements that lie at `address` without a gap */
-    uint8_t dtype;    /* core/values.py */
-    int is_in_order;  /* contiguous */
+    DLTensor dl; /* shape and strides are the tensor's own: not to be used after another thread may have run */
+    uint8_t dtype; /* core/values.py */
+    int is_host;
+    int64_t count; /* of the elements that lie at `address` without a gap; 0 for another layout */
+    int is_in_order; /* contiguous */
     void *address;
 } TensorView;
 
 /* The table in torch's capsule, if it is a version that is known here; else NULL with an exception set. */
 const Exchange *exchange_of(PyObject *capsule);
 
-/* The view of a plain float tensor in host memory; 0 for anything else, with no exception set. */
+/* The view of a strided tensor on any device; 0 if it has none, or no dtype that is known, with no exception set. */
 int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view);
+
+/* Whether it is what is read here: floats in one piece of host memory. */
+int is_plain(const TensorView *view);
 
 /* Whether all of it lies in memory that the storage has: 1, 0, or -1 if torch does not tell. A storage may be freed or made
    smaller under its tensors, as FSDP does with untyped_storage().resize_(0): a view with an offset then has an address
