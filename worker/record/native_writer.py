@@ -79,6 +79,7 @@ def python_layout() -> dict[str, int]:
         "KIND_NONE": RowKind.NONE,
         "KIND_NOT_A_TENSOR": RowKind.NOT_A_TENSOR,
         "KIND_NOT_MEASURABLE": RowKind.NOT_MEASURABLE,
+        "KIND_EMPTY": RowKind.EMPTY,
         "MARK_SCALED": Mark.SCALED,
         "ENCODING_INTEGER": Encoding.INTEGER,
         "COUNT_EVERY": COUNT_EVERY,
@@ -111,12 +112,12 @@ def native_writer_of(
 ) -> Any:
     """A FrameWriter for these, or None where there can be none.
 
-    It calls `device_value(tensor, count)` for a tensor that lies on a device, and takes what it returns for the index of
-    the tensor's value in the page that is open; None says that the tensor cannot be measured. `count` asks for the shares
-    of zeros and subnormals. For a weight it calls `device_weight(parameter, numbers, count)`, which returns (index,
-    numbers): what it has returned as `numbers` is handed to it again until the weight changes or an optimizer steps, and
-    None is not remembered. Both may be called with gradients on, and both may raise: then the frame is left to Python.
-    Without them frames of such tensors are left to Python. `reads_host=False` hands tensors in host memory to them, too.
+    It calls `device_value(tensor, count)` for a tensor that lies on a device, and takes what it returns for the index
+    of the tensor's value in the page that is open; None says that the tensor cannot be measured. `count` asks for the
+    shares of zeros and subnormals. For a weight it calls `device_weight(parameter, numbers, count)`, which returns
+    (index, numbers): these numbers are handed to it again until the weight changes or an optimizer steps, and None is
+    not remembered. Both may be called with gradients on, and both may raise: then the frame is left to Python. Without
+    them frames of such tensors are left to Python. `reads_host=False` hands tensors in host memory to them, too.
     """
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
@@ -151,6 +152,7 @@ def native_writer_of(
             handle=RemovableHandle,
             leaves_of=leaves_of,
             next_segment=progress.recorder._continue_segment,
+            tracing=torch._C._get_tracing_state,
             exchange=exchange,
             near=policy.near,
             forward="forward" in settings.watch,
