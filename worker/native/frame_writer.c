@@ -336,9 +336,6 @@ static PyMethodDef writer_methods[] = {
      "leave(stack, module, args, kwargs, output, phase, thread) -> int\n\n"
      "Write the frame of the innermost call and take it off the stack: 1. -1, and nothing done: it is that call, but its\n"
      "frame is not an ordinary one. 0, and nothing done: it is the root's, or another call."},
-    {"by_module", METHOD(writer_by_module), METH_FASTCALL,
-     "by_module(param_groups, owners) -> {info: [(name, parameter), ...]} | None\n\n"
-     "The parameters of an optimizer by the watched modules that hold them; None if the owner of one is not known."},
     {"frame", METHOD(writer_frame), METH_FASTCALL,
      "frame(info, module, args, kwargs, output, page, parent, depth, phase, step) -> bool\n\n"
      "Write the frame of a module call into `page`, which is open; False if it is not an ordinary one."},

@@ -1,4 +1,4 @@
-"""The stack of calls, and an optimizer's parameters by module, against the same in Python."""
+"""The stack of calls in C against the same in Python."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_wrong_arguments_are_refused_and_strange_ones_left(watched):
     model = nn.Linear(4, 4)
     model(torch.ones(2, 4))
     writer = watched.hooks.writer
-    for method, count in ((writer.enter, 2), (writer.leave, 6), (writer.by_module, 1)):
+    for method, count in ((writer.enter, 2), (writer.leave, 6)):
         with pytest.raises(TypeError):
             method(*[None] * count)
     thread = threading.get_ident()
@@ -163,24 +163,3 @@ def test_wrong_arguments_are_refused_and_strange_ones_left(watched):
     assert writer.leave([object()], model, (), {}, 1, 0, thread) == 0
     with pytest.raises(TypeError):
         writer.leave([object()], model, (), {}, 1, "forward", thread)
-    assert writer.by_module([{"params": [model.weight]}], {}) is None
-    assert writer.by_module([{"params": [model.weight]}], {id(model.weight): None}) is None
-    assert writer.by_module([None], {}) is None
-    assert writer.by_module([], {}) == {}
-
-
-def test_parameters_by_module_are_those_of_python(watched):
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-    model[2].weight = model[0].weight
-    model(torch.ones(2, 4))
-    optimizer = torch.optim.SGD([{"params": list(model[:2].parameters())}, {"params": [model[2].bias]}], lr=0.1)
-    steps, owners = watched.hooks._steps, watched.hooks._roots.parameters
-    expected = steps._by_module(optimizer)
-    found = watched.hooks.writer.by_module(optimizer.param_groups, owners)
-    assert [info.name for info in found] == ["0", "1", "2"]
-    for info, parameters in expected.items():
-        assert [(name, id(p)) for name, p in found[info]] == [(name, id(p)) for name, p in parameters]
-    next(iter(expected)).watched = False
-    assert [info.name for info in watched.hooks.writer.by_module(optimizer.param_groups, owners)] == ["1", "2"]
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert watched.hooks.writer.by_module(optimizer.param_groups, owners) is None
