@@ -47,19 +47,19 @@ class _Backward:
             users.unwatched = users.unwatched or not mine
             return self._somewhere(users, sure=False)
         if self._may_be_reduced(mine):
-            return self._finding(module, self._frame.cls, self._row.role, source="received")
+            return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
         sharing = sorted(self._sharing())
         if sharing:
             named = ", ".join(f"`{other}`" for other in sharing)
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
-            return self._finding(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
+            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
         if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):
             # made in its own code, or by a call that was handed what its own code had made
             after = self._last_finite(mine[0].module, below=True)
-            return self._finding(
+            return self._diagnosis(
                 mine[0].module, mine[0].cls, self._row.role, between=(after, module or self._frame.cls)
             )
-        return self._finding(module, self._frame.cls, self._row.role)
+        return self._diagnosis(module, self._frame.cls, self._row.role)
 
     def of_output(self) -> LocalDiagnosis:
         """The gradient of what a module returned: made by whoever used that."""
@@ -82,7 +82,7 @@ class _Backward:
                 return self._somewhere(users, sure=False)
             role = next(row.role for row in user.inputs if row.value == users.value)
             received = user.collectives > 0 or self._may_be_received([user])
-            return self._finding(user.module, user.cls, f"grad {role}", source="received" if received else "made")
+            return self._diagnosis(user.module, user.cls, f"grad {role}", source="received" if received else "made")
         return self._of_users(users_inside(self._calls, user, users.value))
 
     def _sharing(self) -> set[str]:
@@ -154,7 +154,7 @@ class _Backward:
         last = max(seen, default=self._before[-1].seq if self._before else -1)
         return 0 <= last < self._frame.seq
 
-    # -- findings -----------------------------------------------------------------------------------------------
+    # -- diagnoses -----------------------------------------------------------------------------------------------
 
     def _somewhere(self, users: Users, *, sure: bool = True) -> LocalDiagnosis:
         """Several can have made it, or their sum: name the smallest module with all of them in it."""
@@ -164,7 +164,7 @@ class _Backward:
         calls = self._calls_of(scope)
         cls = calls[-1].cls if calls else self._root_class if scope == "" else "?"
         received = self._may_be_received(users.calls)
-        return self._finding(
+        return self._diagnosis(
             scope,
             cls,
             self._row.role,
@@ -175,11 +175,11 @@ class _Backward:
 
     def _outside(self) -> LocalDiagnosis:
         """The model returned it: the script's own loss, or the next stage of a pipeline."""
-        return self._finding(
+        return self._diagnosis(
             "", self._root_class, self._row.role, source="outside", between=("", self._frame.module or self._frame.cls)
         )
 
-    def _finding(
+    def _diagnosis(
         self,
         module: str,
         cls: str,

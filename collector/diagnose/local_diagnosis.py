@@ -10,7 +10,7 @@ from ...core.records import Anomaly, split_label
 from ...core.values import NonFinite, name_of
 
 Source = Literal["made", "outside", "weight", "unlooked", "reduced", "received", "carried"]
-"""How the value came to the place that a finding names.
+"""How the value came to the place that a diagnosis names.
 
 made: here, out of finite ones. outside: it was handed in, to the model or to its backward. weight: nobody saw the
 weight become bad. unlooked: in a batch that was left out. reduced: this rank's own gradient was finite, and what the
@@ -77,7 +77,7 @@ def diagnosis_of_row(
     notes: tuple[str, ...] = (),
     turned: tuple[str, str] | None = None,
 ) -> LocalDiagnosis:
-    """A finding about one row of a page."""
+    """A diagnosis about one row of a page."""
     return LocalDiagnosis(
         rank=page.rank,
         attempt=page.attempt,
