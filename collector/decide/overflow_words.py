@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from .replicas import OddWeight
 from .words import between_text, module_text, place_of, ranks_text
@@ -67,7 +68,7 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
 def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
     module = place_of(first)
     gradient = f"{first.value} in the gradient of what {module_text(first.at[0], first.at[1])} returned"
-    if first.at[2] and not first.at[2].startswith("grad output"):
+    if first.at[2] and parse_role(first.at[2]).kind is not RoleKind.GRAD_OUTPUT:
         gradient = f"{first.value} in the {first.at[2]} of {module_text(first.at[0], first.at[1])}"
     if first.source == "outside":
         return f"{gradient}, handed in from outside of the model (the script's own loss), backward, {batch}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
+from ...core.roles import RoleKind
 from .calls import Calls
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .users import Users, users_inside, users_of
@@ -20,7 +21,7 @@ from .users import Users, users_inside, users_of
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
     """The maker of a gradient that was bad when the backward had just made it."""
     backward = _Backward(page, frames, frame, row, anomaly)
-    if row.role.startswith("grad output"):
+    if row.role_kind is RoleKind.GRAD_OUTPUT:
         return backward.of_output()
     return backward.of_parameter()
 
@@ -64,7 +65,7 @@ class _Backward:
     def of_output(self) -> LocalDiagnosis:
         """The gradient of what a module returned: made by whoever used that."""
         made = self._calls_of(self._frame.module)
-        users = users_of(self._calls, made, [self._row.role.removeprefix("grad ")])
+        users = users_of(self._calls, made, [self._row.parsed_role.name])
         if len(made) != 1:  # which of its calls this is about is not known
             users.own_code.append(_parent_name(self._frame.module))
             return self._somewhere(users, sure=bool(made))
@@ -87,10 +88,13 @@ class _Backward:
 
     def _sharing(self) -> set[str]:
         """Other modules that used the same parameter."""
-        name = self._row.role.removeprefix("grad ")
+        name = self._row.parsed_role.name
         module = self._frame.module
         values = {
-            row.value for call in self._calls_of(module) for row in call.weights if row.role == name and row.value >= 0
+            row.value
+            for call in self._calls_of(module)
+            for row in call.weights
+            if row.parsed_role.name == name and row.value >= 0
         }
         return {
             call.module
@@ -129,7 +133,7 @@ class _Backward:
         """The last module in `scope` of which a finite gradient of what it returned was seen."""
         for frame in reversed(self._before):
             inside = _is_inside(frame.module, scope) or (frame.module == scope and not below)
-            if inside and any(row.role.startswith("grad output") and row.finite for row in frame.rows):
+            if inside and any(row.role_kind is RoleKind.GRAD_OUTPUT and row.finite for row in frame.rows):
                 return frame.module
         return ""
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
+from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
 Source = Literal["made", "outside", "weight", "unlooked", "reduced", "received", "carried"]
@@ -137,7 +138,7 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     if anomaly.phase == "optimizer":  # its gradient may have been bad before
         return replace(found, phase="weight", source="weight")
     if anomaly.phase == "backward":
-        if anomaly.role.startswith("grad output"):  # made by whatever used it, and that is in the page
+        if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # made by whatever used it, and that is in the page
             root_class = split_label(anomaly.where.root)[0]
             return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
         return replace(found, sure=False)
