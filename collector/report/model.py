@@ -41,7 +41,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     check_only: bool = False
     """`gpuwatch check`: the preflight was all."""
     earlier: list[EarlierLife] = []
-    """Of a SLURM job that was requeued: what its earlier lives came to."""
+    """Of a scheduler's job that was requeued: what its earlier lives came to."""
 
 
 class FirstAnomaly(msgspec.Struct, frozen=True):
