@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.alarm import anomaly_of_page
+from ..core.judge import anomaly_of_page
 from ..core.frames import Page
 from ..core.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
 from ..core.pages import Names, decode_page

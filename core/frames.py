@@ -44,6 +44,8 @@ class Mark(IntFlag):
     """An output that is an input, perhaps written into: an uninitialised buffer is no alarm."""
     SCALED = 4
     """A gradient that a GradScaler checks: inf or nan there is expected, the step is skipped."""
+    SKIPPED = 8
+    """Of a batch that `--every` skips, in which only what the root returns is looked at."""
 
 
 class RowKind(IntEnum):
@@ -74,7 +76,16 @@ def is_output(role: str) -> bool:
 
 def is_weight(role: str) -> bool:
     """Whether a row is about a parameter of the module."""
-    return not (is_input(role) or is_output(role) or role.startswith(("grad ", "state ")))
+    return not (is_input(role) or is_output(role) or role.startswith(("grad ", "state ", "before ")))
+
+
+def before_of(role: str) -> str | None:
+    """The argument whose value before the call changed it in place this row shows; None for every other row.
+
+    >>> before_of("before input[0]")
+    'input[0]'
+    """
+    return role[7:] if role.startswith("before ") else None
 
 
 class Row(msgspec.Struct, frozen=True):
