@@ -14,12 +14,11 @@ from enum import IntEnum, IntFlag
 
 import msgspec
 
-from .roles import Role, RoleKind, parse_role
+from .roles import GRADIENTS, Role, RoleKind, parse_role
 from .values import NonFinite
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
 NAME_INDENT = " " * 17
-_GRADIENTS = (RoleKind.GRAD_OUTPUT, RoleKind.GRAD_WEIGHT, RoleKind.GRAD_INPUT)
 
 
 class Phase(IntEnum):
@@ -45,6 +44,8 @@ class Mark(IntFlag):
     """An output that is an input, perhaps written into: an uninitialised buffer is no alarm."""
     SCALED = 4
     """A gradient that a GradScaler checks: inf or nan there is expected, the step is skipped."""
+    SKIPPED = 8
+    """Of a batch that `--every` skips, in which only what the root returns is looked at."""
 
 
 class RowKind(IntEnum):
@@ -60,7 +61,7 @@ class RowKind(IntEnum):
 
 
 def is_output(role: str) -> bool:
-    """Whether a row is about what the call returned. A parameter may be called `output_bias`."""
+    """Whether a row is about what the call returned."""
     return parse_role(role).kind is RoleKind.OUTPUT
 
 
@@ -150,7 +151,7 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def gradients(self) -> list[Row]:
         """Rows of gradients: `grad output[0]` of what the module returned, `grad weight` of a parameter."""
-        return [row for row in self.rows if row.role_kind in _GRADIENTS]
+        return [row for row in self.rows if row.role_kind in GRADIENTS]
 
 
 class Page(msgspec.Struct, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .frames import Frame, Page, Phase, Row, RowKind
 from .messages import PageMessage
@@ -38,6 +38,12 @@ class Names:
         return root.label if root is not None else f"root {root_id}"
 
 
+FrameFields = tuple[int, int, int, int, int, int, int, int, int]
+"""What `layout.FRAME` unpacks to."""
+RowFields = tuple[int, int, int, int, int, int]
+"""What `layout.ROW` unpacks to."""
+
+
 def decode_page(message: PageMessage, names: Names) -> Page:
     """Give a page its names. What it refers to and is not there is shown as lost, never guessed."""
     values: dict[int, Value] = {}
@@ -47,25 +53,9 @@ def decode_page(message: PageMessage, names: Names) -> Page:
     frames: list[Frame] = []
     for segment in message.segments:
         rows = list(layout.ROW.iter_unpack(segment.rows))
-        for module_id, parent_id, depth, phase, collectives, seq, first, count, index in layout.FRAME.iter_unpack(
-            segment.frames
-        ):
-            module = names.modules.get(module_id)
-            parent = names.modules.get(parent_id) if parent_id != layout.NOTHING else None
-            frames.append(
-                Frame(
-                    batch=message.batch,
-                    index=index,
-                    module=module.name if module else f"<module {module_id}>",
-                    cls=module.cls if module else "?",
-                    phase=Phase(phase).name.lower(),
-                    rows=[_decode_row(row, values, names) for row in rows[first : first + count]],
-                    depth=depth,
-                    parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
-                    seq=seq,
-                    collectives=collectives,
-                )
-            )
+        for fields in layout.FRAME.iter_unpack(segment.frames):
+            first, count = fields[6], fields[7]
+            frames.append(decode_frame(message.batch, fields, rows[first : first + count], values.get, names))
     seen = {frame.index for frame in frames}
     return Page(
         rank=message.rank,
@@ -80,11 +70,36 @@ def decode_page(message: PageMessage, names: Names) -> Page:
     )
 
 
-def _decode_row(row: tuple[int, int, int, int, int, int], values: dict[int, Value], names: Names) -> Row:
+def decode_frame(
+    batch: int,
+    fields: FrameFields,
+    rows: Iterable[RowFields],
+    value_at: Callable[[int], Value | None],
+    names: Names,
+) -> Frame:
+    """One frame. `value_at` gives the numbers at an index of the page, None if they are lost."""
+    module_id, parent_id, depth, phase, collectives, seq, _, _, index = fields
+    module = names.modules.get(module_id)
+    parent = names.modules.get(parent_id) if parent_id != layout.NOTHING else None
+    return Frame(
+        batch=batch,
+        index=index,
+        module=module.name if module else f"<module {module_id}>",
+        cls=module.cls if module else "?",
+        phase=Phase(phase).name.lower(),
+        rows=[_decode_row(row, value_at, names) for row in rows],
+        depth=depth,
+        parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
+        seq=seq,
+        collectives=collectives,
+    )
+
+
+def _decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: Names) -> Row:
     slot_id, value_index, shape_id, dtype, kind, mark = row
     slot = names.slots.get(slot_id)
     shape = names.shapes.get(shape_id)
-    value = values.get(value_index)
+    value = value_at(value_index)
     if value is None and kind == RowKind.MEASURED:
         kind = RowKind.LOST
     if value is not None and value.meta == PENDING:

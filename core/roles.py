@@ -51,6 +51,9 @@ class RoleKind(Enum):
     """An argument as it was last seen, before the call changed it in place."""
 
 
+GRADIENTS = (RoleKind.GRAD_OUTPUT, RoleKind.GRAD_INPUT, RoleKind.GRAD_WEIGHT)
+
+
 class Role(NamedTuple):
     """A role's text, parsed."""
 

@@ -10,10 +10,9 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import Field
-from ...core.records import ScalerSkip
-from ...core.values import NonFinite, name_of
-from ..record.policy import NonFiniteRow, Policy
+from ..record.judging import Judging, NonFiniteRow
 from ..record.progress import Progress
+from ..stats.tensor_stats import is_on_device
 from ..without_modes import without_modes
 from .backward import Gradients
 from .optimizer import Steps
@@ -30,7 +29,8 @@ class _Late(NamedTuple):
     """Pinned: found_inf, scale."""
     arrived: torch.cuda.Event
     optimizer: int
-    bad_row: NonFiniteRow | None
+    step: int
+    """Optimizer steps before it."""
 
 
 class Scalers:
@@ -45,13 +45,13 @@ class Scalers:
     def __init__(
         self,
         progress: Progress,
-        policy: Policy,
+        judging: Judging,
         gradients: Gradients,
         steps: Steps,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._progress = progress
-        self._policy = policy
+        self._judging = judging
         self._gradients = gradients
         self._steps = steps
         self._on_fault = on_fault
@@ -104,71 +104,79 @@ class Scalers:
 
         setattr(scaler, name, wrapper)
 
-    def _stepped(self, scaler: Any, optimizer: Any, skipped: bool) -> None:
-        """A scaler has stepped an optimizer, or not. A fused optimizer is always called, and skips by itself."""
+    def _stepped(self, scaler: Any, optimizer: Any, step: int) -> None:
+        """A scaler has stepped an optimizer, or not. A fused optimizer is always called, and skips by itself.
+
+        `step` is the number of optimizer steps before.
+        """
         if not scaler.is_enabled():
             return
-        bad_row, self._gradients.first_scaled = self._gradients.first_scaled, None
         try:
             self.look()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
-            if found_inf is not None and found_inf.is_cuda:
-                self._ask(found_inf, scaler, optimizer, bad_row)
+            if found_inf is not None and is_on_device(found_inf):
+                self._ask(found_inf, scaler, optimizer, step)
                 return
-            if found_inf is not None:
-                skipped = bool(found_inf.item())
-            if skipped:
-                if bad_row is None:
-                    bad_row = without_modes(self._steps.first_bad_gradient, optimizer)
-                self._skipped(id(optimizer), bad_row, float(scaler.get_scale()))
-            else:
-                self._in_a_row.pop(id(optimizer), None)
+            skipped = self._progress.step == step if found_inf is None else bool(found_inf.item())
+            if not skipped:
+                self._not_skipped(id(optimizer), step)
+                return
+            self._judging.finish()  # the scaler has waited for the device itself
+            bad = self._judging.take_scaled(step)
+            if bad is None:
+                without_modes(self._steps.take_scaled_gradients, optimizer)
+                self._judging.finish()
+                bad = self._judging.take_scaled(step)
+            self._skipped(id(optimizer), bad, float(scaler.get_scale()))
         except Exception as error:
             self._on_fault("GradScaler", error)
-        self._policy.raise_pending()
+        self._judging.raise_pending()
 
-    def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, bad_row: NonFiniteRow | None) -> None:
+    def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
         """Have the answer brought from the device without waiting for it."""
         if torch.cuda.is_current_stream_capturing():
             return
-        with torch.no_grad():
+        device = found_inf.device
+        with torch.no_grad(), torch.cuda.device(device):
             both = torch.stack((found_inf.reshape(()).float(), scaler._get_scale_async().reshape(()).float()))
-            numbers = torch.empty(2, pin_memory=True)
+            numbers = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True)
             numbers.copy_(both, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
-        arrived.record()
-        self._late.append(_Late(numbers, arrived, id(optimizer), bad_row))
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
+            arrived.record()
+        self._late.append(_Late(numbers, arrived, id(optimizer), step))
 
     def look(self) -> bool:
-        """Take what has arrived. True when nothing more is on its way."""
+        """Take what has arrived. True when nothing more is on its way.
+
+        An answer waits for the gradients that it is about: they may come by another stream.
+        """
+        if not self._late or torch.cuda.is_current_stream_capturing():  # asking an event would end the user's capture
+            return not self._late
+        self._judging.collect()
         while self._late and self._late[0].arrived.query():  # type: ignore[no-untyped-call]  # likewise
+            if self._judging.is_late(self._late[0].step):
+                break
             late = self._late.pop(0)
             found, scale = late.numbers.tolist()
             if found:
-                self._skipped(late.optimizer, late.bad_row, scale)
+                self._skipped(late.optimizer, self._judging.take_scaled(late.step), scale)
             else:
-                self._in_a_row.pop(late.optimizer, None)
+                self._not_skipped(late.optimizer, late.step)
         return not self._late
 
-    def _skipped(self, optimizer: int, bad_row: NonFiniteRow | None, scale: float) -> None:
+    def _not_skipped(self, optimizer: int, step: int) -> None:
+        self._in_a_row.pop(optimizer, None)
+        self._judging.take_scaled(step)
+
+    def _skipped(self, optimizer: int, bad: NonFiniteRow | None, scale: float) -> None:
         in_a_row = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
         self._skips += 1
         self._progress.fields[Field.SCALER_SKIPS] = self._skips
         if self._skips <= _MAX_SKIPS:
-            self._progress.recorder.append(
-                ScalerSkip(
-                    self._progress.where(bad_row.page if bad_row is not None else None),
-                    scale,
-                    in_a_row,
-                    bad_row.info.name if bad_row is not None else None,
-                    bad_row.info.cls if bad_row is not None else None,
-                    bad_row.role if bad_row is not None else None,
-                    name_of(NonFinite(bad_row.row.flags)) if bad_row is not None else None,
-                )
-            )
-        if bad_row is not None and (in_a_row >= self._limit or scale < COLLAPSED):
+            self._judging.skipped(bad, scale, in_a_row)
+        if bad is not None and (in_a_row >= self._limit or scale < COLLAPSED):
             times = f"{in_a_row} step{'s' if in_a_row != 1 else ''} in a row"
-            self._policy.alarm(bad_row, f"GradScaler skipped {times}, its scale is down to {scale:g}")
+            self._judging.alarm(bad, f"GradScaler skipped {times}, its scale is down to {scale:g}")
 
 
 # The wrappers: `original` is the method that they stand around.
@@ -192,7 +200,7 @@ def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
     before = [(watcher, watcher._progress.step) for watcher in Scalers._watchers]
     result = original(scaler, optimizer, *args, **kwargs)
     for watcher, step in before:
-        watcher._stepped(scaler, optimizer, watcher._progress.step == step)
+        watcher._stepped(scaler, optimizer, step)
     return result
 
 

@@ -17,7 +17,7 @@ from ..hooks.backward import Gradients
 from ..stats.tensor_stats import TensorStats
 from .collectives import issued
 from .leaves import KWARGS
-from .policy import Policy
+from .notable import Notable
 from .progress import Progress
 from .rows import COUNT_EVERY, Rows
 
@@ -40,7 +40,7 @@ _LAYOUT = (
 )
 
 
-def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: Gradients) -> Any:
+def native_writer_of(progress: Progress, rows: Rows, notable: Notable, gradients: Gradients) -> Any:
     """A FrameWriter for these, or None where there can be none."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
@@ -55,7 +55,7 @@ def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: 
             weights=rows.weights,
             shapes=rows.shapes,
             ignored=rows.ignored,
-            waived=rows.waived,
+            waived=set(),
             watched=gradients.parameters,
             local=gradients.local,
             kwargs=KWARGS,
@@ -70,7 +70,7 @@ def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: 
             hook_dict=OrderedDict,
             handle=RemovableHandle,
             exchange=exchange,
-            near=policy.near,
+            near=notable.near,
             forward="forward" in settings.watch,
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,
