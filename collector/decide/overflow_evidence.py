@@ -53,7 +53,7 @@ _HANDED = {
     "made": "it was made there, later",
     "outside": "it was handed that from outside of its model",
     "weight": "nobody saw it become bad",
-    "unlooked": "that batch was not looked into",
+    "skipped": "that batch was skipped",
     "reduced": "it came out of a reduction over the ranks",
     "received": "collectives ran there, so another rank can have sent it",
     "carried": "its maker was not seen",

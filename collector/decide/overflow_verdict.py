@@ -9,13 +9,13 @@ from ..facts import RunFacts
 from .order import before, earliest
 from .overflow_at import overflow_at, whose
 from .overflow_evidence import evidence_of, of_concurrent
-from .overflow_words import next_steps, sentence, unknown_sentence, unlooked_sentence
+from .overflow_words import next_steps, sentence, skipped_sentence, unknown_sentence
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .verdict_model import Concurrent, Verdict
 from .words import cascade_of, place_of
 
-_TIERS = (("made",), ("outside", "weight"), ("unlooked",), ("reduced",), ("received",), ("carried",))
+_TIERS = (("made",), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Of what nothing puts in order: who made a value may have handed it to the others, and not the other way round."""
 
 
@@ -32,8 +32,8 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     if first.source == "reduced":
         return of_reduced(facts, tier, diagnoses)
     alone = len(tier) == 1
-    if first.source == "unlooked":
-        return _unlooked(facts, tier, diagnoses) if alone else _unknown(tier)
+    if first.source == "skipped":
+        return _skipped(facts, tier, diagnoses) if alone else _unknown(tier)
     if first.source == "received" or (not alone and all(d.source in ("weight", "carried") for d in tier)):
         return _unknown(tier)
     rest = tier[1:]
@@ -86,7 +86,7 @@ def _named(
     )
 
 
-def _unlooked(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
+def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
     """The rank is known, and nothing of what happened in it."""
     first = tier[0]
     host = facts.host(facts.ranks[first.attempt, first.rank])
@@ -97,7 +97,7 @@ def _unlooked(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Local
         **whose(facts, first),
         module=None,
         cls=None,
-        statement=unlooked_sentence(first, host),
+        statement=skipped_sentence(first, host),
         certainty="supported",
         evidence=evidence,
         next=next_steps(first, None),
@@ -108,13 +108,13 @@ def _unlooked(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Local
 def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
     """Several ranks met it at once and none made it in a watched place: say so, name nobody."""
     first = tier[0]
-    unlooked = first.source == "unlooked"
+    skipped = first.source == "skipped"
     return Verdict(
         kind="overflow",
         statement=unknown_sentence(tier),
         certainty="unknown",
-        module=None if unlooked else first.module,
-        cls=None if unlooked else first.cls,
+        module=None if skipped else first.module,
+        cls=None if skipped else first.cls,
         root=first.root,
         phase=first.phase,
         role=first.role,

@@ -83,10 +83,10 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     """Several ranks met it, and which was first cannot be known."""
     first = tier[0]
     who = ranks_text([f.rank for f in tier]).capitalize()
-    cause = f" ({first.cause})" if first.cause and first.source != "unlooked" else ""
+    cause = f" ({first.cause})" if first.cause and first.source != "skipped" else ""
     batch = f"batch {first.batch}"
-    if first.source == "unlooked":
-        return f"{who} met {first.value} in {batch}, which was left out ({first.cause}): where it came from is unknown."
+    if first.source == "skipped":
+        return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): where it came from is unknown."
     if first.source == "received":
         place = place_of(first)
         if first.between is not None and first.seen_in != "backward":
@@ -111,7 +111,7 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     )
 
 
-def unlooked_sentence(first: LocalDiagnosis, host: str) -> str:
+def skipped_sentence(first: LocalDiagnosis, host: str) -> str:
     """A rank is known, and no module."""
     who = f"Rank {first.rank}{f' on {host}' if host else ''}"
     return (
@@ -129,7 +129,7 @@ def next_steps(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     steps = [*_by_source(first, odd)]
     if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
         steps.insert(0, _FLOAT16)
-    if first.source != "unlooked":
+    if first.source != "skipped":
         steps.append(_WHOLE_BATCHES)
     return steps
 
@@ -140,7 +140,7 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
             "Run the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
             "and leave it out of the next run if it happens again."
         ]
-    if first.source == "unlooked":
+    if first.source == "skipped":
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
     if first.source == "received":
         return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]

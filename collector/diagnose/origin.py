@@ -15,7 +15,7 @@ from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
-from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_unlooked
+from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
 
 
@@ -23,7 +23,7 @@ def origin_in_page(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
     """Find the origin of the anomaly in its page; falls back on the event where the page has lost that frame."""
     frames = sorted(page.frames, key=lambda frame: frame.index)
     first = next((frame for frame in frames if frame.index == anomaly.frame), None)
-    if first is None or page.lost_frames or is_unlooked(anomaly):
+    if first is None or page.lost_frames or is_skipped(anomaly):
         return from_event(anomaly)
     if is_scalers(anomaly):
         expected = first_expected_gradient(frames)

@@ -19,7 +19,7 @@ from ..decide.words import unfinished_stage
 from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
 from .frame_selection import frames_to_show, target_of
-from .notices import cost_of, hidden_of, scaler_of, warnings_of
+from .notices import cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
 from .timeline import TimelineEntry, timeline_of
 
@@ -245,7 +245,7 @@ def _rank_report(
         scaler=scaler_of(rank),
         scaler_skips=rank.skipped_steps,
         ignored=rank.hidden_rows,
-        hidden=hidden_of(rank),
+        hidden=waived_of(rank),
         cost=cost_of(rank),
         batches_skipped=rank.batches_skipped,
         gpu=gpu_of(facts, rank),

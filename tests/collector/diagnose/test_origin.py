@@ -406,8 +406,8 @@ def test_a_forward_that_is_run_again_is_looked_at_alone(make):
 def test_a_batch_that_was_left_out_names_no_module(make):
     batch = make.Batch()
     batch.call("", "Net", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
-    batch.unlooked()
-    assert (find(batch).source, find(batch).from_page) == ("unlooked", False)
+    batch.skipped_batch()
+    assert (find(batch).source, find(batch).from_page) == ("skipped", False)
 
 
 def test_an_argument_as_it_was_before_the_call_is_no_weight_and_no_argument(make):
