@@ -48,7 +48,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         if first.source in ("made", "weight") and first.phase in ("forward", "weight")
         else None
     )
-    if odd is not None:
+    if odd is not None and odd.certain:
         first = _of_weight(first, odd)
     return _named(facts, first, rest, diagnoses, odd)
 
@@ -70,14 +70,15 @@ def _named(
 ) -> Verdict:
     host = facts.host(facts.ranks[first.attempt, first.rank])
     certainty, evidence = evidence_of(facts, first, diagnoses, rest, odd)
+    blamed = odd if odd is not None and odd.certain else None
     return overflow_at(
         first,
         **whose(facts, first),
-        statement=sentence(first, host, [d.rank for d in rest], odd),
+        statement=sentence(first, host, [d.rank for d in rest], blamed),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
-        next=next_steps(first, odd),
+        next=next_steps(first, blamed),
         concurrent=[
             Concurrent(d.rank, d.module, d.cls, d.role, d.value, facts.host(facts.ranks[d.attempt, d.rank]))
             for d in rest

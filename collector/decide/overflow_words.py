@@ -53,9 +53,15 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
     module, batch = place_of(first), _batch(first)
     if odd is not None:
         made = "" if not odd.row.finite else f", which made {first.value}"
+        since = (
+            f", and agreed with them in batch {odd.agreed_in}: a bit flip in its memory, or code that changes it on "
+            "this rank alone"
+            if odd.agreed_in is not None
+            else ": a bit flip, another seed or checkpoint, or a broadcast that did not happen can explain that"
+        )
         return (
-            f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}: "
-            "this rank's copy differs from the others', so suspect its memory (a bit flip)"
+            f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}; "
+            f"this rank's copy differs from the others'{since}"
         )
     if first.seen_in == "optimizer":
         return (
@@ -136,9 +142,16 @@ def next_steps(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
 
 def _by_source(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     if odd is not None:
-        return [
-            "Run the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
+        memory = (
+            "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
             "and leave it out of the next run if it happens again."
+        )
+        if odd.agreed_in is not None:
+            return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
+        return [
+            "Look whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows since when "
+            "they differ.",
+            f"If they started alike, run {memory}",
         ]
     if first.source == "skipped":
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]

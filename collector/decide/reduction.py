@@ -13,7 +13,7 @@ from ..facts import RunFacts
 from .overflow_at import overflow_at, whose
 from .overflow_evidence import missing_ranks
 from .overflow_words import next_steps
-from .replicas import page_of_batch
+from .replicas import page_of, peers
 from .verdict_model import Verdict
 from .words import cascade_of, place_of, ranks_text
 
@@ -22,7 +22,8 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Loca
     """Whose gradients they were, from the pages of all ranks."""
     first = tier[0]
     ranks = facts.of_attempt(first.attempt)
-    pages = {rank.rank: page_of_batch(rank, first.root, first.batch) for rank in ranks}
+    received = {first.rank: page_of(facts, first), **peers(facts, first)}
+    pages = {rank.rank: received.get(rank.rank) for rank in ranks}
     local = {rank.rank: _own_finite(pages[rank.rank], first) for rank in ranks}
     unseen = [number for number, finite in local.items() if finite is not True]
     unseen_text = [f"{ranks_text(unseen)}: no finite gradient of its own was seen"] if unseen else []

@@ -18,7 +18,7 @@ from ..decide.verdict_model import Verdict
 from ..decide.words import unfinished_stage
 from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
-from .frame_selection import frames_to_show, target_of
+from .frame_selection import Target, frames_to_show, target_of
 from .notices import cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
 from .timeline import TimelineEntry, timeline_of
@@ -102,9 +102,11 @@ class RankReport(msgspec.Struct, frozen=True):
     cost: dict[str, Any] | None = None
     """Medians of the time from one batch to the next, watched and plain, where that was measured."""
     batches_skipped: int = 0
-    """Batches that were left out."""
+    """Batches that `--every` skipped."""
     gpu: GpuSincePreflight | None = None
     """Error counters and XIDs of its GPU since the preflight, where there is one."""
+    frames_comparable: bool = False
+    """Whether `frames` are of the same step and collectives as those of the verdict's rank."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -194,9 +196,10 @@ def _run_info(
 
 
 def _rank_report(
-    facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Frame | None, max_frames: int
+    facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Target | None, max_frames: int
 ) -> RankReport:
     diagnosis = rank.diagnosis
+    shown = frames_to_show(rank, verdict, target, max_frames)
     state, exit_ = rank.state, rank.exit
     where = exit_.where if exit_ is not None else None
     error = rank.errors[0] if rank.errors else None
@@ -227,7 +230,7 @@ def _rank_report(
         )
         if diagnosis is not None
         else None,
-        frames=frames_to_show(rank, verdict, target, max_frames),
+        frames=shown.frames,
         lost=Lost(
             rank.pages_dropped,
             state.records_lost if state is not None else 0,
@@ -249,6 +252,7 @@ def _rank_report(
         cost=cost_of(rank),
         batches_skipped=rank.batches_skipped,
         gpu=gpu_of(facts, rank),
+        frames_comparable=shown.comparable,
     )
 
 

@@ -172,9 +172,11 @@ def _rank_to_show(report: Report, rank: int | None) -> RankReport | None:
 
 
 def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
-    """abs max of what each module returned, a column per rank: the same batch on all of them."""
+    """abs max of what each module returned, a column per rank: the same point of the training on all of them."""
     batch = shown.frames[-1].batch
-    others = [r for r in report.ranks if r.frames and r.frames[-1].batch == batch and r is not shown]
+    others = [r for r in report.ranks if r.frames and r.frames_comparable and r is not shown]
+    if not shown.frames_comparable:
+        return
     columns = [shown, *others[: _MAX_COLUMNS - 1]]
     if len(columns) < 2:
         return
@@ -184,7 +186,8 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("module", overflow="fold")
     for rank in columns:
-        table.add_column(f"rank {rank.rank}", justify="right")
+        own = rank.frames[-1].batch
+        table.add_column(f"rank {rank.rank}" + (f"\nbatch {own}" if own != batch else ""), justify="right")
     by_rank = [{_key(frame): frame for frame in rank.frames} for rank in columns]
     for frame in shown.frames[-_MAX_MATRIX_ROWS:]:
         title = f"{frame.module or '(root)'} {frame.cls}"
