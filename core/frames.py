@@ -168,6 +168,15 @@ class Page(msgspec.Struct, frozen=True):
     lost_frames: int = 0
 
 
+def module_text(module: str, cls: str | None) -> str:
+    """A module by name and class, for a sentence. The root has no name.
+
+    >>> module_text("fc1", "Linear"), module_text("", "Net")
+    ('`fc1` (Linear)', 'the root module (Net)')
+    """
+    return f"`{module}` ({cls})" if module else f"the root module ({cls})"
+
+
 def format_number(number: float | None) -> str:
     """`%8.2e`, the width and precision of the 21-frame table."""
     return f"{number:8.2e}" if number is not None else f"{'-':>8}"

@@ -7,14 +7,15 @@ from typing import Any
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .verdict_model import Verdict
-from .words import device_of
+from .words import device_of, seen_in
 
-_SHARED = ("module", "cls", "root", "phase", "role", "value", "dtype", "attempt", "step", "batch")
+_SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 
 
 def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
     """Where it was and what, as the diagnosis says; `rest` are the verdict's other fields, and those that differ."""
-    return Verdict(kind="overflow", **({name: getattr(first, name) for name in _SHARED} | rest))
+    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
+    return Verdict(kind="overflow", **(place | rest))
 
 
 def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:

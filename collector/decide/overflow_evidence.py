@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ...core.frames import Page, format_number
+from ...core.frames import Page, format_number, module_text
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before
 from .replicas import OddWeight, page_of, peers, run_the_same_model
-from .words import module_text, place_of, ranks_text
+from .words import found_text, place_of, ranks_text
 
 _MAX_LINES = 8
 
@@ -41,8 +41,7 @@ def evidence_of(
     known = {first.rank, *(f.rank for f in concurrent), *(f.rank for f in later)}
     for diagnosis in [f for f in diagnoses if f.rank not in known][:_MAX_LINES]:
         lines.append(
-            f"rank {diagnosis.rank} met {diagnosis.value} in {diagnosis.role} of {place_of(diagnosis)}, "
-            f"batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
+            f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
     lines += _of_clean(facts, first)
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]

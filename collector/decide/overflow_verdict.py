@@ -13,7 +13,7 @@ from .overflow_words import next_steps, sentence, skipped_sentence, unknown_sent
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .verdict_model import Concurrent, Verdict
-from .words import cascade_of, place_of
+from .words import cascade_of, found_text, seen_in
 
 _TIERS = (("made",), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Of what nothing puts in order: who made a value may have handed it to the others, and not the other way round."""
@@ -80,7 +80,16 @@ def _named(
         evidence=evidence,
         next=next_steps(first, blamed),
         concurrent=[
-            Concurrent(d.rank, d.module, d.cls, d.role, d.value, facts.host(facts.ranks[d.attempt, d.rank]))
+            Concurrent(
+                d.rank,
+                d.module,
+                d.cls,
+                d.own_role,
+                d.value,
+                facts.host(facts.ranks[d.attempt, d.rank]),
+                found_text(d),
+                seen_in(d),
+            )
             for d in rest
         ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(d.rank for d in rest)}),
@@ -91,7 +100,7 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalD
     """The rank is known, and nothing of what happened in it."""
     first = tier[0]
     host = facts.host(facts.ranks[first.attempt, first.rank])
-    evidence = [f"rank {first.rank}, batch {first.batch}: {first.value} in the {first.role} of {place_of(first)}"]
+    evidence = [f"rank {first.rank}, batch {first.batch}: {found_text(first)}"]
     evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not before(first, d)])
     return overflow_at(
         first,
@@ -110,22 +119,14 @@ def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
     """Several ranks met it at once and none made it in a watched place: say so, name nobody."""
     first = tier[0]
     skipped = first.source == "skipped"
-    return Verdict(
-        kind="overflow",
+    return overflow_at(
+        first,
         statement=unknown_sentence(tier),
         certainty="unknown",
         module=None if skipped else first.module,
         cls=None if skipped else first.cls,
-        root=first.root,
-        phase=first.phase,
-        role=first.role,
-        value=first.value,
-        dtype=first.dtype,
-        attempt=first.attempt,
-        step=first.step,
-        batch=first.batch,
         evidence=[
-            *(f"rank {d.rank}: {d.value} in {d.role} of {place_of(d)}, batch {d.batch}" for d in tier[:8]),
+            *(f"rank {d.rank}: {found_text(d)}, batch {d.batch}" for d in tier[:8]),
             *first.notes,
         ],
         between=first.between,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from ...core.frames import module_text
 from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from .replicas import OddWeight
-from .words import between_text, module_text, place_of, ranks_text
+from .words import between_text, found_text, place_of, ranks_text
 
 _WHOLE_BATCHES = (
     "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
@@ -108,11 +109,11 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
     if first.source == "weight" and first.seen_in == "optimizer":
         return (
-            f"{who} met {what} after the step of {batch} (`{first.module}`, {first.role}); the gradients that went "
+            f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
             f"into that step were not looked at, so the first rank is unknown{cause}."
         )
     return (
-        f"{who} met {what} in {batch} at the same point (`{first.module}`, {first.role}); "
+        f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
         f"it was made before, where nobody looked, so the first rank is unknown{cause}."
     )
 

@@ -15,7 +15,7 @@ from .overflow_evidence import missing_ranks
 from .overflow_words import next_steps
 from .replicas import page_of, peers
 from .verdict_model import Verdict
-from .words import cascade_of, place_of, ranks_text
+from .words import cascade_of, found_text, place_of, ranks_text
 
 
 def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
@@ -83,7 +83,7 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
 
 
 def _line(found: LocalDiagnosis) -> str:
-    return f"rank {found.rank}: {found.value} in {found.role} of {place_of(found)}, batch {found.batch}"
+    return f"rank {found.rank}: {found_text(found)}, batch {found.batch}"
 
 
 def _rows(page: Page | None, phase: str) -> dict[tuple[str, str], Row]:

@@ -57,6 +57,14 @@ class LocalDiagnosis:
     """Further evidence."""
 
     @property
+    def own_role(self) -> str | None:
+        """The role, if it is one of `module`'s own rows; None if the value was first seen in a row of another module.
+
+        What the code of `attn` makes between two calls is first seen in `input[0]` of `attn.c_proj`.
+        """
+        return self.role if self.module == self.at[0] or self.role != self.at[2] else None
+
+    @property
     def is_origin(self) -> bool:
         """The bad value was made here, out of finite ones."""
         return self.source == "made"

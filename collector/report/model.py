@@ -14,8 +14,8 @@ from ...core.gpu_health.difference import GpuSincePreflight
 from ...core.records import GpuHealth, PreflightResult, Xid
 from ..decide.gpu_evidence import gpu_of
 from ..decide.verdict import decide
-from ..decide.verdict_model import Verdict
-from ..decide.words import unfinished_stage
+from ..decide.verdict_model import SeenIn, Verdict
+from ..decide.words import seen_in, unfinished_stage
 from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
 from .frame_selection import Target, frames_to_show, target_of
@@ -53,12 +53,14 @@ class FirstAnomaly(msgspec.Struct, frozen=True):
     module: str
     cls: str = msgspec.field(name="class")
     phase: str
-    role: str
+    role: str | None
+    """null if the value was first seen in a row of another module: `seen_in`"""
     value: str
     dtype: str
     origin: bool
     between: tuple[str, str | None] | None = None
     seq: int = -1
+    seen_in: SeenIn | None = None
 
 
 class Lost(msgspec.Struct, frozen=True):
@@ -221,12 +223,13 @@ def _rank_report(
             diagnosis.module,
             diagnosis.cls,
             diagnosis.phase,
-            diagnosis.role,
+            diagnosis.own_role,
             diagnosis.value,
             diagnosis.dtype,
             diagnosis.is_origin,
             diagnosis.between,
             diagnosis.seq,
+            seen_in(diagnosis),
         )
         if diagnosis is not None
         else None,

@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.frames import Frame, format_number
+from ...core.frames import Frame, format_number, module_text
 from ...core.ranks_text import ranks_text
 from ..decide.verdict_model import Cascade
 from .frames_text import frames_text
-from .model import RankReport, Report
+from .model import FirstAnomaly, RankReport, Report
 from .notices_text import print_notices
 from .preflight_text import print_findings, print_stages
 
@@ -71,7 +71,8 @@ def _verdict(console: Console, report: Report) -> None:
     _list(console, "Why", verdict.evidence)
     if verdict.concurrent:
         others = [
-            f"rank {c.rank} on {c.host}: {c.value} in {c.role} of `{c.module}` ({c.cls})" for c in verdict.concurrent
+            f"rank {c.rank} on {c.host}: {c.text or f'{c.value} in {c.role} of {module_text(c.module, c.cls)}'}"
+            for c in verdict.concurrent
         ]
         _list(console, "At the same time", others)
     if verdict.cascade:
@@ -120,8 +121,6 @@ def _ranks(console: Console, report: Report) -> None:
     for title in ("rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"):
         table.add_column(title, overflow="fold")
     for rank in report.ranks:
-        first = rank.first_anomaly
-        seen = f"batch {first.batch}: {first.value}, {first.module or first.cls} {first.role}" if first else "-"
         lost = rank.lost.pages + rank.lost.messages + rank.lost.frames + rank.lost.rows
         exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
         table.add_row(
@@ -131,11 +130,20 @@ def _ranks(console: Console, report: Report) -> None:
             Text(rank.state + exit_),
             _number(rank.step),
             _number(rank.batch),
-            Text(seen),
+            Text(_first(rank.first_anomaly)),
             str(lost),
             style="bold" if rank.rank == report.verdict.rank else None,
         )
     console.print(table)
+
+
+def _first(first: FirstAnomaly | None) -> str:
+    """`batch 7: nan, fc1 output`: the row in which the first non-finite value was seen."""
+    if first is None:
+        return "-"
+    at = first.seen_in
+    module, cls, role = (at.module, at.cls, at.role) if at is not None else (first.module, first.cls, first.role)
+    return f"batch {first.batch}: {first.value}, {module or f'(root) {cls}'} {role}"
 
 
 def _clocks(console: Console, report: Report) -> None:

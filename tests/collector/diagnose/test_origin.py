@@ -332,7 +332,7 @@ def test_a_call_that_may_have_written_into_what_it_was_handed(make):
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     found = find(batch)
     assert (found.module, found.between, found.sure) == ("", ("fc", "square"), False)
-    assert "`square` returned the very tensor" in found.notes[0]
+    assert "`square` (Square) returned the very tensor" in found.notes[0]
 
 
 def test_what_is_around_it_is_not_watched(make):
