@@ -7,9 +7,8 @@ from dataclasses import replace
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before, earliest
-from .overflow_at import overflow_at, whose
 from .overflow_evidence import evidence_of, of_concurrent
-from .overflow_words import next_steps, sentence, skipped_sentence, unknown_sentence
+from .overflow_words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .verdict_model import Concurrent, Verdict

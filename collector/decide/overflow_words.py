@@ -1,16 +1,21 @@
-"""What a verdict about an overflow says, and what to do next."""
+"""What a verdict about an overflow says: its place, its sentence, and what to do next."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from ...core.frames import module_text
 from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
+from ..facts import RunFacts
 from .replicas import OddWeight
-from .words import between_text, found_text, place_of, ranks_text
+from .verdict_model import Verdict
+from .words import between_text, device_of, found_text, place_of, ranks_text, seen_in
 
 _WHOLE_BATCHES = (
     "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
 )
+_SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
 
 
@@ -187,3 +192,15 @@ def _of_backward(first: LocalDiagnosis) -> str:
             "Look for a derivative that is infinite at 0 (sqrt, norm, log, division), torch.where or not: clamp first."
         )
     return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."
+
+
+def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
+    """Where it was and what, as the diagnosis says; `rest` are the verdict's other fields, and those that differ."""
+    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
+    return Verdict(kind="overflow", **(place | rest))
+
+
+def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:
+    """rank, host and device, for a verdict that names the diagnosis's rank."""
+    rank = facts.ranks[first.attempt, first.rank]
+    return {"rank": first.rank, "host": facts.host(rank) or None, "device": device_of(rank)}

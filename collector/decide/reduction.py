@@ -10,9 +10,8 @@ from ...core.frames import Page, Row
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..diagnose.step_origin import local_gradients
 from ..facts import RunFacts
-from .overflow_at import overflow_at, whose
 from .overflow_evidence import missing_ranks
-from .overflow_words import next_steps
+from .overflow_words import next_steps, overflow_at, whose
 from .replicas import page_of, peers
 from .verdict_model import Verdict
 from .words import cascade_of, found_text, place_of, ranks_text

@@ -18,6 +18,7 @@ from ..decide.verdict_model import SeenIn, Verdict
 from ..decide.words import seen_in, unfinished_stage
 from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
+from .attempts import AttemptReport, other_attempts
 from .frame_selection import Target, frames_to_show, target_of
 from .notices import cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
@@ -138,6 +139,8 @@ class Report(msgspec.Struct, frozen=True):
     nodes: list[NodeReport]
     timeline: list[TimelineEntry]
     collector: dict[str, int] = {}
+    attempts: list[AttemptReport] = []
+    """Of a job that torchrun restarted: what the attempts came to that the verdict is not about."""
 
 
 def build_report(
@@ -164,6 +167,7 @@ def build_report(
         nodes=_nodes(facts, attempt),
         timeline=timeline_of(facts),
         collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
+        attempts=other_attempts(facts, attempt),
     )
 
 

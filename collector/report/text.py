@@ -20,6 +20,7 @@ _COLORS = {"clean": "bold green", "interrupted": "bold yellow"}
 _MAX_COLUMNS = 8
 _MAX_MATRIX_ROWS = 12
 _MAX_CASCADE = 8
+_MAX_ATTEMPTS = 8
 _CLOCK_OFF_S = 1.0
 
 
@@ -78,12 +79,20 @@ def _verdict(console: Console, report: Report) -> None:
     if verdict.cascade:
         _list(console, "Because of it", _cascade(verdict.cascade))
     _list(console, "Next", verdict.next)
+    _list(console, "Other attempts of this job, which torchrun restarted", _attempts(report))
     _list(
         console,
         "Before this job was requeued",
         [f"{life.run}{f', {life.kind}' if life.kind else ''}: {life.statement}" for life in report.run.earlier],
     )
     console.print()
+
+
+def _attempts(report: Report) -> list[str]:
+    """The last ones; there can be hundreds."""
+    left = max(0, len(report.attempts) - _MAX_ATTEMPTS)
+    lines = [f"attempt {other.attempt}: {other.statement}" for other in report.attempts[left:]]
+    return [*([f"{left} more in report.json"] if left else []), *lines]
 
 
 def _cascade(cascade: list[Cascade]) -> list[str]:
