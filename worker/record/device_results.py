@@ -35,16 +35,15 @@ class DeviceResults:
         if pages.note != self._noted:
             self._noted = pages.note
             self._progress.recorder.append(Fault(self._progress.where(), "device page", pages.note))
-        for number in pages.arrived():
+        for number in pages.collect():
             page = self._read(number)
-            anomaly = anomaly_of_page(page, aborts=self._policy.aborts) if page is not None else None
+            if page is None:
+                continue
+            anomaly = anomaly_of_page(page, aborts=self._policy.aborts)
             if anomaly is not None:
                 self._policy.record_late(anomaly)
-        for number in pages.noticed():
-            page = self._read(number)
-            if page is not None:
-                self._policy.notice_late(page)
-        return pages.flying == 0
+            self._policy.notice_late(page)
+        return not pages.pages_pending()
 
     def _read(self, number: int) -> Page | None:
         reader = RecorderReader(self._progress.recorder.path)
