@@ -19,8 +19,6 @@ from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.notable import Notable
 from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -344,43 +342,6 @@ def test_a_row_in_the_same_segment(recorder, device):
     recorder.end_page(page)
     first, _, again = values_of(recorder, 0)
     assert first == again == measure(weight, True)[:3]
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.sampled_from(["measure", "host", "again", "page", "look", "resume"]), max_size=60))
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_order_of_things(tmp_path_factory, device, steps):
-    """Whatever is measured, put again, paused and resumed: each page holds what was put into it."""
-    path = tmp_path_factory.mktemp("recorder") / "recorder"
-    recorder = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=4096)
-    pages = device_buffer(recorder, device)
-    written = {0: []}
-    page = first = recorder.begin_page(0, 0, 0)
-    rows = []
-    for number, step in enumerate(steps):
-        if step == "measure":
-            pages.measure(torch.tensor(number, device=device))
-            rows.append((pages.last(), number))
-            written[page.number].append(number)
-        elif step == "host":
-            recorder.value(number, number, 0)
-            written[page.number].append(number)
-        elif step == "again" and rows:
-            row, value = rows[number % len(rows)]
-            pages.again(row)
-            written[page.number].append(value)
-        elif step == "page":
-            page = recorder.begin_page(0, 0, 0)
-            written[page.number] = []
-        elif step == "look":
-            pages.collect()
-        elif step == "resume":
-            recorder.resume_page(first)
-            page = first
-    recorder.pause_page()
-    assert {number: [value.high for value in values_of(recorder, number)] for number in written} == written
-    pages.close()
-    recorder.close()
 
 
 # -- a device that is far behind ------------------------------------------------------------------------------------
