@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.judge import anomaly_of_page
 from ..core.frames import Page
+from ..core.judge import anomaly_of_page
 from ..core.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
 from ..core.pages import Names, decode_page
 from ..core.records import (

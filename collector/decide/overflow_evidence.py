@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...core.judge import first_alarm, first_expected_gradient
 from ...core.frames import Page, format_number
+from ...core.judge import first_alarm, first_expected_gradient
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before

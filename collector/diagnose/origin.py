@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...core.judge import first_expected_gradient
 from ...core.frames import Frame, Mark, Page, Row
+from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns

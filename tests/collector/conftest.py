@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from gpuwatch.core.judge import alarm_of, anomaly_of, first_expected_gradient
 from gpuwatch.core.frames import Mark, Phase, RowKind
+from gpuwatch.core.judge import alarm_of, anomaly_of, first_expected_gradient
 from gpuwatch.core.messages import (
     AgentBody,
     Beat,
