@@ -30,6 +30,8 @@ from ..core.records import (
     WorkerExit,
     Xid,
 )
+from .diagnose.diagnose import diagnose
+from .diagnose.local_diagnosis import LocalDiagnosis
 
 
 @dataclass
@@ -57,6 +59,8 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    diagnosis: LocalDiagnosis | None = None
+    """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
 
     @property
     def hidden_rows(self) -> int:
@@ -173,6 +177,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.diagnosis = diagnose(rank.anomalies, rank.pages)
         rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
     return facts
 

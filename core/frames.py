@@ -10,11 +10,11 @@ abs min  abs max  metadata
 from __future__ import annotations
 
 import math
-import re
 from enum import IntEnum, IntFlag
 
 import msgspec
 
+from .roles import GRADIENTS, Role, RoleKind, parse_role
 from .values import NonFinite
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
@@ -60,32 +60,9 @@ class RowKind(IntEnum):
     PENDING = 6
 
 
-_INPUT = re.compile(r"(input|kwargs)(\.|\[|$)")
-_OUTPUT = re.compile(r"output(\.|\[|$)")
-
-
-def is_input(role: str) -> bool:
-    """Whether a row is about an argument of the call. A parameter may be called `input_scale`."""
-    return _INPUT.match(role) is not None
-
-
 def is_output(role: str) -> bool:
-    """Whether a row is about what the call returned. A parameter may be called `output_bias`."""
-    return _OUTPUT.match(role) is not None
-
-
-def is_weight(role: str) -> bool:
-    """Whether a row is about a parameter of the module."""
-    return not (is_input(role) or is_output(role) or role.startswith(("grad ", "state ", "before ")))
-
-
-def before_of(role: str) -> str | None:
-    """The argument whose value before the call changed it in place this row shows; None for every other row.
-
-    >>> before_of("before input[0]")
-    'input[0]'
-    """
-    return role[7:] if role.startswith("before ") else None
+    """Whether a row is about what the call returned."""
+    return parse_role(role).kind is RoleKind.OUTPUT
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -114,6 +91,16 @@ class Row(msgspec.Struct, frozen=True):
     """Share of elements below the dtype's smallest number of full precision, zeros left out."""
     headroom: float | None = None
     """Powers of two between abs max and the dtype's largest number."""
+
+    @property
+    def parsed_role(self) -> Role:
+        """What the row is about. Each text is parsed once (core.roles)."""
+        return parse_role(self.role)
+
+    @property
+    def role_kind(self) -> RoleKind:
+        """The kind of what the row is about."""
+        return parse_role(self.role).kind
 
     @property
     def finite(self) -> bool:
@@ -149,22 +136,22 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def inputs(self) -> list[Row]:
         """Rows of the positional and keyword arguments."""
-        return [row for row in self.rows if is_input(row.role)]
+        return [row for row in self.rows if row.role_kind is RoleKind.INPUT]
 
     @property
     def outputs(self) -> list[Row]:
         """Rows of what the call returned."""
-        return [row for row in self.rows if is_output(row.role)]
+        return [row for row in self.rows if row.role_kind is RoleKind.OUTPUT]
 
     @property
     def weights(self) -> list[Row]:
         """Rows of the module's own parameters."""
-        return [row for row in self.rows if is_weight(row.role)]
+        return [row for row in self.rows if row.role_kind is RoleKind.WEIGHT]
 
     @property
     def gradients(self) -> list[Row]:
         """Rows of gradients: `grad output[0]` of what the module returned, `grad weight` of a parameter."""
-        return [row for row in self.rows if row.role.startswith("grad ")]
+        return [row for row in self.rows if row.role_kind in GRADIENTS]
 
 
 class Page(msgspec.Struct, frozen=True):

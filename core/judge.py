@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
-from .frames import Frame, Mark, Page, Row, before_of, is_input, is_output
+from .frames import Frame, Mark, Page, Row
 from .records import Anomaly, Where
+from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
 EXPECTED = Mark.IGNORED | Mark.PASSED_THROUGH | Mark.SCALED
@@ -66,7 +67,7 @@ def judge(
         if row.flags:
             if row.mark & Mark.IGNORED and not is_argument(row):
                 hidden.append(row)
-            elif row.mark & Mark.SCALED and row.role.startswith("grad ") and scaled is None:
+            elif row.mark & Mark.SCALED and row.role_kind in GRADIENTS and scaled is None:
                 scaled = row
         elif row.value not in returned:
             kind = _warning(row, limits)
@@ -97,7 +98,7 @@ class PageSoFar:
 
 def is_argument(row: Row) -> bool:
     """Whether a row is about what a call was handed, now or before the call changed it."""
-    return before_of(row.role) is not None or is_input(row.role)
+    return row.role_kind in (RoleKind.INPUT, RoleKind.BEFORE)
 
 
 def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
@@ -108,15 +109,14 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
     handed: set[int] = set()
     was_finite: set[str] = set()
     for row in frame.rows:
-        argument = before_of(row.role)
-        if argument is not None and not row.flags and row.kind == "measured":
-            was_finite.add(argument)
+        if row.role_kind is RoleKind.BEFORE and not row.flags and row.kind == "measured":
+            was_finite.add(row.parsed_role.name)
     for row in frame.inputs:
         input_flags |= row.flags
         if row.value >= 0 and row.role not in was_finite:
             handed.add(row.value)
     for row in (*weights, *outputs, *gradients):
-        returned = is_output(row.role)
+        returned = row.role_kind is RoleKind.OUTPUT
         if returned and (row.value in handed or row.value in waived):
             continue
         if not row.flags or row.mark & EXPECTED:
@@ -129,7 +129,7 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
 
 def _warning(row: Row, limits: Limits) -> str | None:
     """What a finite row is a warning of; None for most."""
-    if not row.role.startswith(("output", "grad ")) or row.mark & Mark.IGNORED or is_argument(row):
+    if row.role_kind not in (RoleKind.OUTPUT, *GRADIENTS) or row.mark & Mark.IGNORED:
         return None
     if (
         limits.near_overflow > 0
@@ -141,7 +141,7 @@ def _warning(row: Row, limits: Limits) -> str | None:
     share = limits.underflow_share
     if row.subnormals is None or not 0 < share < 1:
         return None
-    vanished = row.zeros == 1.0 and row.role.startswith("grad output")
+    vanished = row.zeros == 1.0 and row.role_kind is RoleKind.GRAD_OUTPUT
     return "underflow" if vanished or row.subnormals >= share else None
 
 

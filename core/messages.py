@@ -13,6 +13,7 @@ import msgspec
 
 from .errors import GpuwatchError
 from .records import Definition, Event
+from .scheduler_job import SchedulerJob
 
 SCHEMA = 1
 MAX_MESSAGE_BYTES = 32 << 20
@@ -35,12 +36,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     trace_batches: list[int] = []
     check_only: bool = False
     """`gpuwatch check`: the preflight is all there is."""
-    slurm_job: str = ""
-    """Id of the SLURM job that it runs in; "" outside of SLURM."""
-    slurm_node: str = ""
-    """What SLURM calls this node."""
-    slurm_nodes: list[str] = []
-    """What SLURM calls the nodes of the job, in its order."""
+    job: SchedulerJob | None = None
+    """The scheduler's job that it runs in; None outside of one."""
 
 
 class EventMessage(msgspec.Struct, frozen=True, tag="event"):

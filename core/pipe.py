@@ -7,6 +7,8 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from .scheduler_job import SchedulerJob
+
 
 class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """First line to a node agent. The keys travel here and nowhere else: not in argv, not in the environment."""
@@ -25,9 +27,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     rdzv_id: str
     trace_batches: list[int] = []
     check_only: bool = False
-    slurm_job: str = ""
-    slurm_node: str = ""
-    slurm_nodes: list[str] = []
+    job: SchedulerJob | None = None
+    """The scheduler's job that the node runs in; None outside of one."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -56,6 +57,8 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
     """Who sent the signal, where the scheduler tells."""
     down_nodes: list[str] = []
     """Nodes of the job that the scheduler has lost."""
+    told_by: str = ""
+    """The scheduler's command that told so."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone

@@ -258,9 +258,11 @@ class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     signal: int
     time_ns: int = 0
     reason: str = ""
-    """Who sent it, where the scheduler tells: `SLURM: its time limit`."""
+    """Why the scheduler ends the job, where it tells: `SLURM: its time limit is reached`."""
     down_nodes: list[str] = []
     """Nodes of the job that the scheduler has lost."""
+    told_by: str = ""
+    """The scheduler's command that told so: `sinfo`."""
 
 
 class Xid(msgspec.Struct, frozen=True, tag="xid"):

@@ -46,8 +46,8 @@ from ..core.pipe import (
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from .children import Child
-from .cluster import Job
 from .elastic import run_torchrun
+from .job import Job
 from .live_lines import live_lines
 from .options import check_together, get_check_parser, get_parser
 from .plan import Plan, limit_rendezvous, make_plan
@@ -55,7 +55,6 @@ from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
 from .scratch import make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
-from .slurm_word import ask_slurm
 from .stuck import PATIENCE_S, watch_torchrun
 from .worker_settings import worker_settings
 
@@ -274,9 +273,7 @@ class _Launch:
             rdzv_id=plan.job,
             trace_batches=self._args.trace_batches,
             check_only=self._args.check_only,
-            slurm_job=(job.job_id or "") if job is not None else "",
-            slurm_node=(job.node or "") if job is not None else "",
-            slurm_nodes=list(job.hosts) if job is not None else [],
+            job=job.on_the_wire if job is not None else None,
         )
         self._agent = Child("launcher.agent", config)
         threading.Thread(target=self._listen, args=(self._agent,), daemon=True, name="gpuwatch-listen").start()
@@ -413,8 +410,10 @@ class _Launch:
         """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
         if not self._plan.hosts or done.signal != signal.SIGTERM:
             return done
-        word = ask_slurm(self._job)
-        return msgspec.structs.replace(done, reason=word.reason, down_nodes=list(word.down_nodes))
+        if self._job is None or self._job.scheduler is None:
+            return done
+        end = self._job.scheduler.why_it_ends(self._job)
+        return msgspec.structs.replace(done, reason=end.reason, down_nodes=list(end.down_nodes), told_by=end.told_by)
 
     def _exit_code(self, code: int) -> int:
         """A check has no script that could fail by itself: whatever went wrong, it has failed."""
@@ -424,8 +423,8 @@ class _Launch:
     def _print(self, verdict: Verdict) -> None:
         """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
         job = self._job
-        if job is not None and job.scheduler == "slurm" and job.in_step and job.node_rank:
-            return  # SLURM puts the output of all nodes into one file: once is enough
+        if job is not None and job.scheduler is not None and job.in_step and job.node_rank:
+            return  # a scheduler puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
             print(verdict.text, file=sys.stderr, flush=True)
         elif self._args.format == "text":

@@ -206,21 +206,27 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
     down = facts.down_nodes
     if not down:
         return None
-    agents = {n.agent for n in facts.nodes.values() if n.hello is not None and n.hello.slurm_node in down}
+    jobs = {n.agent: n.hello.job for n in facts.nodes.values() if n.hello is not None and n.hello.job is not None}
+    agents = {agent for agent, job in jobs.items() if job.node in down}
+    scheduler = next((job.scheduler for job in jobs.values()), "The scheduler")
+    daemon = next((job.daemon for job in jobs.values() if job.daemon), "")
+    told_by = next((n.signal.told_by for n in facts.nodes.values() if n.signal and n.signal.told_by), "its scheduler")
     ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
     names = ", ".join(down)
     return Verdict(
         kind="lost",
-        statement=f"SLURM has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job.",
+        statement=(
+            f"{scheduler} has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job."
+        ),
         certainty="established",
         rank=ranks[0] if len(ranks) == 1 else None,
         host=names,
         attempt=facts.last_attempt,
         evidence=[
-            f"sinfo says that {names} is down",
+            f"{told_by} says that {names} is down",
             *(progress(rank) for rank in facts.of_attempt(facts.last_attempt)),
         ],
-        next=[f"Look whether {names} is up and its slurmd runs."],
+        next=[f"Look whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
     )
 
 

@@ -8,7 +8,7 @@ from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before
 from .replicas import OddWeight, page_of, peers, run_the_same_model
-from .words import finding_text, module_text, ranks_text
+from .words import module_text, place_of, ranks_text
 
 _MAX_LINES = 8
 
@@ -16,7 +16,7 @@ _MAX_LINES = 8
 def evidence_of(
     facts: RunFacts,
     first: LocalDiagnosis,
-    findings: list[LocalDiagnosis],
+    diagnoses: list[LocalDiagnosis],
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
 ) -> tuple[str, list[str]]:
@@ -28,20 +28,20 @@ def evidence_of(
     if not first.from_page:
         doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
     doubts += of_concurrent(first, concurrent)
-    doubts += _unsettled(facts, first, findings)
+    doubts += _unsettled(facts, first, diagnoses)
     if first.source == "outside" and first.phase == "backward":
         doubts += _of_stages(facts, first)
-    later = [f for f in findings if before(first, f)]
-    for finding in later[:_MAX_LINES]:
-        when = f", after {finding.seq} collectives against {first.seq}" if first.seq >= 0 else ""
-        lines.append(f"rank {finding.rank} first saw one later: batch {finding.batch}, {finding_text(finding)}{when}")
+    later = [f for f in diagnoses if before(first, f)]
+    for diagnosis in later[:_MAX_LINES]:
+        when = f", after {diagnosis.seq} collectives against {first.seq}" if first.seq >= 0 else ""
+        lines.append(f"rank {diagnosis.rank} first saw one later: batch {diagnosis.batch}, {place_of(diagnosis)}{when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(f.rank for f in concurrent), *(f.rank for f in later)}
-    for finding in [f for f in findings if f.rank not in known][:_MAX_LINES]:
+    for diagnosis in [f for f in diagnoses if f.rank not in known][:_MAX_LINES]:
         lines.append(
-            f"rank {finding.rank} met {finding.value} in {finding.role} of {finding_text(finding)}, "
-            f"batch {finding.batch}: {_HANDED[finding.source]}"
+            f"rank {diagnosis.rank} met {diagnosis.value} in {diagnosis.role} of {place_of(diagnosis)}, "
+            f"batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
     clean = clean_peers(facts, first)
     if clean:
@@ -64,11 +64,11 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     where = f"rank {first.rank}, batch {first.batch}, frame {first.frame}"
     seen = module_text(first.at[0], first.at[1])
     if first.source == "carried":
-        return [f"{where}: {finding_text(first)} was handed a non-finite value; its maker was not seen"]
+        return [f"{where}: {place_of(first)} was handed a non-finite value; its maker was not seen"]
     if first.phase == "forward" and first.is_origin:
         if first.between is not None:
             return [f"{where}: no module call before it returned a non-finite value"]
-        return [f"{where}: inputs and weights of {finding_text(first)} were finite, its {first.role} was not"]
+        return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
     if first.phase == "backward":
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
         if first.source == "outside":
@@ -79,7 +79,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [line]
         if first.role == first.at[2]:
             return [line, f"the gradient of what {seen} returned was finite"]
-        return [line, f"{finding_text(first)} alone used that tensor, and the gradient of its own output was finite"]
+        return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
     if first.phase == "optimizer":
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
     return []
@@ -97,7 +97,7 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     mine = "not finite" if not odd.row.finite else f"abs max {format_number(odd.row.abs_max).strip()}"
     return [
         f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
-        f"{finding_text(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
+        f"{place_of(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
         f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that batch agree"
         f"{'s' if odd.compared == 1 else ''} between the ranks: a bit of this rank's memory may have flipped",
     ]
@@ -136,11 +136,11 @@ def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     return reasons
 
 
-def _unsettled(facts: RunFacts, first: LocalDiagnosis, findings: list[LocalDiagnosis]) -> list[str]:
+def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:
     """Why another rank might have been first without our knowing it; empty when none can have been."""
     reasons = missing_ranks(facts, first.attempt)
     ranks = facts.of_attempt(first.attempt)
-    heard = {finding.rank for finding in findings} | set(clean_peers(facts, first))
+    heard = {diagnosis.rank for diagnosis in diagnoses} | set(clean_peers(facts, first))
     # What a rank was handed could have been handed to all: there only a clean page of the same batch clears a peer.
     if first.source not in ("weight", "carried"):
         heard |= {rank.rank for rank in ranks if rank.exit is not None}

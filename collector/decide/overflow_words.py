@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from .replicas import OddWeight
-from .words import between_text, finding_text, module_text, ranks_text
+from .words import between_text, module_text, place_of, ranks_text
 
 _WHOLE_BATCHES = (
     "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
@@ -27,7 +28,7 @@ def sentence(first: LocalDiagnosis, host: str, concurrent: list[int], odd: OddWe
 
 def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None) -> str:
     batch = _batch(first)
-    module = finding_text(first)
+    module = place_of(first)
     lead = f"{who} {verb}: "
     if first.source == "weight":
         return _of_weight(first, who, odd)
@@ -49,7 +50,7 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None) -> 
 
 
 def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
-    module, batch = finding_text(first), _batch(first)
+    module, batch = place_of(first), _batch(first)
     if odd is not None:
         made = "" if not odd.row.finite else f", which made {first.value}"
         return (
@@ -65,9 +66,9 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
 
 
 def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
-    module = finding_text(first)
+    module = place_of(first)
     gradient = f"{first.value} in the gradient of what {module_text(first.at[0], first.at[1])} returned"
-    if first.at[2] and not first.at[2].startswith("grad output"):
+    if first.at[2] and parse_role(first.at[2]).kind is not RoleKind.GRAD_OUTPUT:
         gradient = f"{first.value} in the {first.at[2]} of {module_text(first.at[0], first.at[1])}"
     if first.source == "outside":
         return f"{gradient}, handed in from outside of the model (the script's own loss), backward, {batch}"
@@ -87,7 +88,7 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     if first.source == "unlooked":
         return f"{who} met {first.value} in {batch}, which was left out ({first.cause}): where it came from is unknown."
     if first.source == "received":
-        place = finding_text(first)
+        place = place_of(first)
         if first.between is not None and first.seen_in != "backward":
             where = f"in {place}'s own forward, {between_text(first.between)}"
         elif first.seen_in == "backward":

@@ -41,17 +41,17 @@ def page_of_batch(rank: RankFacts, root: str, batch: int) -> Page | None:
     return next((p for p in rank.pages.values() if p.batch == batch and p.root == root), None)
 
 
-def page_of(facts: RunFacts, finding: LocalDiagnosis) -> Page | None:
-    """The page that a finding is about."""
-    return page_of_batch(facts.ranks[finding.attempt, finding.rank], finding.root, finding.batch)
+def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> Page | None:
+    """The page that a diagnosis is about."""
+    return page_of_batch(facts.ranks[diagnosis.attempt, diagnosis.rank], diagnosis.root, diagnosis.batch)
 
 
-def peers(facts: RunFacts, finding: LocalDiagnosis) -> dict[int, Page]:
+def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, Page]:
     """The pages of the same batch on the other ranks."""
     found = {
-        rank.rank: page_of_batch(rank, finding.root, finding.batch)
-        for rank in facts.of_attempt(finding.attempt)
-        if rank.rank != finding.rank
+        rank.rank: page_of_batch(rank, diagnosis.root, diagnosis.batch)
+        for rank in facts.of_attempt(diagnosis.attempt)
+        if rank.rank != diagnosis.rank
     }
     return {number: page for number, page in found.items() if page is not None}
 
@@ -68,12 +68,12 @@ def _modules(page: Page) -> set[tuple[str, str]]:
     return {(frame.module, frame.cls) for frame in page.frames if frame.phase == "forward" and frame.module}
 
 
-def odd_weight(facts: RunFacts, finding: LocalDiagnosis) -> OddWeight | None:
-    """The weight of a finding's module that this rank alone has otherwise, where the other weights agree.
+def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
+    """The weight of a diagnosis's module that this rank alone has otherwise, where the other weights agree.
 
     None where ranks have weights of their own, as they do where they hand each other activations.
     """
-    page, others = page_of(facts, finding), peers(facts, finding)
+    page, others = page_of(facts, diagnosis), peers(facts, diagnosis)
     if page is None or not others or any(_is_spread(each) for each in (page, *others.values())):
         return None
     mine = _weights(page)
@@ -86,7 +86,7 @@ def odd_weight(facts: RunFacts, finding: LocalDiagnosis) -> OddWeight | None:
             continue
         if all(_same(copy, row) for copy in copies):
             agreeing += 1
-        elif key[0] == finding.module and copies[0].finite and all(_same(copy, copies[0]) for copy in copies):
+        elif key[0] == diagnosis.module and copies[0].finite and all(_same(copy, copies[0]) for copy in copies):
             odd.append((row, copies[0]))
         else:
             differing += 1

@@ -50,4 +50,4 @@ class Verdict(msgspec.Struct, frozen=True):
     signal: str | None = None
     stage: str | None = None
     bad_nodes: list[str] = []
-    """Nodes that it blames, as SLURM calls them."""
+    """Nodes that it blames, as the scheduler calls them."""

@@ -66,9 +66,9 @@ def unfinished_stage(rank: RankFacts) -> str:
     return next((event.stage for event in reversed(rank.begun) if event.stage not in ended), "")
 
 
-def finding_text(finding: LocalDiagnosis) -> str:
-    """The module of a finding."""
-    return module_text(finding.module, finding.cls)
+def place_of(diagnosis: LocalDiagnosis) -> str:
+    """The module of a diagnosis."""
+    return module_text(diagnosis.module, diagnosis.cls)
 
 
 def module_text(module: str, cls: str | None) -> str:

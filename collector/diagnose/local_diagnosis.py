@@ -7,10 +7,11 @@ from typing import Literal
 
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
+from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
 Source = Literal["made", "outside", "weight", "unlooked", "reduced", "received", "carried"]
-"""How the value came to the place that a finding names.
+"""How the value came to the place that a diagnosis names.
 
 made: here, out of finite ones. outside: it was handed in, to the model or to its backward. weight: nobody saw the
 weight become bad. unlooked: in a batch that was left out. reduced: this rank's own gradient was finite, and what the
@@ -77,7 +78,7 @@ def diagnosis_of_row(
     notes: tuple[str, ...] = (),
     turned: tuple[str, str] | None = None,
 ) -> LocalDiagnosis:
-    """A finding about one row of a page."""
+    """A diagnosis about one row of a page."""
     return LocalDiagnosis(
         rank=page.rank,
         attempt=page.attempt,
@@ -137,7 +138,7 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     if anomaly.phase == "optimizer":  # its gradient may have been bad before
         return replace(found, phase="weight", source="weight")
     if anomaly.phase == "backward":
-        if anomaly.role.startswith("grad output"):  # made by whatever used it, and that is in the page
+        if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # made by whatever used it, and that is in the page
             root_class = split_label(anomaly.where.root)[0]
             return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
         return replace(found, sure=False)

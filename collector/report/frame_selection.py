@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ...core.frames import Frame, Page
-from ..decide.overflow_verdict import finding_of
 from ..decide.replicas import page_of_batch
 from ..decide.verdict_model import Verdict
 from ..facts import RankFacts, RunFacts
@@ -26,8 +25,8 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: Frame | None, max_
 
 
 def _last(rank: RankFacts, page: Page, verdict: Verdict, target: Frame | None) -> int | None:
-    """Index of the frame to end with: of the rank's own finding, else the one that is the verdict's elsewhere."""
-    own = finding_of(rank)
+    """Index of the frame to end with: of the rank's own diagnosis, else the one that is the verdict's elsewhere."""
+    own = rank.diagnosis
     if own is not None and (own.batch, own.root) == (page.batch, page.root):
         shown = rank.anomalies[0].frame if own.turned is not None and own.from_page else own.frame
         return max(shown, own.frame)
@@ -41,11 +40,11 @@ def _last(rank: RankFacts, page: Page, verdict: Verdict, target: Frame | None) -
 
 
 def target_of(facts: RunFacts, verdict: Verdict) -> Frame | None:
-    """The frame that the verdict is about, on the rank that it names, or on the first that has a finding."""
+    """The frame that the verdict is about, on the rank that it names, or on the first that has a diagnosis."""
     for rank in facts.of_attempt(verdict.attempt or 0):
         if verdict.rank is not None and rank.rank != verdict.rank:
             continue
-        found = finding_of(rank)
+        found = rank.diagnosis
         if found is None or (found.root, found.batch) != (verdict.root, verdict.batch):
             continue
         page = page_of_batch(rank, found.root, found.batch)

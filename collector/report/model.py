@@ -13,7 +13,6 @@ from ...core.frames import Frame, Page
 from ...core.gpu_health.difference import GpuSincePreflight
 from ...core.records import GpuHealth, PreflightResult, Xid
 from ..decide.gpu_evidence import gpu_of
-from ..decide.overflow_verdict import finding_of
 from ..decide.verdict import decide
 from ..decide.verdict_model import Verdict
 from ..decide.words import unfinished_stage
@@ -42,7 +41,7 @@ class RunInfo(msgspec.Struct, frozen=True):
     check_only: bool = False
     """`gpuwatch check`: the preflight was all."""
     earlier: list[EarlierLife] = []
-    """Of a SLURM job that was requeued: what its earlier lives came to."""
+    """Of a scheduler's job that was requeued: what its earlier lives came to."""
 
 
 class FirstAnomaly(msgspec.Struct, frozen=True):
@@ -197,7 +196,7 @@ def _run_info(
 def _rank_report(
     facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Frame | None, max_frames: int
 ) -> RankReport:
-    finding = finding_of(rank)
+    diagnosis = rank.diagnosis
     state, exit_ = rank.state, rank.exit
     where = exit_.where if exit_ is not None else None
     error = rank.errors[0] if rank.errors else None
@@ -213,20 +212,20 @@ def _rank_report(
         batch=where.batch if where is not None else state.batch if state is not None else None,
         preflight=_preflight(rank),
         first_anomaly=FirstAnomaly(
-            finding.batch,
-            finding.step,
-            finding.frame,
-            finding.module,
-            finding.cls,
-            finding.phase,
-            finding.role,
-            finding.value,
-            finding.dtype,
-            finding.is_origin,
-            finding.between,
-            finding.seq,
+            diagnosis.batch,
+            diagnosis.step,
+            diagnosis.frame,
+            diagnosis.module,
+            diagnosis.cls,
+            diagnosis.phase,
+            diagnosis.role,
+            diagnosis.value,
+            diagnosis.dtype,
+            diagnosis.is_origin,
+            diagnosis.between,
+            diagnosis.seq,
         )
-        if finding is not None
+        if diagnosis is not None
         else None,
         frames=frames_to_show(rank, verdict, target, max_frames),
         lost=Lost(

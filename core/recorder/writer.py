@@ -44,7 +44,19 @@ def _rows_of(count: int) -> struct.Struct:
 class OpenPage:
     """The rows of one batch so far. Whoever holds it may write on in it: the backward comes after other pages."""
 
-    __slots__ = ("batch", "ended", "frames", "held", "judged", "number", "root", "segment", "segments", "step", "values")
+    __slots__ = (
+        "batch",
+        "ended",
+        "frames",
+        "held",
+        "judged",
+        "number",
+        "root",
+        "segment",
+        "segments",
+        "step",
+        "values",
+    )
 
     def __init__(self, number: int, root: int, batch: int, step: int) -> None:
         self.number = number

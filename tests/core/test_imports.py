@@ -124,3 +124,32 @@ def test_help_is_quick():
         if best < 0.3:
             break
     assert best < 0.3
+
+
+def words_of_code(path: Path) -> set[str]:
+    """Every name and every text in a module's code; docstrings and comments are left out."""
+    tree = ast.parse(path.read_text())
+    prose = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            found.add(node.value)
+        for field in ("id", "attr", "arg", "name"):
+            found.add(str(getattr(node, field, "")))
+    return found
+
+
+def test_schedulers_words_stay_in_their_modules():
+    """Another scheduler is one more file beside launcher/slurm.py."""
+    may = {"launcher/slurm.py", "launcher/nodelist.py", "launcher/cluster.py", "core/job_runs.py"}
+    may |= {"launcher/options.py"}  # `gpuwatch check --slurm`
+    words = ("slurm", "sbatch", "srun", "scontrol", "sinfo")
+    paths = [path for room in ("core", "launcher", "collector") for path in modules(room)]
+    told = {
+        str(path.relative_to(ROOT))
+        for path in paths
+        if any(word in text.lower() for text in words_of_code(path) for word in words)
+    }
+    assert told == may

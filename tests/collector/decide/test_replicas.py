@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.overflow_verdict import finding_of
 from gpuwatch.collector.decide.replicas import odd_weight, run_the_same_model
 from gpuwatch.collector.facts import fold
 
@@ -22,10 +21,10 @@ def model(make, rank, *, gain=1.0, body=2.0, head=3.0, out=1.0, collectives=0, *
 
 
 def odd(*batches):
-    """What is odd about the weight of the last rank's finding."""
+    """What is odd about the weight of the last rank's diagnosis."""
     facts = fold(("a0", n, body) for n, body in enumerate(body for batch in batches for body in batch.messages()))
-    finding = finding_of(facts.ranks[0, batches[-1].rank])
-    return odd_weight(facts, finding)
+    diagnosis = facts.ranks[0, batches[-1].rank].diagnosis
+    return odd_weight(facts, diagnosis)
 
 
 def test_a_weight_that_is_wildly_larger_on_one_of_two_ranks(make):

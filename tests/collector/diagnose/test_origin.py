@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
-from gpuwatch.collector.diagnose.origin import analyze
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.messages import EventMessage
 
 
 def find(batch, **page):
-    """The finding of a batch, by way of its messages."""
+    """The diagnosis of a batch, by way of its messages."""
     messages = [batch.definitions(), EventMessage(batch.anomaly), batch.page_message(**page)]
     facts = fold(("a", n, body) for n, body in enumerate(messages))
     (rank,) = facts.ranks.values()
-    return analyze(rank.pages[batch.page], rank.anomalies[0])
+    return rank.diagnosis
 
 
 def test_a_leaf_that_made_it_out_of_finite_values(make):
@@ -409,3 +408,14 @@ def test_a_batch_that_was_left_out_names_no_module(make):
     batch.call("", "Net", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
     batch.unlooked()
     assert (find(batch).source, find(batch).from_page) == ("unlooked", False)
+
+
+def test_an_argument_as_it_was_before_the_call_is_no_weight_and_no_argument(make):
+    """`relu_(x)`: x was nan when it was last seen, and the call has overwritten it."""
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.INF)
+    rows = {"before input[0]": batch.tensor(make.NAN)}
+    batch.call("act", "Clamp", given=[x], returned=[y], weights=rows)
+    batch.call("", "Net", given=[x], returned=[y])
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.value) == ("act", "forward", "output", "+inf")
