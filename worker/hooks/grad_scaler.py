@@ -12,7 +12,8 @@ from torch.amp.grad_scaler import GradScaler
 from ...core.recorder.layout import Field
 from ..record.judging import Judging, NonFiniteRow
 from ..record.progress import Progress
-from ..stats.tensor_stats import is_on_device
+from ..stats.answers import Answer, ask
+from ..stats.device import is_on_device
 from ..without_modes import without_modes
 from .backward import Gradients
 from .optimizer import Steps
@@ -25,9 +26,8 @@ _MAX_SKIPS = 64
 class _Late(NamedTuple):
     """Whether a fused optimizer has skipped its step: on its way from the device."""
 
-    numbers: torch.Tensor
-    """Pinned: found_inf, scale."""
-    arrived: torch.cuda.Event
+    answer: Answer
+    """found_inf and the scale."""
     optimizer: int
     step: int
     """Optimizer steps before it."""
@@ -134,30 +134,21 @@ class Scalers:
 
     def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
         """Have the answer brought from the device without waiting for it."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        device = found_inf.device
-        with torch.no_grad(), torch.cuda.device(device):
-            both = torch.stack((found_inf.reshape(()).float(), scaler._get_scale_async().reshape(()).float()))
-            numbers = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True)
-            numbers.copy_(both, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
-            arrived.record()
-        self._late.append(_Late(numbers, arrived, id(optimizer), step))
+        answer = without_modes(ask, (found_inf, scaler._get_scale_async()))
+        if answer is not None:
+            self._late.append(_Late(answer, id(optimizer), step))
 
     def look(self) -> bool:
         """Take what has arrived. True when nothing more is on its way.
 
         An answer waits for the gradients that it is about: they may come by another stream.
         """
-        if not self._late or torch.cuda.is_current_stream_capturing():  # asking an event would end the user's capture
-            return not self._late
+        if not self._late:
+            return True
         self._judging.collect()
-        while self._late and self._late[0].arrived.query():  # type: ignore[no-untyped-call]  # likewise
-            if self._judging.is_late(self._late[0].step):
-                break
+        while self._late and self._late[0].answer.has_come() and not self._judging.is_late(self._late[0].step):
             late = self._late.pop(0)
-            found, scale = late.numbers.tolist()
+            found, scale = late.answer.numbers()
             if found:
                 self._skipped(late.optimizer, self._judging.take_scaled(late.step), scale)
             else:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...core.recorder import layout
 from ..hooks.backward import Gradients
+from ..stats.device import late_device
 from ..stats.tensor_stats import TensorStats
 from .collectives import issued
 from .leaves import KWARGS
@@ -44,7 +45,7 @@ def native_writer_of(progress: Progress, rows: Rows, notable: Notable, gradients
     """A FrameWriter for these, or None where there can be none."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
-    if FrameWriter is None or exchange is None or LAYOUT != _LAYOUT or settings.sync:
+    if FrameWriter is None or exchange is None or LAYOUT != _LAYOUT or settings.sync or late_device() is not None:
         return None
     try:
         return FrameWriter(

@@ -13,6 +13,7 @@ from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
 from ...core.values import PENDING
+from ..stats.device import has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
 from .notable import Notable
@@ -103,6 +104,7 @@ class Rows:
         self.expect: Callable[[OpenPage], None] | None = None
         """Called with the page that a value was written into whose numbers come later."""
         self._device_failed = False
+        self._late = late_device()
 
     def begin_page(self, batch: int) -> None:
         """What was seen in another page is not known in this one."""
@@ -192,7 +194,7 @@ class Rows:
         if known is not None and known[1] == version >= 0 and known[0]() is leaf:
             packed = (slot, known[2], known[3], known[4], known[5], mark)
             return _new(Row, (packed, known[6], False, 0, 0, known[6] != 0))
-        place = in_memory(leaf)
+        place = in_memory(leaf) if self._late is None else None
         memory = None
         if place is not None:
             if type(leaf) is _TENSOR:
@@ -234,7 +236,7 @@ class Rows:
             slot = self.slot(info, role)
         if slot in self.ignored:
             mark |= _IGNORED
-        place = in_memory(gradient) if numbers is None else None
+        place = in_memory(gradient) if numbers is None and self._late is None else None
         if place is not None:
             return self._plain_row(slot, gradient, mark, place)
         return self._row(slot, gradient, mark, numbers)
@@ -295,7 +297,7 @@ class Rows:
             row = self._row(slot, parameter, mark, known[3])
         else:
             reference = _ref(parameter)
-            if not parameter.is_cpu:
+            if is_on_device(parameter):
                 row = self._row(slot, parameter, mark)
                 numbers = self.device_buffer.last() if self.device_buffer and row[0][1] != NOTHING else None
             else:
@@ -335,7 +337,7 @@ class Rows:
             elif again is not None:
                 meta = PENDING
                 self._expect(again)
-        elif numbers is None and not tensor.is_cpu:
+        elif numbers is None and is_on_device(tensor):
             index = self._device_value(tensor)
             value = NOTHING if index is None else index
             kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
@@ -351,7 +353,7 @@ class Rows:
 
     def _device_value(self, tensor: torch.Tensor) -> int | None:
         if self.device_buffer is None:
-            if tensor.device.type != "cuda" or self._device_failed:
+            if self._device_failed or not has_reader(tensor.device):
                 return None
             try:
                 self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device)
@@ -362,7 +364,7 @@ class Rows:
             if self.on_device_buffer is not None:
                 self.on_device_buffer(self.device_buffer)
         pages = self.device_buffer
-        index = pages.measure(tensor, self.count) if tensor.device == pages.device else None
+        index = pages.measure(tensor, self.count)
         self._expect(index)
         return index
 

@@ -15,11 +15,6 @@ from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHAR
 from .host_reduce import below, extremes
 
 
-def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor come later: it does not lie in host memory."""
-    return not tensor.is_cpu
-
-
 class TensorStats(NamedTuple):
     """What a row needs: `kind` says whether the other three mean anything."""
 
