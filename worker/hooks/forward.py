@@ -150,6 +150,11 @@ class Hooks:
         self._scalers.detach()
         self._graphs.detach()
 
+    def close(self) -> None:
+        """Remove the hooks and let go of the recorder's memory, so that it can be unmapped."""
+        self.detach()
+        self.rows.close()
+
     def _forget(self) -> None:
         """In a forked child (a DataLoader worker): the recorder belongs to the parent."""
         self.detach()

@@ -368,6 +368,12 @@ class Rows:
         self._expect(index)
         return index
 
+    def close(self) -> None:
+        """Let go of the recorder's memory. Waits for what is on its way from a device."""
+        buffer, self.device_buffer = self.device_buffer, None
+        if buffer is not None:
+            buffer.close()
+
     def flush(self) -> None:
         """Let what has been read on a device leave for the recorder now."""
         if self.device_buffer is not None:
