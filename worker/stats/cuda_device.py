@@ -92,6 +92,8 @@ class CudaDevice:
         """See `Device`."""
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # likewise
 
-    def staging(self, rows: int) -> torch.Tensor:
+    def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Device`. torch keeps pinned memory for the next use, so the driver is asked only at first."""
-        return torch.empty(rows, 3, dtype=torch.int64, device="cpu", pin_memory=True)
+        return torch.empty(
+            shape, dtype=dtype, device="cpu", pin_memory=True
+        )  # the script may have another default device

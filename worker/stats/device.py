@@ -61,8 +61,8 @@ class Device(Protocol):
     def unregister(self, address: int) -> None:
         """Undo `register`."""
 
-    def staging(self, rows: int) -> torch.Tensor:
-        """Host memory, (rows, 3) of int64, that copies can go into without waiting whatever `register` said."""
+    def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that copies can go into without waiting, whatever `register` said."""
 
 
 @functools.cache

@@ -379,7 +379,7 @@ class DeviceStatsBuffer:
         return Block(gathered, list(range(len(positions))), positions, self._staging(gathered))
 
     def _staging(self, source: torch.Tensor) -> torch.Tensor | None:
-        return None if self._registered else self._driver.staging(len(source))
+        return None if self._registered else self._driver.staging(*source.shape, dtype=source.dtype)
 
     def _start(self, block: Block, values_at: int) -> None:
         if block.staging is not None:

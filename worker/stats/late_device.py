@@ -56,6 +56,10 @@ def _on_device(tensor: torch.Tensor) -> torch.Tensor:
     return torch.Tensor._make_subclass(DeviceMemory, tensor)
 
 
+def _poison(memory: torch.Tensor) -> None:
+    ctypes.memset(memory.data_ptr(), POISON & 0xFF, memory.nbytes)
+
+
 class _Freed:
     """Says whether the memory of a tensor was freed, without keeping it."""
 
@@ -85,7 +89,7 @@ class _LateCopy:
 
     def carry_out(self) -> None:
         if self._freed:
-            self.target.fill_(POISON)
+            _poison(self.target)
         else:
             ctypes.memmove(self.target.data_ptr(), self._address, self.target.nbytes)
 
@@ -207,9 +211,10 @@ class LateDevice:
         """See `Device`."""
         self._direct = None
 
-    def staging(self, rows: int) -> torch.Tensor:
+    def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Device`."""
-        memory = torch.full((rows, 3), POISON, dtype=torch.int64, device="cpu")
+        memory = torch.empty(shape, dtype=dtype, device="cpu")
+        _poison(memory)
         begin = memory.data_ptr()
         self._pinned.append((_Freed(memory), begin, begin + memory.nbytes))
         return memory

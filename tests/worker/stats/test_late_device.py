@@ -47,7 +47,7 @@ def late():
 
 
 def test_a_copy_comes_later_and_an_event_after_it(late):
-    target, source = late.staging(2), late.rows(torch.ones(2, 3, dtype=torch.int64))
+    target, source = late.staging(2, 3, dtype=torch.int64), late.rows(torch.ones(2, 3, dtype=torch.int64))
     late.copy(source, target)
     event = late.record(0)
     assert not late.query(event)
@@ -61,7 +61,7 @@ def test_each_stream_is_in_order_and_no_more(late):
     for stream in range(8):
         with late.on(stream):
             for _ in range(8):
-                late.copy(late.rows(torch.ones(1, 3, dtype=torch.int64)), late.staging(1))
+                late.copy(late.rows(torch.ones(1, 3, dtype=torch.int64)), late.staging(1, 3, dtype=torch.int64))
                 events.append((stream, late.record(stream)))
     came = []
     while len(came) < len(events):
@@ -71,14 +71,14 @@ def test_each_stream_is_in_order_and_no_more(late):
 
 
 def test_memory_that_was_freed_before_the_copy_is_poison(late):
-    target = late.staging(1)
+    target = late.staging(1, 3, dtype=torch.int64)
     late.copy(late.rows(torch.ones(1, 3, dtype=torch.int64)), target)  # nobody keeps the source
     late.synchronize(0)
     assert target.tolist() == [[POISON] * 3]
 
 
 def test_a_copy_reads_its_source_when_it_is_carried_out(late):
-    target, source = late.staging(1), late.rows(torch.ones(1, 3, dtype=torch.int64))
+    target, source = late.staging(1, 3, dtype=torch.int64), late.rows(torch.ones(1, 3, dtype=torch.int64))
     late.copy(source, target)
     source.fill_(7)
     late.synchronize(0)
@@ -114,7 +114,9 @@ def test_a_copy_that_would_wait_is_an_error(late):
 def test_nothing_may_be_asked_while_a_graph_is_captured(late, call):
     event = late.record(0)
     calls = {
-        "copy": lambda: late.copy(late.rows(torch.ones(1, 3, dtype=torch.int64)), late.staging(1)),
+        "copy": lambda: late.copy(
+            late.rows(torch.ones(1, 3, dtype=torch.int64)), late.staging(1, 3, dtype=torch.int64)
+        ),
         "record": lambda: late.record(0),
         "query": lambda: late.query(event),
         "wait": lambda: late.wait(event, None),
