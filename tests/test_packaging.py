@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -72,6 +73,23 @@ def test_the_wheel_holds_the_compiled_loops_and_the_sources_hold_the_code(wheel,
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
     where = run("-c", "from gpuwatch.worker.native import core; print(core.__file__)", **elsewhere)
     assert Path(where.strip()).parent == installed / "gpuwatch" / "worker" / "native"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_sdist_holds_the_native_sources_and_builds_from_them(sources, tmp_path):
+    copy = tmp_path / "checkout"
+    shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("*.so", "build", "dist"))
+    run("-m", "build", "--sdist", "--no-isolation", "--outdir", "dist", cwd=copy)
+    (sdist,) = (copy / "dist").iterdir()
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    native = [file.relative_to(copy) for file in (copy / "worker" / "native").rglob("*.[ch]")]
+    assert {file.suffix for file in native} == {".c", ".h"}
+    assert [file for file in native if not (unpacked / file).exists()] == []
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=unpacked)
+    (wheel,) = (unpacked / "dist").iterdir()
+    assert [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
 
 def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):

@@ -16,6 +16,8 @@ from ...core.values import PENDING
 from ..stats.device import has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
+from ..without_modes import without_modes
+from .collectives import issued
 from .notable import Notable
 from .roots import ModuleInfo
 from .selection import Selection
@@ -105,6 +107,8 @@ class Rows:
         """Called with the page that a value was written into whose numbers come later."""
         self._device_failed = False
         self._late = late_device()
+        self._seq = -1
+        """Collectives that had been issued when a tensor on a device was last read."""
 
     def begin_page(self, batch: int) -> None:
         """What was seen in another page is not known in this one."""
@@ -351,6 +355,20 @@ class Rows:
         notable = meta != PENDING and kind == _MEASURED and self._notable(code, high, meta)
         return _new(Row, (packed, flags, True, high, meta, notable))
 
+    def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
+        """For the native writer: the value's index of a tensor on a device, None if it cannot be measured."""
+        self.count = count
+        return without_modes(self._device_value, tensor)
+
+    def device_weight(self, parameter: torch.Tensor, numbers: Any, count: bool) -> tuple[int | None, Any]:
+        """For the native writer: (value's index, what is to be handed in as `numbers` the next time)."""
+        if isinstance(numbers, DeviceRow) and self.device_buffer is not None:
+            index = self.device_buffer.again(numbers)
+            self._expect(index)
+            return index, numbers
+        index = self.device_value(parameter, count)
+        return index, self.device_buffer.last() if index is not None and self.device_buffer is not None else None
+
     def _device_value(self, tensor: torch.Tensor) -> int | None:
         if self.device_buffer is None:
             if self._device_failed or not has_reader(tensor.device):
@@ -363,8 +381,12 @@ class Rows:
                 return None
             if self.on_device_buffer is not None:
                 self.on_device_buffer(self.device_buffer)
-        pages = self.device_buffer
-        index = pages.measure(tensor, self.count)
+        buffer = self.device_buffer
+        seq = issued()
+        if seq != self._seq:  # a collective has begun since: whatever becomes of it, what was read before it leaves now
+            self._seq = seq
+            buffer.flush()
+        index = buffer.measure(tensor, self.count)
         self._expect(index)
         return index
 

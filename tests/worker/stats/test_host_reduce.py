@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 TYPES = {2: numpy.int16, 4: numpy.int32, 8: numpy.int64}
 
 compiled = pytest.mark.skipif(
-    bits.extremes is bits.slow_extremes, reason="native/core.c was not built where gpuwatch was installed"
+    bits.extremes is bits.slow_extremes, reason="worker/native was not built where gpuwatch was installed"
 )
 
 
