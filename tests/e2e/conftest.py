@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -56,8 +57,12 @@ class Bench:
     def script(self, name: str) -> str:
         return str(SCRIPTS / name)
 
-    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """What is put into PYTHONPATH comes before what the tests themselves were started with."""
+    def start(self, *command: str, in_background: bool = False, **environment: str) -> subprocess.Popen[str]:
+        """What is put into PYTHONPATH comes before what the tests themselves were started with.
+
+        `in_background`: SIGINT is ignored, as in what a shell script starts with `&`; else it is not, however the tests
+        themselves were started.
+        """
         if "PYTHONPATH" in environment and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         process = subprocess.Popen(
@@ -67,6 +72,7 @@ class Bench:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_ignore_interrupt if in_background else _hear_interrupt,
         )
         self.pids.add(process.pid)
         return process
@@ -113,6 +119,14 @@ class Bench:
             except psutil.Error:
                 continue
         return found
+
+
+def _ignore_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _hear_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def scratch_folders(pids: set[int]) -> list[Path]:

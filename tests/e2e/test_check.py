@@ -9,9 +9,10 @@ import pytest
 FULL = ["inventory", "arrive", "consistency", "health", "allocation", "compute", "node group", "bandwidth"]
 
 
-def start_check(bench, port, *options: str):
+def start_check(bench, port, *options: str, in_background: bool = False):
     where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a job")
-    return bench.start("gpuwatch.cli.main", "check", "--nproc-per-node", "1", *where, *options)
+    command = ("gpuwatch.cli.main", "check", "--nproc-per-node", "1", *where, *options)
+    return bench.start(*command, in_background=in_background)
 
 
 def test_a_healthy_machine_passes(bench):
@@ -101,14 +102,18 @@ def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, wher
     assert "Traceback" not in run.stderr
 
 
-def test_ctrl_c_ends_it(bench, port):
-    check = start_check(bench, port)
-    while not bench.running("gpuwatch.launcher.agent"):
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("child", ["gpuwatch.collector", "gpuwatch.launcher.agent"])
+def test_ctrl_c_before_the_ranks_are_started_ends_it(bench, port, child, in_background):
+    """While a child is being started, and while the other node is waited for."""
+    check = start_check(bench, port, in_background=in_background)
+    while not bench.running(child):
         assert check.poll() is None
     check.send_signal(signal.SIGINT)
     run = bench.finish(check)
 
     assert run.code == 130
+    assert (run.verdict["kind"], run.verdict["signal"]) == ("interrupted", "SIGINT")
     assert "Traceback" not in run.stderr
 
 
