@@ -18,7 +18,7 @@ class TimeLimitNear(SignalException):
 
 
 class signals_raise:
-    """SIGINT, SIGTERM and SIGHUP raise what torchrun's handlers raise, until it installs them; SIGUSR2 does all the time.
+    """SIGINT, SIGTERM, SIGHUP raise what torchrun's handlers raise, until those are there; SIGUSR2 does all the time.
 
     SIGINT is heard even where it was ignored when the launch began: a shell without job control, as in a script or a
     batch job, starts its background jobs like that, and torchrun hears it there, too, once its ranks run.
