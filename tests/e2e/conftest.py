@@ -10,17 +10,18 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from gpuwatch.cli.main import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "TEST_RUN_MARK"
-TIMEOUT_S = 90
+TIMEOUT_S = 400
 
 
 @dataclass
@@ -51,8 +52,13 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_", "SLURM"))}
+        clean = {name: value for name, value in os.environ.items() if name not in self.removed()}
         return {**clean, MARK: self.mark, "OMP_NUM_THREADS": "1"}
+
+    @staticmethod
+    def removed() -> list[str]:
+        """Variables of a job that the tests themselves may be part of."""
+        return [name for name in os.environ if name.startswith(("GPUWATCH", "TORCHELASTIC", "PET_", "SLURM"))]
 
     def script(self, name: str) -> str:
         return str(SCRIPTS / name)
@@ -142,12 +148,38 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     left = bench.processes()
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=60)
     lines = [" ".join(process.cmdline()) for process in alive]
     for process in alive:
         process.kill()
     assert not lines, f"left running: {lines}"
     assert scratch_folders(bench.pids) == []
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`refused("launch", "--nnodes", "two")`: exit code, stdout, stderr of a command that has to start nothing.
+
+    It runs in this process, which has imported torch.
+    """
+    for name in Bench(tmp_path).removed():
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["gpuwatch", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return (code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture
