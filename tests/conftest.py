@@ -21,7 +21,7 @@ import sampling
 settings.register_profile(  # no figure of a machine's speed, and the same examples every time; the soak takes new ones
     "gate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.register_profile("soak", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gate")
 
 
@@ -29,12 +29,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     sampling.add_options(parser)
 
 
-def pytest_report_header(config: pytest.Config) -> list[str]:
+def pytest_report_header(config: pytest.Config) -> str:
     return sampling.header(config)
 
 
-@pytest.hookimpl(trylast=True)  # after -m and -k
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    sampling.mark_slow(config, items)
+    yield  # -m and -k
     sampling.take_sample(config, items)
 
 
