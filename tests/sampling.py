@@ -61,7 +61,7 @@ def _families(items: list[pytest.Item], size_of: Callable[[pytest.Item], int | N
         size = size_of(item)
         if size is not None:
             mark = item.get_closest_marker("sample")
-            name = (mark.kwargs.get("of") if mark else None) or item.nodeid.partition("[")[0]
+            name = (mark.kwargs.get("of") if mark else None) or _id(item).partition("[")[0]
             families[name].append(item)
             if sizes.setdefault(name, size) != size:
                 raise pytest.UsageError(f"the marks of {name} differ: {sizes[name]} and {size} members")
@@ -70,6 +70,12 @@ def _families(items: list[pytest.Item], size_of: Callable[[pytest.Item], int | N
 
 def _not_drawn(families: Families, seed: str) -> set[pytest.Item]:
     def lot(item: pytest.Item) -> bytes:
-        return hashlib.sha256(f"{seed} {item.nodeid}".encode(errors="backslashreplace")).digest()
+        return hashlib.sha256(f"{seed} {_id(item)}".encode(errors="backslashreplace")).digest()
 
     return {item for size, members in families.values() for item in sorted(members, key=lot)[size:]}
+
+
+def _id(item: pytest.Item) -> str:
+    """Its node id without the name of its group, which pytest-xdist adds."""
+    assert item.parent is not None
+    return f"{item.parent.nodeid}::{item.name}"

@@ -59,7 +59,7 @@ class Running:
         os.close(self._end)
 
     def join(self):
-        self._thread.join(10)
+        self._thread.join(300)
         assert not self._thread.is_alive()
         return self.report
 

@@ -20,6 +20,7 @@ def test_a_clean_run_computes_the_same_bits(bench):
     assert {rank["preflight"]["outcome"] for rank in watched.report["ranks"]} == {"ok"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", ["plain", "a folder; with 'odd\" names"])
 def test_a_script_finds_its_process_as_it_expects(bench, folder):

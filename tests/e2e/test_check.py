@@ -88,6 +88,7 @@ C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{}", "--rdzv-id"
 STATIC = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "{}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [C10D, STATIC], ids=["c10d", "static"])
 def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, where):

@@ -8,7 +8,8 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("nproc", "rank", "batch"), [(2, 1, 3), pytest.param(2, 0, 0, marks=slow), pytest.param(4, 2, 1, marks=slow)]
+    ("nproc", "rank", "batch"),
+    [(2, 1, 3), pytest.param(2, 0, 0, marks=pytest.mark.soak), pytest.param(4, 2, 1, marks=slow)],
 )
 def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
     run = bench.launch("ddp_overflow.py", nproc=nproc, args=("--rank", str(rank), "--batch", str(batch)))

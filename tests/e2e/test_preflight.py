@@ -102,6 +102,7 @@ def test_a_rank_that_starts_late_is_waited_for(bench, late_s, timeout_s):
     assert grades(run, 0)["arrive"] == grades(run, 1)["arrive"] == "ok"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["quick", "full"])
 def test_a_good_launch_passes_every_stage_and_leaves_nothing(bench, mode):

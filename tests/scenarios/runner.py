@@ -19,7 +19,7 @@ import psutil
 from truths import ANY, Scenario
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 100
+TIMEOUT_S = 600
 WITNESS = "SCENARIO_WITNESS"
 NAMES = ("kind", "rank", "module", "root", "concurrent")
 """What a verdict names: saying something else here is worse than saying nothing."""

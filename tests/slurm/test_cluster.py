@@ -5,7 +5,7 @@ import shutil
 import pytest
 from cluster import Cluster, why_not
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 
 
 @pytest.fixture
@@ -35,6 +35,7 @@ def test_up_twice_does_no_harm_and_down_leaves_nothing(own_cluster):
     assert all(own_cluster.takes_jobs(node) for node in own_cluster.nodes)
 
 
+@pytest.mark.soak
 def test_nodes_that_were_lost_come_back(own_cluster):
     own_cluster.up()
     first, second = own_cluster.nodes
