@@ -91,8 +91,8 @@ def check(arguments: list[str]) -> int:
 def _run(args: argparse.Namespace, plan: Plan, command: list[str], job: Job | None) -> int:
     nproc = number_of_ranks(args)
     keys = job_keys(args, plan)
-    with signals_raise():
-        return _Launch(args, plan, keys, nproc, command, job).run()
+    with signals_raise() as signals:
+        return _Launch(args, plan, keys, nproc, command, job, signals).run()
 
 
 class _Launch:
@@ -106,7 +106,9 @@ class _Launch:
         nproc: int,
         command: list[str],
         job: Job | None,
+        signals: signals_raise,
     ) -> None:
+        self._signals = signals
         self._args = args
         self._plan = plan
         self._keys = keys
@@ -131,17 +133,29 @@ class _Launch:
         """Children up, torchrun, children down, exit code."""
         self._scratch = make_scratch(self._nproc)
         try:
-            address = self._start_collector()
-            logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
-            self.settings = worker_settings(self._args, self._scratch, logs)
-            self._start_agent(address)
-            say(self._what_runs())
-            outcome = self._run_torchrun()
+            outcome = self._until_it_ends()
             with self._finishing:
                 return self._finish(outcome)
         finally:
             _ignore_signals()  # from here on it is a matter of seconds, and must be done
             self._clear_up()
+
+    def _until_it_ends(self) -> LaunchDone:
+        """Children up, and torchrun to its end. A signal ends both, and is told to the collector in every case."""
+        try:
+            with self._signals.held():  # an early one is in the report, too, and leaves no child behind
+                address = self._start_collector()
+                logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
+                self.settings = worker_settings(self._args, self._scratch, logs)
+                self._start_agent(address)
+            say(self._what_runs())
+            return self._run_torchrun()
+        except TimeLimitNear:
+            return LaunchDone("signal", int(signal.SIGUSR2))
+        except SignalException as error:
+            return LaunchDone("signal", int(error.sigval))
+        except KeyboardInterrupt:
+            return LaunchDone("signal", int(signal.SIGINT))
 
     def _clear_up(self) -> None:
         self._live.close()
@@ -320,12 +334,8 @@ class _Launch:
         watch_torchrun(lambda: self._unseen, self._leave_torchrun, PATIENCE_S + 2 * self._args.monitor_interval)
         try:
             run_torchrun(self._args, self)
-        except TimeLimitNear:
-            return LaunchDone("signal", int(signal.SIGUSR2))
-        except SignalException as error:
-            return LaunchDone("signal", int(error.sigval))
-        except KeyboardInterrupt:
-            return LaunchDone("signal", int(signal.SIGINT))
+        except SignalException:
+            raise
         except ChildFailedError as error:
             if not self._args.check_only:  # there, no script has failed, and the report says what has
                 traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
@@ -389,6 +399,9 @@ class _Launch:
         fallback = {"ok": int(ExitCode.CLEAN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
             done.outcome, int(ExitCode.SIGNAL) + done.signal
         )
+        if self._agent is None:  # a second signal came before it was started
+            self._hurry = True
+            return fallback
         try:
             self._answered.wait(_VERDICT_WAIT_S)
             if self._collector is not None:

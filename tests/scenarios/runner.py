@@ -19,7 +19,7 @@ import psutil
 from truths import ANY, Scenario
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 100
+TIMEOUT_S = 600
 WITNESS = "SCENARIO_WITNESS"
 LATE_DEVICE = "GPUWATCH_LATE_DEVICE"
 """With a seed, ranks treat their CPU tensors as those of a device whose numbers come late."""
