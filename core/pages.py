@@ -1,4 +1,4 @@
-"""From the numbers of a page to frames with names: the inverse of what a recorder stores. Needs no torch."""
+"""Turns a page's numbers into frames with names: the inverse of what a recorder stores. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Names:
         self.shapes: dict[int, ShapeDef] = {}
 
     def add(self, entries: Iterable[Definition]) -> None:
-        """Take definitions, in any order, twice if need be."""
+        """Add definitions. Their order does not matter, and neither do duplicates."""
         for entry in entries:
             if isinstance(entry, RootDef):
                 self.roots[entry.id] = entry
@@ -45,7 +45,7 @@ RowFields = tuple[int, int, int, int, int, int]
 
 
 def decode_page(message: PageMessage, names: Names) -> Page:
-    """Give a page its names. What it refers to and is not there is shown as lost, never guessed."""
+    """Give a page its names. A missing definition or number is shown as lost and never guessed."""
     values: dict[int, Value] = {}
     for segment in message.segments:
         for offset, numbers in enumerate(layout.VALUE.iter_unpack(segment.values)):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ...core.frames import Page, format_number
+from ...core.frames import Page, format_number, module_text
 from ...core.judge import first_alarm, first_expected_gradient
+from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before
 from .replicas import OddWeight, page_of, peers, run_the_same_model
-from .words import module_text, place_of, ranks_text
+from .words import found_text, place_of, ranks_text
 
 _MAX_LINES = 8
 
@@ -23,7 +24,7 @@ def evidence_of(
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
     doubts: list[str] = []
-    if first.source == "carried" or not first.sure or (odd is not None and not odd.certain):
+    if first.source == "carried" or not first.sure or (odd is not None and odd.agreed_in is None and _made(first)):
         doubts.append("")
     if not first.from_page:
         doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
@@ -40,12 +41,9 @@ def evidence_of(
     known = {first.rank, *(f.rank for f in concurrent), *(f.rank for f in later)}
     for diagnosis in [f for f in diagnoses if f.rank not in known][:_MAX_LINES]:
         lines.append(
-            f"rank {diagnosis.rank} met {diagnosis.value} in {diagnosis.role} of {place_of(diagnosis)}, "
-            f"batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
+            f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
-    clean = clean_peers(facts, first)
-    if clean:
-        lines.append(f"{ranks_text(clean)}: every frame received of that batch was finite")
+    lines += _of_clean(facts, first)
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
 
 
@@ -53,7 +51,7 @@ _HANDED = {
     "made": "it was made there, later",
     "outside": "it was handed that from outside of its model",
     "weight": "nobody saw it become bad",
-    "unlooked": "that batch was not looked into",
+    "skipped": "that batch was skipped",
     "reduced": "it came out of a reduction over the ranks",
     "received": "collectives ran there, so another rank can have sent it",
     "carried": "its maker was not seen",
@@ -91,6 +89,11 @@ def _of_mask(first: LocalDiagnosis) -> list[str]:
     return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
 
 
+def _made(first: LocalDiagnosis) -> bool:
+    """Whether the first non-finite row was an output, also where a weight that differs is blamed for it."""
+    return parse_role(first.at[2]).kind is RoleKind.OUTPUT
+
+
 def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     if odd is None:
         return []
@@ -98,8 +101,11 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     return [
         f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
         f"{place_of(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
-        f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that batch agree"
-        f"{'s' if odd.compared == 1 else ''} between the ranks: a bit of this rank's memory may have flipped",
+        f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
+        f"{'s' if odd.compared == 1 else ''} between the ranks",
+        f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
+        if odd.agreed_in is not None
+        else "no earlier batch was received, so it is not known since when they differ",
     ]
 
 
@@ -141,17 +147,29 @@ def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiag
     reasons = missing_ranks(facts, first.attempt)
     ranks = facts.of_attempt(first.attempt)
     heard = {diagnosis.rank for diagnosis in diagnoses} | set(clean_peers(facts, first))
-    # What a rank was handed could have been handed to all: there only a clean page of the same batch clears a peer.
+    # What a rank was handed could have been handed to all. There only a clean page of the same point clears a peer.
     if first.source not in ("weight", "carried"):
         heard |= {rank.rank for rank in ranks if rank.exit is not None}
     unheard = [rank.rank for rank in ranks if rank.rank not in heard]
     if unheard:
-        reasons.append(f"{ranks_text(unheard)}: no frames of that batch were received, so the same may be true there")
+        reasons.append(f"{ranks_text(unheard)}: no frames of that step were received, so the same may be true there")
     return reasons
 
 
+def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """The ranks that were finite at the same point, by the number that they give to that batch."""
+    clean, pages = clean_peers(facts, first), peers(facts, first)
+    same = [number for number in clean if pages[number].batch == first.batch]
+    lines = [f"{ranks_text(same)}: every frame received of that batch was finite"] if same else []
+    apart = [number for number in clean if number not in same][:_MAX_LINES]
+    return lines + [
+        f"rank {number}: every frame received of its batch {pages[number].batch}, of the same step, was finite"
+        for number in apart
+    ]
+
+
 def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
-    """The ranks whose page of the same batch has nothing bad in it that is not expected."""
+    """The ranks whose page of the same point has nothing bad in it that is not expected."""
     return [number for number, page in peers(facts, first).items() if _is_clean(page)]
 
 

@@ -7,15 +7,14 @@ from dataclasses import replace
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before, earliest
-from .overflow_at import overflow_at, whose
 from .overflow_evidence import evidence_of, of_concurrent
-from .overflow_words import next_steps, sentence, unknown_sentence, unlooked_sentence
+from .overflow_words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .verdict_model import Concurrent, Verdict
-from .words import cascade_of, place_of
+from .words import cascade_of, found_text, seen_in
 
-_TIERS = (("made",), ("outside", "weight"), ("unlooked",), ("reduced",), ("received",), ("carried",))
+_TIERS = (("made",), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Of what nothing puts in order: who made a value may have handed it to the others, and not the other way round."""
 
 
@@ -32,8 +31,8 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     if first.source == "reduced":
         return of_reduced(facts, tier, diagnoses)
     alone = len(tier) == 1
-    if first.source == "unlooked":
-        return _unlooked(facts, tier, diagnoses) if alone else _unknown(tier)
+    if first.source == "skipped":
+        return _skipped(facts, tier, diagnoses) if alone else _unknown(tier)
     if first.source == "received" or (not alone and all(d.source in ("weight", "carried") for d in tier)):
         return _unknown(tier)
     rest = tier[1:]
@@ -48,7 +47,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         if first.source in ("made", "weight") and first.phase in ("forward", "weight")
         else None
     )
-    if odd is not None:
+    if odd is not None and odd.certain:
         first = _of_weight(first, odd)
     return _named(facts, first, rest, diagnoses, odd)
 
@@ -70,34 +69,44 @@ def _named(
 ) -> Verdict:
     host = facts.host(facts.ranks[first.attempt, first.rank])
     certainty, evidence = evidence_of(facts, first, diagnoses, rest, odd)
+    blamed = odd if odd is not None and odd.certain else None
     return overflow_at(
         first,
         **whose(facts, first),
-        statement=sentence(first, host, [d.rank for d in rest], odd),
+        statement=sentence(first, host, [d.rank for d in rest], blamed),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
-        next=next_steps(first, odd),
+        next=next_steps(first, blamed),
         concurrent=[
-            Concurrent(d.rank, d.module, d.cls, d.role, d.value, facts.host(facts.ranks[d.attempt, d.rank]))
+            Concurrent(
+                d.rank,
+                d.module,
+                d.cls,
+                d.own_role,
+                d.value,
+                facts.host(facts.ranks[d.attempt, d.rank]),
+                found_text(d),
+                seen_in(d),
+            )
             for d in rest
         ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(d.rank for d in rest)}),
     )
 
 
-def _unlooked(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
+def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
     """The rank is known, and nothing of what happened in it."""
     first = tier[0]
     host = facts.host(facts.ranks[first.attempt, first.rank])
-    evidence = [f"rank {first.rank}, batch {first.batch}: {first.value} in the {first.role} of {place_of(first)}"]
+    evidence = [f"rank {first.rank}, batch {first.batch}: {found_text(first)}"]
     evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not before(first, d)])
     return overflow_at(
         first,
         **whose(facts, first),
         module=None,
         cls=None,
-        statement=unlooked_sentence(first, host),
+        statement=skipped_sentence(first, host),
         certainty="supported",
         evidence=evidence,
         next=next_steps(first, None),
@@ -108,23 +117,15 @@ def _unlooked(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Local
 def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
     """Several ranks met it at once and none made it in a watched place: say so, name nobody."""
     first = tier[0]
-    unlooked = first.source == "unlooked"
-    return Verdict(
-        kind="overflow",
+    skipped = first.source == "skipped"
+    return overflow_at(
+        first,
         statement=unknown_sentence(tier),
         certainty="unknown",
-        module=None if unlooked else first.module,
-        cls=None if unlooked else first.cls,
-        root=first.root,
-        phase=first.phase,
-        role=first.role,
-        value=first.value,
-        dtype=first.dtype,
-        attempt=first.attempt,
-        step=first.step,
-        batch=first.batch,
+        module=None if skipped else first.module,
+        cls=None if skipped else first.cls,
         evidence=[
-            *(f"rank {d.rank}: {d.value} in {d.role} of {place_of(d)}, batch {d.batch}" for d in tier[:8]),
+            *(f"rank {d.rank}: {found_text(d)}, batch {d.batch}" for d in tier[:8]),
             *first.notes,
         ],
         between=first.between,

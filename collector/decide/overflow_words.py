@@ -1,15 +1,21 @@
-"""What a verdict about an overflow says, and what to do next."""
+"""What a verdict about an overflow says: its place, its sentence, and what to do next."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from ...core.frames import module_text
 from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
+from ..facts import RunFacts
 from .replicas import OddWeight
-from .words import between_text, module_text, place_of, ranks_text
+from .verdict_model import Verdict
+from .words import between_text, device_of, found_text, place_of, ranks_text, seen_in
 
 _WHOLE_BATCHES = (
     "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
 )
+_SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
 
 
@@ -53,9 +59,15 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
     module, batch = place_of(first), _batch(first)
     if odd is not None:
         made = "" if not odd.row.finite else f", which made {first.value}"
+        since = (
+            f", and agreed with them in batch {odd.agreed_in}: a bit flip in its memory, or code that changes it on "
+            "this rank alone"
+            if odd.agreed_in is not None
+            else ": a bit flip, another seed or checkpoint, or a broadcast that did not happen can explain that"
+        )
         return (
-            f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}: "
-            "this rank's copy differs from the others', so suspect its memory (a bit flip)"
+            f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}; "
+            f"this rank's copy differs from the others'{since}"
         )
     if first.seen_in == "optimizer":
         return (
@@ -83,10 +95,10 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     """Several ranks met it, and which was first cannot be known."""
     first = tier[0]
     who = ranks_text([f.rank for f in tier]).capitalize()
-    cause = f" ({first.cause})" if first.cause and first.source != "unlooked" else ""
+    cause = f" ({first.cause})" if first.cause and first.source != "skipped" else ""
     batch = f"batch {first.batch}"
-    if first.source == "unlooked":
-        return f"{who} met {first.value} in {batch}, which was left out ({first.cause}): where it came from is unknown."
+    if first.source == "skipped":
+        return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): where it came from is unknown."
     if first.source == "received":
         place = place_of(first)
         if first.between is not None and first.seen_in != "backward":
@@ -102,16 +114,16 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
     if first.source == "weight" and first.seen_in == "optimizer":
         return (
-            f"{who} met {what} after the step of {batch} (`{first.module}`, {first.role}); the gradients that went "
+            f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
             f"into that step were not looked at, so the first rank is unknown{cause}."
         )
     return (
-        f"{who} met {what} in {batch} at the same point (`{first.module}`, {first.role}); "
+        f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
         f"it was made before, where nobody looked, so the first rank is unknown{cause}."
     )
 
 
-def unlooked_sentence(first: LocalDiagnosis, host: str) -> str:
+def skipped_sentence(first: LocalDiagnosis, host: str) -> str:
     """A rank is known, and no module."""
     who = f"Rank {first.rank}{f' on {host}' if host else ''}"
     return (
@@ -129,18 +141,25 @@ def next_steps(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     steps = [*_by_source(first, odd)]
     if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
         steps.insert(0, _FLOAT16)
-    if first.source != "unlooked":
+    if first.source != "skipped":
         steps.append(_WHOLE_BATCHES)
     return steps
 
 
 def _by_source(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     if odd is not None:
-        return [
-            "Run the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
+        memory = (
+            "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
             "and leave it out of the next run if it happens again."
+        )
+        if odd.agreed_in is not None:
+            return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
+        return [
+            "Look whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows since when "
+            "they differ.",
+            f"If they started alike, run {memory}",
         ]
-    if first.source == "unlooked":
+    if first.source == "skipped":
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
     if first.source == "received":
         return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]
@@ -173,3 +192,15 @@ def _of_backward(first: LocalDiagnosis) -> str:
             "Look for a derivative that is infinite at 0 (sqrt, norm, log, division), torch.where or not: clamp first."
         )
     return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."
+
+
+def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
+    """Where it was and what, as the diagnosis says; `rest` are the verdict's other fields, and those that differ."""
+    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
+    return Verdict(kind="overflow", **(place | rest))
+
+
+def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:
+    """rank, host and device, for a verdict that names the diagnosis's rank."""
+    rank = facts.ranks[first.attempt, first.rank]
+    return {"rank": first.rank, "host": facts.host(rank) or None, "device": device_of(rank)}

@@ -10,19 +10,19 @@ from ...core.frames import Page, Row
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..diagnose.step_origin import local_gradients
 from ..facts import RunFacts
-from .overflow_at import overflow_at, whose
 from .overflow_evidence import missing_ranks
-from .overflow_words import next_steps
-from .replicas import page_of_batch
+from .overflow_words import next_steps, overflow_at, whose
+from .replicas import page_of, peers
 from .verdict_model import Verdict
-from .words import cascade_of, place_of, ranks_text
+from .words import cascade_of, found_text, place_of, ranks_text
 
 
 def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
     """Whose gradients they were, from the pages of all ranks."""
     first = tier[0]
     ranks = facts.of_attempt(first.attempt)
-    pages = {rank.rank: page_of_batch(rank, first.root, first.batch) for rank in ranks}
+    received = {first.rank: page_of(facts, first), **peers(facts, first)}
+    pages = {rank.rank: received.get(rank.rank) for rank in ranks}
     local = {rank.rank: _own_finite(pages[rank.rank], first) for rank in ranks}
     unseen = [number for number, finite in local.items() if finite is not True]
     unseen_text = [f"{ranks_text(unseen)}: no finite gradient of its own was seen"] if unseen else []
@@ -82,7 +82,7 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
 
 
 def _line(found: LocalDiagnosis) -> str:
-    return f"rank {found.rank}: {found.value} in {found.role} of {place_of(found)}, batch {found.batch}"
+    return f"rank {found.rank}: {found_text(found)}, batch {found.batch}"
 
 
 def _rows(page: Page | None, phase: str) -> dict[tuple[str, str], Row]:

@@ -51,7 +51,7 @@ class _Backward:
             return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
         sharing = sorted(self._sharing())
         if sharing:
-            named = ", ".join(f"`{other}`" for other in sharing)
+            named = ", ".join(f"`{other}`" if other else "the root module" for other in sharing)
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
             return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
         if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):

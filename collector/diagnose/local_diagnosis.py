@@ -10,7 +10,7 @@ from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "weight", "unlooked", "reduced", "received", "carried"]
+Source = Literal["made", "outside", "weight", "skipped", "reduced", "received", "carried"]
 """How the value came to the place that a diagnosis names.
 
 made: here, out of finite ones. outside: it was handed in, to the model or to its backward. weight: nobody saw the
@@ -55,6 +55,14 @@ class LocalDiagnosis:
     cause: str = ""
     notes: tuple[str, ...] = ()
     """Further evidence."""
+
+    @property
+    def own_role(self) -> str | None:
+        """The role, if it is one of `module`'s own rows; None if the value was first seen in a row of another module.
+
+        What the code of `attn` makes between two calls is first seen in `input[0]` of `attn.c_proj`.
+        """
+        return self.role if self.module == self.at[0] or self.role != self.at[2] else None
 
     @property
     def is_origin(self) -> bool:
@@ -131,8 +139,8 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         seen_in=anomaly.phase,
         cause=anomaly.cause,
     )
-    if is_unlooked(anomaly):
-        return replace(found, source="unlooked")
+    if is_skipped(anomaly):
+        return replace(found, source="skipped")
     if anomaly.phase == "collective":
         return replace(found, source="reduced")
     if anomaly.phase == "optimizer":  # its gradient may have been bad before
@@ -152,7 +160,7 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     return found
 
 
-def is_unlooked(anomaly: Anomaly) -> bool:
+def is_skipped(anomaly: Anomaly) -> bool:
     """Only what the root returned was looked at in this batch: `--every` left it out."""
     return anomaly.cause.startswith("not looked into")
 

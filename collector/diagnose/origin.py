@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...core.frames import Frame, Mark, Page, Row
+from ...core.frames import Frame, Mark, Page, Row, module_text
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
-from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_unlooked
+from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
 
 
@@ -23,7 +23,7 @@ def origin_in_page(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
     """Find the origin of the anomaly in its page; falls back on the event where the page has lost that frame."""
     frames = sorted(page.frames, key=lambda frame: frame.index)
     first = next((frame for frame in frames if frame.index == anomaly.frame), None)
-    if first is None or page.lost_frames or is_unlooked(anomaly):
+    if first is None or page.lost_frames or is_skipped(anomaly):
         return from_event(anomaly)
     if is_scalers(anomaly):
         expected = first_expected_gradient(frames)
@@ -117,12 +117,12 @@ class _Forward:
         if returns(holder, bad.value):
             sure = False
             notes.append(
-                f"`{holder.module}` returned the very tensor that it was handed: "
+                f"{module_text(holder.module, holder.cls)} returned the very tensor that it was handed: "
                 "if it writes into it, it is the maker itself"
             )
-        for mask in parent.inputs if parent is not None else ():
-            if mask.only_neginf and not bad.only_neginf:
-                notes.append(f"`{holder.parent or holder.cls}` had been handed -inf in {mask.role}")
+        if parent is not None and not bad.only_neginf:
+            masks = [row for row in parent.inputs if row.only_neginf]
+            notes += [f"{module_text(parent.module, parent.cls)} had been handed -inf in {mask.role}" for mask in masks]
         return self._diagnosis(
             holder,
             bad,

@@ -332,7 +332,7 @@ def test_a_call_that_may_have_written_into_what_it_was_handed(make):
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     found = find(batch)
     assert (found.module, found.between, found.sure) == ("", ("fc", "square"), False)
-    assert "`square` returned the very tensor" in found.notes[0]
+    assert "`square` (Square) returned the very tensor" in found.notes[0]
 
 
 def test_what_is_around_it_is_not_watched(make):
@@ -406,8 +406,8 @@ def test_a_forward_that_is_run_again_is_looked_at_alone(make):
 def test_a_batch_that_was_left_out_names_no_module(make):
     batch = make.Batch()
     batch.call("", "Net", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
-    batch.unlooked()
-    assert (find(batch).source, find(batch).from_page) == ("unlooked", False)
+    batch.skipped_batch()
+    assert (find(batch).source, find(batch).from_page) == ("skipped", False)
 
 
 def test_an_argument_as_it_was_before_the_call_is_no_weight_and_no_argument(make):
