@@ -51,3 +51,5 @@ class Verdict(msgspec.Struct, frozen=True):
     stage: str | None = None
     bad_nodes: list[str] = []
     """Nodes that it blames, as SLURM calls them."""
+    missing: list[str] = []
+    """What keeps a verdict `unknown` from `clean`; [] where nothing could have been missed."""
