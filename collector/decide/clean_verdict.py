@@ -11,7 +11,6 @@ from .missing import batches_of, missing, nothing_watched
 from .verdict_model import Verdict
 from .words import ranks_text
 
-
 _MOST_EVIDENCE = 12
 
 

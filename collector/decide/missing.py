@@ -1,4 +1,4 @@
-"""What keeps a run in which nothing bad was seen from being clean: whatever could hold an overflow and was not heard."""
+"""What keeps a run in which nothing bad was seen from being clean: what could hold an overflow and was not heard."""
 
 from __future__ import annotations
 
