@@ -50,6 +50,7 @@ from .elastic import run_torchrun
 from .job import Job
 from .live_lines import live_lines
 from .options import check_together, get_check_parser, get_parser
+from .overflows import Overflows
 from .plan import Plan, limit_rendezvous, make_plan
 from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
@@ -132,6 +133,7 @@ class _Launch:
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
         self._scratch = make_scratch(self._nproc)
+        self._overflows = Overflows(self._scratch)
         try:
             outcome = self._until_it_ends()
             with self._finishing:
@@ -368,6 +370,7 @@ class _Launch:
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""
         self._unseen = []
+        self._overflows.look(attempt, codes)
         self._tell(WorkersEnded(attempt, codes, failed))
 
     def notice(self, text: str) -> None:
@@ -396,7 +399,7 @@ class _Launch:
             say(f"got {signal.Signals(done.signal).name}; writing the report (Ctrl-C: leave at once)")
             done = self._with_reason(done)
         self._tell(done)
-        fallback = {"ok": int(ExitCode.CLEAN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
+        fallback = {"ok": int(ExitCode.UNKNOWN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
             done.outcome, int(ExitCode.SIGNAL) + done.signal
         )
         if self._agent is None:  # a second signal came before it was started
@@ -409,15 +412,15 @@ class _Launch:
         except (SignalException, KeyboardInterrupt):
             if self._verdict is None:
                 self._hurry = True
-                return fallback
+                return self._exit_code(fallback, "unknown")
         _ignore_signals()  # srun ends all others as soon as the first node has left with the answer that all have
         self._live.close()
         verdict = self._verdict
         if verdict is None:
             say("no verdict: the node agent ended without one")
-            return self._exit_code(fallback)
+            return self._exit_code(fallback, "unknown")
         self._print(verdict)
-        return self._exit_code(verdict.exit_code)
+        return self._exit_code(verdict.exit_code, verdict.kind)
 
     def _with_reason(self, done: LaunchDone) -> LaunchDone:
         """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
@@ -428,8 +431,15 @@ class _Launch:
         end = self._job.scheduler.why_it_ends(self._job)
         return msgspec.structs.replace(done, reason=end.reason, down_nodes=list(end.down_nodes), told_by=end.told_by)
 
-    def _exit_code(self, code: int) -> int:
-        """A check has no script that could fail by itself: whatever went wrong, it has failed."""
+    def _exit_code(self, code: int, kind: str) -> int:
+        """What a rank has said itself counts more than a verdict that knows nothing of it.
+
+        A check has no script that could fail by itself: whatever went wrong, it has failed.
+        """
+        own = self._overflows.sentence
+        if own and kind not in ("overflow", "preflight") and code < ExitCode.SIGNAL:
+            say(f"{own}; no report has it: its event was lost on the way")
+            return int(ExitCode.OVERFLOW)
         failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
         return int(ExitCode.PREFLIGHT_FAILED) if failed else code
 

@@ -51,6 +51,7 @@ def test_a_module_runs_as_one(bench):
     assert watched.code == plain.code == 0
     assert json.loads(watched.stdout) == json.loads(plain.stdout)
     assert json.loads(watched.stdout)["argv"] == ["train.py", "--lr", "1e-4"]
+    assert (watched.verdict["kind"], watched.verdict["missing"]) == ("unknown", []), "it calls no module"
 
 
 def test_a_script_that_raises_prints_what_it_prints_under_torchrun(bench):
@@ -86,9 +87,11 @@ def test_torchruns_own_options_do_what_they_do(bench):
 def test_a_program_that_is_not_python_runs_unwatched(bench):
     run = bench.gpuwatch("launch", "--nproc-per-node", "1", "--no-python", "sh", "-c", "echo rank $RANK $0", "zero")
 
-    assert run.code == 0
+    assert run.code == 6
     assert run.stdout == "rank 0 zero\n"
     assert run.report["ranks"][0]["state"] == "unwatched"
+    assert (run.verdict["kind"], run.verdict["missing"]) == ("unknown", ["rank 0 ran a program that is not watched"])
+    assert "not proven that there was none: rank 0 ran a program that is not watched" in run.stderr
 
 
 @pytest.mark.slow

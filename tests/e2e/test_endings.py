@@ -122,7 +122,8 @@ def test_two_jobs_on_one_host_do_not_meet(bench):
 def test_no_room_for_a_recorder_means_training_unwatched(bench):
     run = bench.launch("clean.py", nproc=1, PYTHONPATH=str(bench.script("no_room")))
 
-    assert run.code == 0
+    assert run.code == 6
+    assert (run.verdict["kind"], run.verdict["missing"]) == ("unknown", ["rank 0 had no recorder"])
     assert "goes on unwatched" in run.stderr
     assert "rank 0 step 9" in run.stdout
 

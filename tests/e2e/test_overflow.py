@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from gpuwatch.core.exits import RANK_OVERFLOW
 
 slow = pytest.mark.slow
 
@@ -31,6 +32,7 @@ def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
     assert verdict["between"] is None
     assert verdict["concurrent"] == []
     assert {entry["rank"] for entry in verdict["cascade"]} == set(range(nproc)) - {rank}
+    assert run.report["ranks"][rank]["exit"] == RANK_OVERFLOW
     assert verdict["statement"] in run.stderr.replace("\n", " ")
     ranks = run.report["ranks"]
     assert [entry["rank"] for entry in ranks] == list(range(nproc))
