@@ -260,6 +260,7 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
 def _moved(state: RankState) -> tuple[int, ...]:
     """Of two beats the later one, whichever came first: nothing in it runs backwards."""
     return (
+        state.final,
         state.step,
         state.batch,
         state.seq,

@@ -7,7 +7,7 @@ pressure, oldest first; how many is in every beat. Beats are not numbered: the n
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
@@ -104,6 +104,16 @@ class RankState(msgspec.Struct, frozen=True):
     """Rows near overflow or in underflow. The first of each kind and place is an event, too."""
     batches_skipped: int = 0
     """Batches that `--every` skipped."""
+    world_size: int = 0
+    """Ranks of the job; 0: not known."""
+    hooks: Literal["none", "attached", "failed"] = "none"
+    """Whether its modules are watched; `none`: torch has not been imported."""
+    overflow: bool = False
+    """Whether the rank has written an anomaly into its recorder's header."""
+    final: bool = False
+    """The rank has ended: nothing in here changes any more."""
+    pending: int = 0
+    """Numbers that had not come back from their device when the rank ended."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -355,7 +355,8 @@ class Agent:
         spool = write_spool(Path(self._config.spool_dir), self._id, self._outbox.unacknowledged())
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None
-        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(self._worst)
+        worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
+        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)
         text = f"gpuwatch: no verdict: the collector at {self._config.collector} did not answer{kept}"
         self._tell(Verdict(code, "unknown", text, ""))
 

@@ -120,7 +120,8 @@ def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
 
 
 def _job_failed(facts: RunFacts) -> bool:
-    return any(node.lost or (node.bye is not None and node.bye.outcome != "ok") for node in facts.nodes.values())
+    """A node that is silent is no failure: its agent may have been stopped, or the link to it cut."""
+    return any(node.bye is not None and node.bye.outcome != "ok" for node in facts.nodes.values())
 
 
 def _killed(rank: RankFacts) -> bool:
@@ -226,8 +227,8 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
 
 
 def lost_node_verdict(facts: RunFacts) -> Verdict | None:
-    """A node that went silent, or that the scheduler has lost."""
-    lost = [node for node in facts.nodes.values() if node.lost]
+    """A node that went silent while the job failed elsewhere, or that the scheduler has lost."""
+    lost = [node for node in facts.nodes.values() if node.lost] if _job_failed(facts) else []
     if not lost:
         return _down_verdict(facts)
     hosts = ", ".join(sorted(node_name(node) for node in lost))

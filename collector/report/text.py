@@ -16,7 +16,7 @@ from .model import FirstAnomaly, RankReport, Report
 from .notices_text import print_notices
 from .preflight_text import print_findings, print_stages
 
-_COLORS = {"clean": "bold green", "interrupted": "bold yellow"}
+_COLORS = {"clean": "bold green", "interrupted": "bold yellow", "unknown": "bold yellow"}
 _MAX_COLUMNS = 8
 _MAX_MATRIX_ROWS = 12
 _MAX_CASCADE = 8

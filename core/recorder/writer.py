@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from ..pages import Names
-from ..records import Definition, LogEntry
+from ..records import Anomaly, Definition, LogEntry
 from . import layout
-from .layout import Closed, Field, RankPhase, SegmentField
+from .layout import Closed, Field, FirstAnomaly, RankPhase, SegmentField
 
 _EVENT_RESERVE = 256 << 10
 """Bytes of the log that names may not take, so that an event always finds room."""
@@ -181,9 +181,14 @@ class RecorderWriter:
     # -- the log ------------------------------------------------------------------------------------------------
 
     def append(self, record: LogEntry, *, name: bool = False) -> bool:
-        """Append a definition (`name=True`) or an event; False, and counted, when the log is full."""
+        """Append a definition (`name=True`) or an event; False, and counted, when the log is full.
+
+        The first anomaly is written into the header as well, see `note_first_anomaly`.
+        """
         if isinstance(record, Definition):
             self.names.add((record,))
+        if isinstance(record, Anomaly):
+            self.note_first_anomaly(record)
         payload = self._encode(record)
         if payload is None:
             self.fields[Field.RECORDS_LOST] += 1
@@ -200,6 +205,27 @@ class RecorderWriter:
         self._log_end += size
         self.fields[Field.LOG_END] = self._log_end
         return True
+
+    def note_first_anomaly(self, anomaly: Anomaly) -> None:
+        """Write the rank's first anomaly into the header, in place: no log that is full, and no reader that is gone,
+        makes it unseen. A later one changes nothing. `append` calls it for every Anomaly."""
+        fields = self.fields
+        if fields[Field.ANOMALY] != FirstAnomaly.NONE:
+            return
+        fields[Field.ANOMALY] = FirstAnomaly.SEEN
+        room = layout.ANOMALY_BYTES - layout.ENTRY.size
+        try:
+            payload = self._encode(anomaly)
+            if payload is None or len(payload) > room:
+                payload = self._encode(_shortened(anomaly))
+        except UnicodeEncodeError:
+            return
+        if payload is None or len(payload) > room:
+            return
+        start = layout.ANOMALY_AT + layout.ENTRY.size
+        layout.ENTRY.pack_into(self._bytes, layout.ANOMALY_AT, len(payload), zlib.crc32(payload))
+        self._bytes[start : start + len(payload)] = payload
+        fields[Field.ANOMALY] = FirstAnomaly.WRITTEN  # last: a reader waits for it
 
     def _encode(self, record: LogEntry) -> bytes | None:
         """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
@@ -353,6 +379,13 @@ class RecorderWriter:
             self._seg.release()
         self._bytes.release()
         self._map.close()
+
+
+def _shortened(anomaly: Anomaly) -> Anomaly:
+    """With texts that fit into the header."""
+    where = msgspec.structs.replace(anomaly.where, root=anomaly.where.root[:100], clock={})
+    texts = {name: value[:150] for name, value in msgspec.structs.asdict(anomaly).items() if isinstance(value, str)}
+    return msgspec.structs.replace(anomaly, where=where, shape=None, **texts)
 
 
 def _with_plain_text(record: LogEntry) -> LogEntry:

@@ -253,8 +253,15 @@ def ended(rank, code=0, by="itself", *, phase="script", module=None, cls=None, *
     return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls))
 
 
-def finished(rank, **place) -> list[EventMessage]:
-    return [EventMessage(ScriptExit(where(rank, **place), 0)), ended(rank, 0, phase="finished", **place)]
+def finished(rank, *, last=None, **place) -> list[AgentBody]:
+    """Its script and its process ended well; `last` are fields of its recorder's last state."""
+    at = where(rank, **place)
+    final = {"phase": "finished", "attempt": at.attempt, "step": at.step, "batch": at.batch, **(last or {})}
+    return [
+        EventMessage(ScriptExit(at, 0)),
+        Beat([state(rank, **{"final": True, "hooks": "attached", **final})], {}),
+        ended(rank, 0, phase="finished", **place),
+    ]
 
 
 def raised(rank, error="ValueError", message="boom", *, module=None, peer=False, **place) -> EventMessage:

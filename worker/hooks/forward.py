@@ -93,7 +93,7 @@ class Hooks:
         notable = Notable(settings)
         self.rows = Rows(recorder, selection, notable, self._fault)
         self.judging = Judging(self.progress, self.rows)
-        self.frames = Frames(self.progress, self.rows, self.judging)
+        self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
         self._steps = Steps(
             self.progress, self.rows, self._roots, self.frames, self.judging, self._gradients, self._fault
@@ -149,6 +149,11 @@ class Hooks:
         self._gradients.detach()
         self._scalers.detach()
         self._graphs.detach()
+
+    def close(self) -> None:
+        """Remove the hooks and let go of the recorder's memory, so that it can be unmapped."""
+        self.detach()
+        self.rows.close()
 
     def _forget(self) -> None:
         """In a forked child (a DataLoader worker): the recorder belongs to the parent."""
@@ -405,12 +410,13 @@ class Hooks:
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
-        if self.rows.device_buffer is not None and self.writer is not None:  # there, it would only be asked in vain
-            self.writer = self._gradients.writer = self._steps.writer = None
         self._graphs.take()
+        page = self._recorder.page
         self._recorder.pause_page()
         self.rows.flush()
         self.judging.collect()
+        if page is not None:
+            self.judging.forward_ends(page)
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:

@@ -10,9 +10,9 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import Field
-from ..record.judging import Judging, NonFiniteRow
+from ..record.judging import Judging
 from ..record.progress import Progress
-from ..stats.tensor_stats import is_on_device
+from ..stats.to_host import ToHost, to_host
 from ..without_modes import without_modes
 from .backward import Gradients
 from .optimizer import Steps
@@ -25,10 +25,9 @@ _MAX_SKIPS = 64
 class _Late(NamedTuple):
     """Whether a fused optimizer has skipped its step: on its way from the device."""
 
-    numbers: torch.Tensor
-    """Pinned: found_inf, scale."""
-    arrived: torch.cuda.Event
-    optimizer: int
+    answer: ToHost
+    """found_inf and the scale."""
+    optimizer: Any
     step: int
     """Optimizer steps before it."""
 
@@ -114,62 +113,51 @@ class Scalers:
         try:
             self.look()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
-            if found_inf is not None and is_on_device(found_inf):
+            if found_inf is not None:
                 self._ask(found_inf, scaler, optimizer, step)
-                return
-            skipped = self._progress.step == step if found_inf is None else bool(found_inf.item())
-            if not skipped:
-                self._not_skipped(id(optimizer), step)
-                return
-            self._judging.finish()  # the scaler has waited for the device itself
-            bad = self._judging.take_scaled(step)
-            if bad is None:
-                without_modes(self._steps.take_scaled_gradients, optimizer)
-                self._judging.finish()
-                bad = self._judging.take_scaled(step)
-            self._skipped(id(optimizer), bad, float(scaler.get_scale()))
+                self.look()
+            elif self._progress.step == step:
+                self._judging.finish()  # the scaler has waited for the device itself
+                self._skipped(optimizer, step, float(scaler.get_scale()))
+            else:
+                self._not_skipped(optimizer, step)
         except Exception as error:
             self._on_fault("GradScaler", error)
         self._judging.raise_pending()
 
     def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
-        """Have the answer brought from the device without waiting for it."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        device = found_inf.device
-        with torch.no_grad(), torch.cuda.device(device):
-            both = torch.stack((found_inf.reshape(()).float(), scaler._get_scale_async().reshape(()).float()))
-            numbers = torch.empty(2, dtype=torch.float32, device="cpu", pin_memory=True)
-            numbers.copy_(both, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
-            arrived.record()
-        self._late.append(_Late(numbers, arrived, id(optimizer), step))
+        """Have a fused optimizer's answer brought to the host without waiting for it."""
+        answer = to_host(found_inf, scaler._get_scale_async())
+        if answer is not None:
+            self._late.append(_Late(answer, optimizer, step))
 
     def look(self) -> bool:
         """Take what has arrived. True when nothing more is on its way.
 
         An answer waits for the gradients that it is about: they may come by another stream.
         """
-        if not self._late or torch.cuda.is_current_stream_capturing():  # asking an event would end the user's capture
-            return not self._late
+        if not self._late:
+            return True
         self._judging.collect()
-        while self._late and self._late[0].arrived.query():  # type: ignore[no-untyped-call]  # likewise
-            if self._judging.is_late(self._late[0].step):
-                break
+        while self._late and self._late[0].answer.arrived() and not self._judging.is_late(self._late[0].step):
             late = self._late.pop(0)
-            found, scale = late.numbers.tolist()
+            found, scale = late.answer.numbers
             if found:
-                self._skipped(late.optimizer, self._judging.take_scaled(late.step), scale)
+                self._skipped(late.optimizer, late.step, scale)
             else:
                 self._not_skipped(late.optimizer, late.step)
         return not self._late
 
-    def _not_skipped(self, optimizer: int, step: int) -> None:
-        self._in_a_row.pop(optimizer, None)
+    def _not_skipped(self, optimizer: Any, step: int) -> None:
+        self._in_a_row.pop(id(optimizer), None)
         self._judging.take_scaled(step)
 
-    def _skipped(self, optimizer: int, bad: NonFiniteRow | None, scale: float) -> None:
-        in_a_row = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
+    def _skipped(self, optimizer: Any, step: int, scale: float) -> None:
+        bad = self._judging.take_scaled(step)
+        if bad is None:  # of no module that is watched, or unscaled into something else
+            without_modes(self._steps.take_scaled_gradients, optimizer)
+            bad = self._judging.take_scaled(step)
+        in_a_row = self._in_a_row[id(optimizer)] = self._in_a_row.get(id(optimizer), 0) + 1
         self._skips += 1
         self._progress.fields[Field.SCALER_SKIPS] = self._skips
         if self._skips <= _MAX_SKIPS:

@@ -16,6 +16,7 @@ from ..record.judging import Judging
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
+from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 from ..without_modes import without_modes
 from .backward import Gradients
@@ -237,7 +238,7 @@ class Steps:
             page = self._resume(info)
             for name, parameter in parameters:
                 gradient = parameter.grad
-                if gradient is None or page is None:
+                if gradient is None or page is None or is_on_device(gradient):
                     continue
                 numbers = measure(gradient)
                 if numbers.meta & 0xFF:

@@ -11,17 +11,15 @@ from .collectives import issued
 from .judging import Judging
 from .progress import Progress
 from .roots import ModuleInfo
-from .rows import Row, Rows
+from .rows import Row
 
 
 class Frames:
     """All frames that Python writes; the native writer writes the ordinary ones."""
 
-    def __init__(self, progress: Progress, rows: Rows, judging: Judging) -> None:
+    def __init__(self, progress: Progress, judging: Judging) -> None:
         self._recorder = progress.recorder
-        self._rows = rows
         self._judging = judging
-        self._seq = -1
 
     def put(
         self,
@@ -40,9 +38,6 @@ class Frames:
         """
         seq = issued()
         collectives = max(0, seq - entered) if entered >= 0 else 0
-        if seq != self._seq:  # a collective has begun since: whatever becomes of it, what was read before it is safe
-            self._seq = seq
-            self._rows.flush()
         packed = [row.packed for row in rows]
         index = self._recorder.frame(info.id, parent, depth, phase, seq, packed, collectives)
         if any(row.notable for row in rows) or self._judging.suspects(page):

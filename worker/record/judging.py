@@ -101,6 +101,11 @@ class Judging:
         if frame is not None:
             self._judge(page, _judged(page), frame)
 
+    def forward_ends(self, page: OpenPage) -> None:
+        """Judge what the native writer wrote since something notable arrived: it may show the same values again."""
+        if self.suspects(page) and page.number not in self._late:
+            self._advance(page, everything=True)
+
     def judge_again(self, page: OpenPage, index: int) -> Judgement:
         """What the judge says of one frame, taken by itself. Its numbers are there, and nothing follows from it."""
         frame = self._own.frame(page, index)

@@ -13,8 +13,11 @@ from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
 from ...core.values import PENDING
+from ..stats.device import has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
+from ..without_modes import without_modes
+from .collectives import issued
 from .notable import Notable
 from .roots import ModuleInfo
 from .selection import Selection
@@ -103,6 +106,9 @@ class Rows:
         self.expect: Callable[[OpenPage], None] | None = None
         """Called with the page that a value was written into whose numbers come later."""
         self._device_failed = False
+        self._late = late_device()
+        self._seq = -1
+        """Collectives that had been issued when a tensor on a device was last read."""
 
     def begin_page(self, batch: int) -> None:
         """What was seen in another page is not known in this one."""
@@ -192,7 +198,7 @@ class Rows:
         if known is not None and known[1] == version >= 0 and known[0]() is leaf:
             packed = (slot, known[2], known[3], known[4], known[5], mark)
             return _new(Row, (packed, known[6], False, 0, 0, known[6] != 0))
-        place = in_memory(leaf)
+        place = in_memory(leaf) if self._late is None else None
         memory = None
         if place is not None:
             if type(leaf) is _TENSOR:
@@ -234,7 +240,7 @@ class Rows:
             slot = self.slot(info, role)
         if slot in self.ignored:
             mark |= _IGNORED
-        place = in_memory(gradient) if numbers is None else None
+        place = in_memory(gradient) if numbers is None and self._late is None else None
         if place is not None:
             return self._plain_row(slot, gradient, mark, place)
         return self._row(slot, gradient, mark, numbers)
@@ -295,7 +301,7 @@ class Rows:
             row = self._row(slot, parameter, mark, known[3])
         else:
             reference = _ref(parameter)
-            if not parameter.is_cpu:
+            if is_on_device(parameter):
                 row = self._row(slot, parameter, mark)
                 numbers = self.device_buffer.last() if self.device_buffer and row[0][1] != NOTHING else None
             else:
@@ -335,7 +341,7 @@ class Rows:
             elif again is not None:
                 meta = PENDING
                 self._expect(again)
-        elif numbers is None and not tensor.is_cpu:
+        elif numbers is None and is_on_device(tensor):
             index = self._device_value(tensor)
             value = NOTHING if index is None else index
             kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
@@ -349,9 +355,23 @@ class Rows:
         notable = meta != PENDING and kind == _MEASURED and self._notable(code, high, meta)
         return _new(Row, (packed, flags, True, high, meta, notable))
 
+    def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
+        """For the native writer: the value's index of a tensor on a device, None if it cannot be measured."""
+        self.count = count
+        return without_modes(self._device_value, tensor)
+
+    def device_weight(self, parameter: torch.Tensor, numbers: Any, count: bool) -> tuple[int | None, Any]:
+        """For the native writer: (value's index, what is to be handed in as `numbers` the next time)."""
+        if isinstance(numbers, DeviceRow) and self.device_buffer is not None:
+            index = self.device_buffer.again(numbers)
+            self._expect(index)
+            return index, numbers
+        index = self.device_value(parameter, count)
+        return index, self.device_buffer.last() if index is not None and self.device_buffer is not None else None
+
     def _device_value(self, tensor: torch.Tensor) -> int | None:
         if self.device_buffer is None:
-            if tensor.device.type != "cuda" or self._device_failed:
+            if self._device_failed or not has_reader(tensor.device):
                 return None
             try:
                 self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device)
@@ -361,10 +381,20 @@ class Rows:
                 return None
             if self.on_device_buffer is not None:
                 self.on_device_buffer(self.device_buffer)
-        pages = self.device_buffer
-        index = pages.measure(tensor, self.count) if tensor.device == pages.device else None
+        buffer = self.device_buffer
+        seq = issued()
+        if seq != self._seq:  # a collective has begun since: whatever becomes of it, what was read before it leaves now
+            self._seq = seq
+            buffer.flush()
+        index = buffer.measure(tensor, self.count)
         self._expect(index)
         return index
+
+    def close(self) -> None:
+        """Let go of the recorder's memory. Waits for what is on its way from a device."""
+        buffer, self.device_buffer = self.device_buffer, None
+        if buffer is not None:
+            buffer.close()
 
     def flush(self) -> None:
         """Let what has been read on a device leave for the recorder now."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, Encoding, NonFinite
-from .tensor_stats import FLOATS, LOW_PRECISION, to_plain
+from .tensor_stats import FLOATS, LOW_PRECISION, has_memory, to_plain
 
 COLUMNS = 6
 LARGEST = (1 << 63) - 1
@@ -71,13 +71,12 @@ def source_of(tensor: torch.Tensor) -> Source | None:
     plain = _plain(tensor)
     if plain is None or plain.numel() == 0 or plain.dtype not in KINDS:
         return None
+    if not has_memory(plain):
+        return None  # a kernel must not go there
     source = _runs(plain)
     if source is None:  # holes of more than one size
         plain = plain.contiguous()
         source = Source(plain, plain.numel(), plain.numel(), 0)
-    end = (source.elements // source.inner - 1) * source.stride + source.inner + plain.storage_offset()
-    if plain.data_ptr() == 0 or plain.untyped_storage().nbytes() < end * plain.itemsize:
-        return None  # no memory of its own, or given back already (FSDP does that): a kernel must not go there
     return source
 
 

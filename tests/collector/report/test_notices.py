@@ -53,7 +53,7 @@ def hidden(make, rank, *, pattern="probe*", module="probe", batch=0):
 def run(make, *bodies, ranks=2, batches=8, **state):
     """A clean run with these events."""
     beat = make.Beat([make.state(rank, step=8, batch=7, **state) for rank in range(ranks)], {})
-    ends = [body for rank in range(ranks) for body in make.finished(rank, batch=batches - 1)]
+    ends = [body for rank in range(ranks) for body in make.finished(rank, batch=batches - 1, last=state)]
     return [make.hello(nproc=ranks), *bodies, beat, *ends, make.Bye("ok")]
 
 
