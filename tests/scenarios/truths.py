@@ -147,6 +147,14 @@ FORWARD = [
     ),
     Scenario("evaluation between training", "evaluation.py", CLEAN),
     Scenario("overflow in evaluation", "evaluation.py", _forward(1, "body.up", batch=7), args=("--fault", "eval")),
+    Scenario("evaluation on rank 0 alone", "evaluation_on_rank_0.py", CLEAN, args=("--fault", "none")),
+    Scenario(
+        "overflow where rank 0 alone has evaluated",
+        "evaluation_on_rank_0.py",
+        # weights differ between the ranks' batches of one number, because those are different steps
+        _forward(1, "head", batch=4),
+        witness="rank=1 phase=forward module=head class=Linear batch=4",
+    ),
     Scenario(
         "two ranks in one batch",
         "two_ranks.py",
