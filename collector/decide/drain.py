@@ -18,7 +18,7 @@ from .gpu_evidence import gpu_of
 from .verdict_model import Verdict
 
 _OWN_TO_THE_NODE = ("rank", "gpu", "node")
-"""Subjects of the preflight. A link has two ends, and nobody knows which is bad."""
+"""Subjects of preflight findings that blame a node. A link has two ends, and it is unknown which is bad."""
 
 
 def with_drain(facts: RunFacts, verdict: Verdict) -> Verdict:
@@ -34,7 +34,7 @@ def with_drain(facts: RunFacts, verdict: Verdict) -> Verdict:
 
 
 def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
-    """For whoever may drain a node, and for whoever may not. A command is on a line of its own, to be copied.
+    """Advice for those who may drain a node, and for those who may not. A command stands on its own line, to be copied.
 
     scontrol update nodename=gpu-7 state=drain reason='gpuwatch: preflight compute, job 17'
     """
@@ -65,7 +65,7 @@ def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[Hello]) -> dict[str,
 
 
 def _by_preflight(facts: RunFacts, verdict: Verdict, hellos: list[Hello]) -> dict[str, str]:
-    """By the stage that the verdict is about. What differs between nodes is for the job's owner to make the same."""
+    """The nodes blamed in the verdict's stage. A difference between nodes is the job owner's to settle."""
     if verdict.stage is None or verdict.stage == "consistency" or verdict.certainty == "unknown":
         return {}
     ranks = facts.of_attempt(facts.last_attempt)

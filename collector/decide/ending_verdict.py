@@ -1,4 +1,4 @@
-"""The verdict of a run that ended badly without an overflow: which rank went first, and which only followed."""
+"""The verdict of a run that ended badly without an overflow: which rank went first, and which ones followed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .words import (
 )
 
 SIGNAL_S = 60
-"""So long may it take from a signal to when it is written down: torchrun gives its ranks half of that to end."""
+"""The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
 
 
 def ending_verdict(facts: RunFacts) -> Verdict | None:
-    """A rank that was killed, or raised, and that no other rank dragged along."""
+    """The rank that was killed or raised first; None if no rank ended by itself."""
     if not _job_failed(facts):
         return None
     endings = endings_of(facts, facts.last_attempt)
@@ -94,7 +94,7 @@ def how_it_ended(rank: RankFacts) -> str:
 
 
 def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
-    """Nobody who was heard went first: say so, name nobody."""
+    """All ranks that were heard lost a peer, so the one that went first is unknown."""
     who = ranks_text([rank.rank for rank in victims]).capitalize()
     return Verdict(
         kind="lost",
@@ -108,9 +108,9 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
 
 
 def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
-    """Whether the launch of this rank's node was itself told to end: then its peers were, about when they went away.
+    """Whether a signal ended the launch on this rank's node. Its peers then went away for the same reason.
 
-    A launch writes its signal down when it has ended its ranks, by the same clock as theirs.
+    A launch records its signal after its ranks have ended, by the same clock as theirs.
     """
     node = facts.nodes.get(rank.agent)
     error = own_error(rank)
@@ -129,7 +129,7 @@ def _killed(rank: RankFacts) -> bool:
 
 
 def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
-    """`signals` have ended the launches: a terminal, and some schedulers, send them to the ranks, too."""
+    """Whether a rank ended without torchrun. `signals` ended the launches; ranks may have got them, too."""
     error = own_error(rank)
     if error is not None:
         return not (signals and error.error == "KeyboardInterrupt")
@@ -143,10 +143,10 @@ def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
 
 
 def _end_order(rank: RankFacts) -> tuple[int, int]:
-    """Fewest collectives first. A rank that only says that another went away comes last among equals.
+    """Sort key: fewest collectives first, and ranks that only lost a peer last.
 
-    A rank that died by a signal was running between the collective that it had issued last and the next: one that
-    raised a peer failure there had issued the same one.
+    A rank that a signal killed was between its last collective and the next. A rank that lost it as a peer had issued
+    the same last collective.
     """
     error = own_error(rank)
     where: Where | None = error.where if error is not None else rank.exit.where if rank.exit is not None else None
@@ -250,7 +250,7 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def _down_verdict(facts: RunFacts) -> Verdict | None:
-    """A node that may run on, but that the scheduler has lost: for that it ends the job."""
+    """The scheduler has lost a node and ended the job for it. The node itself may still run."""
     down = facts.down_nodes
     if not down:
         return None
@@ -279,7 +279,7 @@ def _down_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def interrupted_verdict(facts: RunFacts) -> Verdict | None:
-    """A launch that was told to end."""
+    """A signal ended the launch."""
     signals = [node.signal for node in facts.nodes.values() if node.signal is not None]
     if not signals:
         return None
@@ -299,7 +299,7 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def unexplained_verdict(facts: RunFacts) -> Verdict | None:
-    """torchrun failed, and that is all that is known."""
+    """torchrun failed, and nothing says why."""
     if not _job_failed(facts):
         return None
     return Verdict(

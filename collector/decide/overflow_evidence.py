@@ -35,14 +35,14 @@ def evidence_of(
     doubts += _unsettled(facts, first, diagnoses)
     if first.source == "outside" and first.phase == "backward":
         doubts += _of_stages(facts, first)
-    later = [f for f in diagnoses if before(first, f)]
+    later = [other for other in diagnoses if before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
         when = f", after {diagnosis.seq} collectives against {first.seq}" if first.seq >= 0 else ""
         lines.append(f"rank {diagnosis.rank} first saw one later: batch {diagnosis.batch}, {place_of(diagnosis)}{when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
-    known = {first.rank, *(f.rank for f in concurrent), *(f.rank for f in later)}
-    for diagnosis in [f for f in diagnoses if f.rank not in known][:_MAX_LINES]:
+    known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
+    for diagnosis in [other for other in diagnoses if other.rank not in known][:_MAX_LINES]:
         lines.append(
             f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
@@ -131,11 +131,11 @@ def number_of_ranks(facts: RunFacts, attempt: int) -> int:
 
 
 def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks: int = 0) -> list[str]:
-    """What nothing puts in order. `ranks` is how many there are in all."""
+    """A line about origins that nothing puts in order. `ranks` is how many ranks there are in all."""
     if not concurrent:
         return []
     lines = [
-        f"{ranks_text([f.rank for f in concurrent])}: an origin of its own in the same stretch between two "
+        f"{ranks_text([other.rank for other in concurrent])}: an origin of its own in the same stretch between two "
         "collectives; nothing puts them in order"
     ]
     if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
@@ -144,7 +144,7 @@ def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks
 
 
 def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    """A gradient from outside of the model may come from the next stage, where ranks run different models."""
+    """Where ranks run different models, a gradient from outside of the model may come from the next stage."""
     mine = page_of(facts, first)
     others = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank]
     same = [number for number, page in peers(facts, first).items() if run_the_same_model(mine, page)]
@@ -154,7 +154,7 @@ def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 
 
 def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
-    """Nodes and ranks that were never heard."""
+    """Lines about nodes and ranks that were never heard."""
     reasons: list[str] = []
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
@@ -167,7 +167,7 @@ def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
 
 
 def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:
-    """Why another rank might have been first without our knowing it; empty when none can have been."""
+    """Reasons why another rank may have been first; empty if none can have been."""
     reasons = missing_ranks(facts, first.attempt)
     ranks = facts.of_attempt(first.attempt)
     heard = {diagnosis.rank for diagnosis in diagnoses} | set(clean_peers(facts, first))
@@ -181,7 +181,7 @@ def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiag
 
 
 def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    """The ranks that were finite at the same point, by the number that they give to that batch."""
+    """Lines about the ranks that were finite at the same point. A rank's own number of the batch may differ."""
     clean, pages = clean_peers(facts, first), peers(facts, first)
     same = [number for number in clean if pages[number].batch == first.batch]
     lines = [f"{ranks_text(same)}: every frame received of that batch was finite"] if same else []
@@ -193,7 +193,7 @@ def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
 
 
 def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
-    """The ranks whose page of the same point has nothing bad in it that is not expected."""
+    """The ranks whose page of the same point holds no alarm and no non-finite gradient for a GradScaler."""
     return [number for number, page in peers(facts, first).items() if _is_clean(page)]
 
 

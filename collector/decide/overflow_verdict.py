@@ -1,4 +1,4 @@
-"""The verdict of a run in which a non-finite value was seen: which rank and module was first, if that can be known."""
+"""The verdict of a run with a non-finite value: which rank and module was first, if that can be known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .verdict_model import Concurrent, Verdict
 from .words import cascade_of, found_text, seen_in
 
 _TIERS = (("made",), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
-"""Of what nothing puts in order: who made a value may have handed it to the others, and not the other way round."""
+"""Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 
 
 def overflow_verdict(facts: RunFacts) -> Verdict | None:
@@ -37,7 +37,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         return _unknown(tier)
     rest = tier[1:]
     page = page_of(facts, first)
-    rest += [  # a batch of its own may have brought it, unless what a rank is fed is what another one has made
+    rest += [  # each rank may have been fed it, unless one rank is fed what another has made
         d
         for d in level
         if d not in tier and d.source in ("outside", "weight") and run_the_same_model(page, page_of(facts, d))
@@ -53,7 +53,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
-    """What looked like an overflow in a module is that rank's copy of its weight."""
+    """The diagnosis that blames the rank's copy of a weight for what looked like an overflow in its module."""
     if first.phase == "weight" and first.role == odd.row.role:
         return first
     note = f"its {first.role} had {first.value}, out of finite inputs"
@@ -100,7 +100,7 @@ def _named(
 
 
 def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
-    """The rank is known, and nothing of what happened in it."""
+    """The rank is known. What happened in it is not: its batch was skipped."""
     first = tier[0]
     host = facts.host(facts.ranks[first.attempt, first.rank])
     evidence = [f"rank {first.rank}, batch {first.batch}: {found_text(first)}"]
@@ -119,7 +119,7 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalD
 
 
 def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
-    """Several ranks met it at once and none made it in a watched place: say so, name nobody."""
+    """Several ranks met it at once, and none made it in a watched place. No rank is named."""
     first = tier[0]
     skipped = first.source == "skipped"
     return overflow_at(

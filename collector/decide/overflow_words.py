@@ -23,7 +23,7 @@ _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 
 def sentence(
     first: LocalDiagnosis, host: str, concurrent: list[LocalDiagnosis], odd: OddWeight | None, ranks: int
 ) -> str:
-    """Who, what and where, of a verdict that names a rank. `ranks` is how many there are in all."""
+    """The statement of a verdict that names a rank. `ranks` is how many ranks there are in all."""
     alike = [other.rank for other in concurrent if is_alike(first, other)]
     others = [other.rank for other in concurrent if other.rank not in alike]
     who, verb = f"Rank {first.rank}{f' on {host}' if host else ''}", "overflowed" if concurrent else "overflowed first"
@@ -107,7 +107,7 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
 
 
 def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
-    """Several ranks met it, and which was first cannot be known."""
+    """The statement where several ranks met it and the first is unknown."""
     first = tier[0]
     who = ranks_text([f.rank for f in tier]).capitalize()
     cause = f" ({first.cause})" if first.cause and first.source != "skipped" else ""
@@ -139,7 +139,7 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
 
 
 def skipped_sentence(first: LocalDiagnosis, host: str) -> str:
-    """A rank is known, and no module."""
+    """The statement where the rank is known and the module is not."""
     who = f"Rank {first.rank}{f' on {host}' if host else ''}"
     return (
         f"{who} returned {first.value} from {first.root or 'its model'} in {_batch(first)}, which was {first.cause}: "
@@ -152,7 +152,7 @@ def _batch(first: LocalDiagnosis) -> str:
 
 
 def next_steps(first: LocalDiagnosis, odd: OddWeight | None, largest: str = "") -> list[str]:
-    """Advice, short: what to look at, by what was found. `largest` is the place of a very large weight, if any."""
+    """Short advice on what to look at. `largest` names a very large weight, if there is one."""
     steps = [*_by_source(first, odd, largest)]
     if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
         steps.insert(0, _FLOAT16)
@@ -215,12 +215,12 @@ def _of_backward(first: LocalDiagnosis) -> str:
 
 
 def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
-    """Where it was and what, as the diagnosis says; `rest` are the verdict's other fields, and those that differ."""
+    """A verdict at the place of a diagnosis. `rest` are its other fields, and those that differ from the diagnosis."""
     place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
     return Verdict(kind="overflow", **(place | rest))
 
 
 def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:
-    """rank, host and device, for a verdict that names the diagnosis's rank."""
+    """rank, host and device of a diagnosis, for a verdict that names them."""
     rank = facts.ranks[first.attempt, first.rank]
     return {"rank": first.rank, "host": facts.host(rank) or None, "device": device_of(rank)}

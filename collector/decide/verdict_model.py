@@ -6,7 +6,7 @@ import msgspec
 
 
 class SeenIn(msgspec.Struct, frozen=True):
-    """The row in which a value was first seen, where the module that made it has no such row."""
+    """The row that first shows a value, where that is not a row of the module that made it."""
 
     module: str
     cls: str = msgspec.field(name="class")
@@ -14,7 +14,7 @@ class SeenIn(msgspec.Struct, frozen=True):
 
 
 class Concurrent(msgspec.Struct, frozen=True):
-    """Another origin that nothing puts before or after the one in the verdict."""
+    """Another origin, which nothing puts before or after the verdict's."""
 
     rank: int
     module: str
@@ -29,7 +29,7 @@ class Concurrent(msgspec.Struct, frozen=True):
 
 
 class Cascade(msgspec.Struct, frozen=True):
-    """A rank that ended because of the verdict's one."""
+    """A rank that ended because the verdict's rank did."""
 
     rank: int
     how: str

@@ -1,4 +1,4 @@
-"""The phrases of a verdict: who, where, and what a rank was doing."""
+"""The phrases of verdicts: which rank, where, and what it was doing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .verdict_model import Cascade, SeenIn
 
 
 def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascade]:
-    """How the ranks that are not `initiating` came to their ends."""
+    """How the other ranks ended, which are not `initiating`."""
     found = []
     for rank in facts.of_attempt(attempt):
         if rank.rank in initiating:
@@ -47,7 +47,7 @@ def doing(exit_: WorkerExit) -> str:
 
 
 def progress(rank: RankFacts) -> str:
-    """How far a rank came."""
+    """How far a rank got."""
     stage = unfinished_stage(rank)
     if stage and "preflight" in (
         rank.exit.phase if rank.exit is not None else "",
@@ -62,7 +62,7 @@ def progress(rank: RankFacts) -> str:
 
 
 def unfinished_stage(rank: RankFacts) -> str:
-    """The stage of the preflight that has begun on a rank and not ended; "" if there is none."""
+    """The stage of the preflight that a rank has begun and not ended; "" if there is none."""
     ended = {event.stage for event in rank.stages}
     return next((event.stage for event in reversed(rank.begun) if event.stage not in ended), "")
 

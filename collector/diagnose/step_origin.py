@@ -1,4 +1,4 @@
-"""What happened between the backward and the end of an optimizer step, as far as one rank's page tells."""
+"""What happened between the backward and the end of an optimizer step, from one rank's page."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from .local_diagnosis import LocalDiagnosis, diagnosis_of_row
 
 
 def explain_reduced(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
-    """A gradient that was bad when the optimizer got it. Whose fault that is, only all ranks together can tell."""
+    """A gradient that was non-finite when the optimizer got it. Only all ranks together tell where it came from."""
     local = local_gradients(frames, frame, row.role)
     sure = bool(local)
     notes: tuple[str, ...] = ()
-    if any(not before.finite for before in local):  # a bad one that raised no alarm
-        sure, notes = False, ("this rank's own gradient was bad before, and a rule or a scaler covers it",)
+    if any(not before.finite for before in local):  # a non-finite one that raised no alarm
+        sure, notes = (
+            False,
+            ("this rank's own gradient was non-finite before: a rule waives it, or a GradScaler was to catch it",),
+        )
     return diagnosis_of_row(
         page,
         frame,
@@ -32,7 +35,7 @@ def explain_reduced(page: Page, frames: list[Frame], frame: Frame, row: Row, ano
 def explain_step(
     page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly
 ) -> LocalDiagnosis | tuple[Frame, Row]:
-    """A weight that is bad after the step; or the gradient that was bad before it."""
+    """A weight that is non-finite after the step; or the gradient that was non-finite before it."""
     gradients = _gradients(frames, frame, f"grad {row.role}")
     bad = next(((f, r) for f in frames if f.index < frame.index for r in f.gradients if not r.finite), None)
     if bad is not None and any(not gradient.finite for gradient in gradients):
@@ -60,7 +63,7 @@ def explain_step(
 
 
 def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
-    """The parameter's gradients as this rank's own backward made them."""
+    """The parameter's gradients, as this rank's own backward made them."""
     return [
         row
         for other in frames
@@ -71,7 +74,7 @@ def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
 
 
 def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
-    """As the optimizer got them, where they were looked at there; else as the backward made them."""
+    """The gradients that the optimizer got, if those were read; else those that the backward made."""
     got = [
         row
         for other in frames
@@ -83,7 +86,7 @@ def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
 
 
 def _state(frame: Frame, name: str) -> list[str]:
-    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for what the optimizer keeps of a parameter."""
+    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state."""
     found = []
     for row in frame.rows:
         role = row.parsed_role

@@ -1,4 +1,4 @@
-"""The attempts of a job that torchrun restarted, beside the one that the verdict is about: a line each."""
+"""The other attempts of a job that torchrun restarted: a line for each that the verdict is not about."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..facts import RunFacts
 
 
 class AttemptReport(msgspec.Struct, frozen=True):
-    """One attempt, which the verdict is not about."""
+    """An attempt that the verdict is not about."""
 
     attempt: int
     statement: str
 
 
 def other_attempts(facts: RunFacts, attempt: int) -> list[AttemptReport]:
-    """What every attempt but this one came to, in their order."""
+    """How every attempt but this one ended, in their order."""
     numbers = sorted({number for number, _ in facts.ranks} - {attempt})
     return [AttemptReport(number, _statement(facts, number)) for number in numbers]
 

@@ -1,4 +1,4 @@
-"""Which frames of a rank a report shows: the last ones up to where the verdict points, the same place on every rank."""
+"""Which frames of a rank a report shows: the last ones up to the verdict's place, which is the same on every rank."""
 
 from __future__ import annotations
 

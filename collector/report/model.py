@@ -40,9 +40,9 @@ class RunInfo(msgspec.Struct, frozen=True):
     attempts: int = 1
     cwd: str = ""
     check_only: bool = False
-    """`gpuwatch check`: the preflight was all."""
+    """`gpuwatch check`: there was a preflight and no script."""
     earlier: list[EarlierLife] = []
-    """Of a scheduler's job that was requeued: what its earlier lives came to."""
+    """Of a scheduler's job that was requeued: how its earlier lives ended."""
 
 
 class FirstAnomaly(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class FirstAnomaly(msgspec.Struct, frozen=True):
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """What was recorded and did not arrive."""
+    """How much was recorded and did not arrive."""
 
     pages: int = 0
     messages: int = 0
@@ -97,13 +97,13 @@ class RankReport(msgspec.Struct, frozen=True):
     """Values near overflow or in underflow, the worst first; `warned` counts every such row."""
     warned: int = 0
     scaler: dict[str, Any] | None = None
-    """What a GradScaler skipped: expected, and no alarm."""
+    """The steps that a GradScaler skipped. They are expected and raise no alarm."""
     scaler_skips: int = 0
     ignored: int = 0
-    """Rows that `--ignore` has hidden; `hidden` has the first of each rule and place."""
+    """Rows that `--ignore` has waived; `hidden` has the first of each rule and place."""
     hidden: list[dict[str, Any]] = []
     cost: dict[str, Any] | None = None
-    """Medians of the time from one batch to the next, watched and plain, where that was measured."""
+    """Medians of the time from one batch to the next, watched and skipped, where that was measured."""
     batches_skipped: int = 0
     """Batches that `--every` skipped."""
     gpu: GpuSincePreflight | None = None
@@ -120,12 +120,12 @@ class NodeReport(msgspec.Struct, frozen=True):
     state: str
     ranks: list[int]
     clock_offset_ns: int | None = None
-    """By how much the collector's clock is ahead of the node's; uncertain by half the round trip. Decides nothing."""
+    """By how much the collector's clock is ahead of the node's, uncertain by half the round trip."""
     clock_round_trip_ns: int | None = None
     gpus: list[GpuHealth] = []
-    """Whether its GPUs were watched through NVML, and why not; the first is from before the training."""
+    """Whether NVML watched its GPUs, and why not. The first is from before the training."""
     xids: list[Xid] = []
-    """Of all its GPUs, also of those that no rank used."""
+    """XIDs of all its GPUs, including those that no rank used."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -140,7 +140,7 @@ class Report(msgspec.Struct, frozen=True):
     timeline: list[TimelineEntry]
     collector: dict[str, int] = {}
     attempts: list[AttemptReport] = []
-    """Of a job that torchrun restarted: what the attempts came to that the verdict is not about."""
+    """Of a job that torchrun restarted: how the attempts ended that the verdict is not about."""
 
 
 def build_report(
@@ -153,7 +153,7 @@ def build_report(
     counters: dict[str, int] | None = None,
     earlier: list[EarlierLife] | None = None,
 ) -> Report:
-    """Put the report together."""
+    """Make the report of a run."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
     target = target_of(facts, verdict)

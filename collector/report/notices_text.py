@@ -18,7 +18,7 @@ _MAX_HIDDEN = 4
 
 
 def print_notices(console: Console, report: Report) -> None:
-    """Values near trouble, then what was expected and hidden, then what was not looked at, and what that cost."""
+    """Values near trouble, then expected and waived values, then skipped batches and the cost of watching."""
     _warnings(console, report.ranks)
     for line in [*_scaler(report.ranks), *_waived(report.ranks), *_skipped(report.ranks), *_cost(report.ranks)]:
         console.print(Text(line))

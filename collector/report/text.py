@@ -1,4 +1,4 @@
-"""The report for a terminal: the answer, the picture of all ranks, then the numbers."""
+"""The report for a terminal: the verdict, the table of all ranks, then the numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _attempts(report: Report) -> list[str]:
 
 
 def _cascade(cascade: list[Cascade]) -> list[str]:
-    """Ranks that ended in the same way share a line: there can be hundreds of them."""
+    """Ranks that ended in the same way share a line, because there can be hundreds."""
     alike: dict[str, list[int]] = {}
     for entry in cascade:
         alike.setdefault(entry.how, []).append(entry.rank)
@@ -156,7 +156,7 @@ def _first(first: FirstAnomaly | None) -> str:
 
 
 def _clocks(console: Console, report: Report) -> None:
-    """Clocks that would mislead whoever compares the logs of two hosts."""
+    """Warn of clocks that are too far apart to compare the logs of two hosts."""
     for node in report.nodes:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
             off = -node.clock_offset_ns / 1e9
@@ -166,7 +166,7 @@ def _clocks(console: Console, report: Report) -> None:
 
 
 def _faults(console: Console, report: Report) -> None:
-    """What went wrong in gpuwatch itself."""
+    """Print the errors of gpuwatch itself."""
     for rank in report.ranks:
         for fault in rank.faults:
             console.print(Text(f"gpuwatch's own fault on rank {rank.rank}: {fault}", style="yellow"))
@@ -218,7 +218,7 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
 
 
 def _key(frame: Frame) -> tuple[str, str, str | int]:
-    """What is the same frame on two ranks. Gradients do not come in the same order everywhere."""
+    """Identifies the same frame on two ranks. Gradients come in another order on each rank."""
     return frame.module, frame.phase, frame.index if frame.phase == "forward" or not frame.rows else frame.rows[0].role
 
 
