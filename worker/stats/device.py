@@ -58,7 +58,7 @@ class Device(Protocol):
     def register(self, address: int, size: int, device: torch.device) -> str:
         """Let copies go straight into host memory. Returns why they cannot, "" when they can."""
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, device: torch.device) -> None:
         """Undo `register`."""
 
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -207,7 +207,7 @@ class LateDevice:
             self._direct = address, address + size
         return self._refuses
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, device: torch.device) -> None:
         """See `Device`."""
         self._direct = None
 
