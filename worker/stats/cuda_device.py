@@ -19,6 +19,10 @@ class CudaDevice:
 
     type = "cuda"
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See `Device`."""
+        return tensor.is_cuda
+
     def stream_key(self, device: torch.device) -> StreamKey:
         """See `Device`."""
         return device.index, torch._C._cuda_getCurrentRawStream(device.index)

@@ -25,6 +25,9 @@ class Device(Protocol):
     type: str
     """Of torch.device: the kind of tensors that it reads."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
+
     def stream_key(self, device: torch.device) -> StreamKey:
         """The current stream of a device."""
 

@@ -160,7 +160,7 @@ class DeviceStatsBuffer:
 
         With gradients off. `count` asks for the shares of zeros and subnormals, where the dtype is of low precision.
         """
-        if tensor.device.type != self._driver.type:
+        if not self._driver.holds(tensor):
             return None
         if self._driver.is_capturing():  # the reading would become a part of the user's graph
             self.not_seen_in_graphs += 1

@@ -51,6 +51,8 @@ def _kinds() -> dict[torch.dtype, Kind]:
 
 
 KINDS = _kinds()
+_TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Source(NamedTuple):
@@ -69,9 +71,15 @@ class Source(NamedTuple):
 def source_of(tensor: torch.Tensor) -> Source | None:
     """What there is to read; None when there is nothing, or nothing that can be read without waiting."""
     plain = _plain(tensor)
-    if plain is None or plain.numel() == 0 or plain.dtype not in KINDS:
+    if plain is None or plain.dtype not in KINDS:
         return None
-    if not has_memory(plain):
+    count = plain.numel()
+    if plain.is_contiguous():  # nearly all are, and this is what the host's time goes into
+        end = (plain.storage_offset() + count) * plain.itemsize
+        if not count or not plain.data_ptr() or plain.untyped_storage().nbytes() < end:
+            return None
+        return Source(plain, count, count, 0)
+    if not count or not has_memory(plain):
         return None  # a kernel must not go there
     source = _runs(plain)
     if source is None:  # holes of more than one size
@@ -82,16 +90,17 @@ def source_of(tensor: torch.Tensor) -> Source | None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """As `to_plain`, but of the dtype that the tensor has where that can be read, and without waiting."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         return None
+    cls = type(tensor)
+    plain = (cls is _TENSOR or cls is _PARAMETER) and tensor.layout is _STRIDED and not tensor.is_nested
+    if plain and tensor.dtype in KINDS:
+        return tensor.resolve_neg() if tensor.is_neg() else tensor
     local = getattr(tensor, "_local_tensor", None)
     if isinstance(local, torch.Tensor):
-        tensor = local
-    if type(tensor).__name__ == "AsyncCollectiveTensor":
-        tensor = tensor.trigger_wait()  # type: ignore[attr-defined]  # makes the stream wait, not the host
-    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-    if plain and tensor.layout is torch.strided and tensor.dtype in KINDS and not tensor.is_nested:
-        return tensor.resolve_neg() if tensor.is_neg() else tensor
+        return _plain(local)
+    if cls.__name__ == "AsyncCollectiveTensor":
+        return _plain(tensor.trigger_wait())  # type: ignore[attr-defined]  # makes the stream wait, not the host
     if tensor.layout is torch.jagged:
         # unbind() would wait for the offsets. With lengths of their own the parts have holes between them.
         values: torch.Tensor | None = getattr(tensor, "_values", None)
@@ -100,10 +109,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _runs(tensor: torch.Tensor) -> Source | None:
-    """The memory of a strided tensor as runs of equal length; None where one stride does not describe them."""
-    if tensor.is_contiguous():
-        count = tensor.numel()
-        return Source(tensor, count, count, 0)
+    """The memory of a strided tensor with holes as runs of equal length; None where one stride does not describe it."""
     # An expanded dimension shows the same elements again and again
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and step)
     inner, outer, stride = 1, 1, 0
