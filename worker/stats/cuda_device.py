@@ -1,4 +1,4 @@
-"""CUDA behind the seam of device.py: the only module here that calls torch.cuda."""
+"""CUDA behind the seam of device.py."""
 
 from __future__ import annotations
 

@@ -27,11 +27,12 @@ from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
 from ..without_modes import without_modes
 from .device import Device, StreamKey, device_for
-from .device_reader import Reader, Source, TorchReader, TritonReader, fresh_rows, source_of
+from .device_reader import Reader, Source, TorchReader, fresh_rows, source_of
 from .file_system import file_system_of
 from .notable import Notable
 from .stream_buffer import Block, Copy, StreamBuffer, runs
 from .stream_buffer import DeviceRow as DeviceRow
+from .triton_reader import TritonReader
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 

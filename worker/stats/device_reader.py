@@ -1,4 +1,4 @@
-"""One tensor into one row on its device, without waiting: by the Triton kernels, or by torch's own operations.
+"""One tensor into one row on its device, without waiting: by torch's own operations, or see triton_reader.py.
 
 A row is six integers: low, high, meta (see core/values.py), then zeros, subnormals, and the elements among which those
 were counted. `pack` turns rows into the recorder's three integers and makes them as new. Both readers give the same
@@ -9,7 +9,7 @@ as the same nan.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -139,56 +139,6 @@ def fresh_rows(count: int, device: torch.device) -> torch.Tensor:
     rows = torch.zeros(count, COLUMNS, dtype=torch.int64, device=device)
     rows[:, 0].fill_(LARGEST)
     return rows
-
-
-class TritonReader:
-    """One kernel for one tensor. Raises ImportError where Triton is not; the first launches may raise anything."""
-
-    def __init__(self) -> None:
-        from . import kernel
-
-        self._kernel: Any = kernel
-        self._programs: dict[torch.device, int] = {}
-        self.interpreted: bool = kernel.INTERPRETED
-
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
-        """See `Reader`. The device must be the current one."""
-        tensor, elements, inner, stride = source
-        kind = KINDS[tensor.dtype]
-        if stride == 0:
-            layout, deep = 0, kind.deep
-        else:
-            layout, deep = (1 if elements < 1 << 31 else 2), 1
-        programs = min(-(-elements // (deep * kind.wide)), self._most(tensor.device))
-        self._kernel.read[(programs,)](
-            tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as),
-            rows,
-            position,
-            elements,
-            inner,
-            stride,
-            kind.code,
-            count and tensor.dtype in LOW_PRECISION,
-            layout,
-            deep,
-            kind.wide,
-        )
-
-    def _most(self, device: torch.device) -> int:
-        """Programs that keep the memory busy; each then goes on to its next block."""
-        most = self._programs.get(device)
-        if most is None:
-            most = 3
-            if device.type == "cuda":
-                most = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-            self._programs[device] = most
-        return most
-
-    def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """See `Reader`."""
-        packed = torch.empty(count, 3, dtype=torch.int64, device=rows.device)
-        self._kernel.pack[(-(-count // 128),)](rows, packed, count, 128)
-        return packed
 
 
 class TorchReader:
