@@ -32,6 +32,7 @@ from ..core.records import (
 )
 from .diagnose.diagnose import diagnose
 from .diagnose.local_diagnosis import LocalDiagnosis
+from .shown_body import shown_body
 
 
 @dataclass
@@ -143,7 +144,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     facts = RunFacts()
     names: dict[tuple[int, int], Names] = {}
     pages: list[tuple[str, PageMessage]] = []
-    for agent, _, body in messages:
+    for agent, _, received in messages:
+        body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
         node = facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
             node.hello = body

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from .frames import Frame, Page, Phase, Row, RowKind
 from .messages import PageMessage
 from .recorder import layout
 from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from .shown import is_shown, shown_name
 from .values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
 
 
 class Names:
-    """The definitions of one rank in one attempt."""
+    """The definitions of one rank in one attempt. Their names are safe to show (core/shown.py)."""
 
     def __init__(self) -> None:
         self.roots: dict[int, RootDef] = {}
@@ -24,11 +27,13 @@ class Names:
         """Add definitions. Their order does not matter, and neither do duplicates."""
         for entry in entries:
             if isinstance(entry, RootDef):
-                self.roots[entry.id] = entry
+                self.roots[entry.id] = entry if is_shown(entry.cls) else replace(entry, cls=shown_name(entry.cls))
             elif isinstance(entry, ModuleDef):
+                if not (is_shown(entry.name) and is_shown(entry.cls)):
+                    entry = replace(entry, name=shown_name(entry.name), cls=shown_name(entry.cls))
                 self.modules[entry.id] = entry
             elif isinstance(entry, SlotDef):
-                self.slots[entry.id] = entry
+                self.slots[entry.id] = entry if is_shown(entry.role) else replace(entry, role=shown_name(entry.role))
             else:
                 self.shapes[entry.id] = entry
 

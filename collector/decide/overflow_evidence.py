@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 from ...core.frames import Page, format_number, module_text
 from ...core.judge import first_alarm, first_expected_gradient
 from ...core.roles import RoleKind, parse_role
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before
-from .replicas import OddWeight, page_of, peers, run_the_same_model
+from .overflow_words import is_alike
+from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model
 from .words import found_text, place_of, ranks_text
 
 _MAX_LINES = 8
@@ -28,7 +31,7 @@ def evidence_of(
         doubts.append("")
     if not first.from_page:
         doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
-    doubts += of_concurrent(first, concurrent)
+    doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _unsettled(facts, first, diagnoses)
     if first.source == "outside" and first.phase == "backward":
         doubts += _of_stages(facts, first)
@@ -109,14 +112,35 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     ]
 
 
-def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis]) -> list[str]:
-    """What nothing puts in order."""
+def large_weight(page: Page, until: int) -> tuple[str, str] | None:
+    """(place, abs max) of the largest finite weight in the frames up to `until`; None if all are of ordinary size."""
+    rows = [(frame, row) for frame in page.frames if frame.index <= until for row in frame.weights]
+    known = [(row.abs_max, frame, row) for frame, row in rows if row.abs_max is not None and math.isfinite(row.abs_max)]
+    if not known:
+        return None
+    size, frame, row = max(known, key=lambda entry: entry[0])
+    if size < WILD:
+        return None
+    return f"{row.role} of {module_text(frame.module, frame.cls)}", format_number(size).strip()
+
+
+def number_of_ranks(facts: RunFacts, attempt: int) -> int:
+    """How many ranks an attempt has: those that were heard, and those that the nodes have announced."""
+    announced = sum(node.hello.nproc for node in facts.nodes.values() if node.hello is not None)
+    return max(announced, len(facts.of_attempt(attempt)))
+
+
+def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks: int = 0) -> list[str]:
+    """What nothing puts in order. `ranks` is how many there are in all."""
     if not concurrent:
         return []
-    return [
+    lines = [
         f"{ranks_text([f.rank for f in concurrent])}: an origin of its own in the same stretch between two "
         "collectives; nothing puts them in order"
     ]
+    if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
+        lines.append("all ranks met the same value in the same place: look at what they share, and not at one rank")
+    return lines
 
 
 def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before, earliest
-from .overflow_evidence import evidence_of, of_concurrent
+from .overflow_evidence import evidence_of, large_weight, number_of_ranks, of_concurrent
 from .overflow_words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
@@ -70,14 +70,18 @@ def _named(
     host = facts.host(facts.ranks[first.attempt, first.rank])
     certainty, evidence = evidence_of(facts, first, diagnoses, rest, odd)
     blamed = odd if odd is not None and odd.certain else None
+    page = page_of(facts, first)
+    large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
+    if large is not None:
+        evidence.append(f"the largest weight up to there: {large[0]}, abs max {large[1]}")
     return overflow_at(
         first,
         **whose(facts, first),
-        statement=sentence(first, host, [d.rank for d in rest], blamed),
+        statement=sentence(first, host, rest, blamed, number_of_ranks(facts, first.attempt)),
         certainty=certainty,
         between=first.between,
         evidence=evidence,
-        next=next_steps(first, blamed),
+        next=next_steps(first, blamed, large[0] if large is not None else ""),
         concurrent=[
             Concurrent(
                 d.rank,

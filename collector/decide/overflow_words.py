@@ -16,15 +16,23 @@ _WHOLE_BATCHES = (
     "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
 )
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
+_NO_STEP = "No optimizer step has run yet: "
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
 
 
-def sentence(first: LocalDiagnosis, host: str, concurrent: list[int], odd: OddWeight | None) -> str:
-    """Who, what and where, of a verdict that names a rank."""
-    who = f"Rank {first.rank}{f' on {host}' if host else ''}"
-    if concurrent:
-        who += f" and, concurrently, {ranks_text(concurrent)}"
-    text = _what(first, who, "overflowed" if concurrent else "overflowed first", odd)
+def sentence(
+    first: LocalDiagnosis, host: str, concurrent: list[LocalDiagnosis], odd: OddWeight | None, ranks: int
+) -> str:
+    """Who, what and where, of a verdict that names a rank. `ranks` is how many there are in all."""
+    alike = [other.rank for other in concurrent if is_alike(first, other)]
+    others = [other.rank for other in concurrent if other.rank not in alike]
+    who, verb = f"Rank {first.rank}{f' on {host}' if host else ''}", "overflowed" if concurrent else "overflowed first"
+    if alike:
+        verb = "overflowed alike"
+        who = f"All {ranks} ranks" if len(alike) + 1 == ranks else ranks_text([first.rank, *alike]).capitalize()
+    text = _what(first, who, verb, odd, plural=bool(alike))
+    if others:
+        text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
     if first.turned is not None:
         text += f"; {module_text(*first.turned)} turned it into nan"
     if first.cause:
@@ -32,7 +40,13 @@ def sentence(first: LocalDiagnosis, host: str, concurrent: list[int], odd: OddWe
     return f"{text}."
 
 
-def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None) -> str:
+def is_alike(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
+    """Whether two ranks met the same value in the same place."""
+    fields = ("module", "cls", "own_role", "value", "phase", "source", "between", "batch")
+    return all(getattr(first, name) == getattr(other, name) for name in fields)
+
+
+def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, plural: bool = False) -> str:
     batch = _batch(first)
     module = place_of(first)
     lead = f"{who} {verb}: "
@@ -41,7 +55,8 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None) -> 
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
     if first.phase == "input":
-        return f"{who} was fed {first.value}: {first.role} of {module} in {batch} was bad before the model saw it"
+        fed = f"{'were' if plural else 'was'} fed {first.value}"
+        return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
     if first.phase == "backward":
         return lead + _of_gradient(first, batch)
     if first.phase == "optimizer":
@@ -136,9 +151,9 @@ def _batch(first: LocalDiagnosis) -> str:
     return f"batch {first.batch}" + (f" (step {first.step})" if first.step != first.batch else "")
 
 
-def next_steps(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
-    """Advice, short: what to look at, by what was found."""
-    steps = [*_by_source(first, odd)]
+def next_steps(first: LocalDiagnosis, odd: OddWeight | None, largest: str = "") -> list[str]:
+    """Advice, short: what to look at, by what was found. `largest` is the place of a very large weight, if any."""
+    steps = [*_by_source(first, odd, largest)]
     if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
         steps.insert(0, _FLOAT16)
     if first.source != "skipped":
@@ -146,7 +161,7 @@ def next_steps(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     return steps
 
 
-def _by_source(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
+def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> list[str]:
     if odd is not None:
         memory = (
             "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
@@ -178,7 +193,12 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     if first.source == "weight":
         if first.seen_in == "optimizer":
             return ["Watch the gradients, too: --watch forward,grads,weights."]
+        if first.step == 0:
+            return [_NO_STEP + "look at how that weight is initialised (torch.empty?), or at the checkpoint."]
         return ["The step before made it: look at the gradients and the learning rate of the step before."]
+    if first.step == 0 and first.phase == "forward":
+        where = f" of {largest}" if largest else "s, and at the scale of the inputs"
+        return [_NO_STEP + f"look at the initialisation of the weight{where}."]
     return ["Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."]
 
 
