@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test slow lint typecheck check clean
+.PHONY: help demo test slow gpu lint typecheck check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -27,6 +27,10 @@ test: $(READY)  ## all tests that need neither a GPU nor much time
 slow: $(READY)  ## the long tests, three at a time; a quarter of an hour
 	$(BIN)/python -m pytest -m 'slow and not gpu and not alone' --numprocesses 3 --dist loadfile
 	$(BIN)/python -m pytest -m 'slow and not gpu and alone'
+
+# It needs no install: it runs with the torch that is there.
+gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured there (docs/gpu.md)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_acceptance.py
 
 lint: $(READY)  ## formatting and lint rules
 	$(BIN)/ruff format --check .
