@@ -234,7 +234,7 @@ def machine(device: str) -> str:
     """What this ran on."""
     import torch
 
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else platform.machine()
     return f"{name}, torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
 
 

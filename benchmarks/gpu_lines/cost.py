@@ -27,7 +27,9 @@ def eager(device: torch.device) -> Iterator[Row]:
         for dtype in _DTYPES:
             try:
                 yield from _eager(size, dtype, device)
-            except Exception as error:  # out of memory, say: the other sizes are measured all the same
+            except torch.OutOfMemoryError as error:
+                yield Row(f"step, eager, {dtype}, {size}", "skipped", note=first_line(error))
+            except Exception as error:  # the others are measured all the same
                 yield Row(f"step, eager, {dtype}, {size}", "fail", note=first_line(error))
             gc.collect()
             if device.type == "cuda":

@@ -140,12 +140,13 @@ class Task:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 
-    def digest(self) -> str:
-        """Of the exact bits of all weights."""
-        found = hashlib.blake2b(digest_size=8)
-        for weight in self.net.parameters():
-            found.update(weight.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
-        return found.hexdigest()
+
+def digest_of(net: nn.Module) -> str:
+    """Of the exact bits of all weights."""
+    found = hashlib.blake2b(digest_size=8)
+    for weight in net.parameters():
+        found.update(weight.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def synchronize(device: torch.device) -> None:
@@ -157,4 +158,5 @@ def synchronize(device: torch.device) -> None:
 def deterministic() -> None:
     """The same bits from the same step. CUBLAS_WORKSPACE_CONFIG has to be set before CUDA is used."""
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # else it puts nan into gradients that nobody uses
     torch.backends.cudnn.benchmark = False
