@@ -18,6 +18,8 @@ EAGER_MOST, COMPILED_MOST = 1.05, 1.02
 """Times the plain step, where the device has work enough to hide the host's. A small model is measured by the peer."""
 _DTYPES: tuple[DType, ...] = ("bf16", "fp16")
 _ROUNDS = 7
+_STEPS = {"tiny": 4, "small": 20, "large": 4, "large, 4 layers": 5}
+"""Of one block."""
 
 
 def eager(device: torch.device) -> Iterator[Row]:
@@ -44,7 +46,7 @@ def _eager(size: str, dtype: DType, device: torch.device) -> Iterator[Row]:
         tasks[PEER] = with_peer
     else:
         del with_peer
-    steps = 20 if size != "large" else 4
+    steps = _STEPS[size]
     found: dict[str, list[float]] = {how: [] for how in tasks}
     order = random.Random(0)
     for number in range(_ROUNDS + 1):
@@ -112,7 +114,7 @@ def _compiled(size: str, dtype: DType, device: torch.device, how: str) -> float:
     """The best block's milliseconds per step."""
     torch.compiler.reset()
     task = Task(size, device, dtype)
-    steps = 20 if not size.startswith("large") else 5
+    steps = _STEPS[size]
     with watched(how, task.net):
         task.call = torch.compile(task.net)
         for _ in range(5):
