@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 
 from ..core.alarm import anomaly_of_page
 from ..core.frames import Page
-from ..core.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
+from ..core.messages import (
+    AgentBody,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    Leaving,
+    PageMessage,
+    RankState,
+    node_of,
+)
 from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
@@ -139,7 +150,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     facts = RunFacts()
     names: dict[tuple[int, int], Names] = {}
     pages: list[tuple[str, PageMessage]] = []
-    for agent, _, body in messages:
+    for name, _, body in messages:
+        agent = node_of(name)
         node = facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
             node.hello = body
@@ -149,6 +161,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
             names.setdefault((body.attempt, body.rank), Names()).add(body.entries)
         elif isinstance(body, PageMessage):
             pages.append((agent, body))
+        elif isinstance(body, Leaving):
+            continue
         elif isinstance(body, Beat):
             _take_beat(facts, node, body)
         else:
@@ -160,7 +174,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         if not rank.anomalies:  # it ended before it could look at what came back from its device
             found = (anomaly_of_page(page) for _, page in sorted(rank.pages.items()))
             rank.anomalies = [anomaly for anomaly in found if anomaly is not None][:1]
-    for agent in lost_agents:
+    for agent in map(node_of, lost_agents):
         if agent in facts.nodes:
             facts.nodes[agent].lost = True
     for node in facts.nodes.values():

@@ -28,6 +28,10 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     slurm_job: str = ""
     slurm_node: str = ""
     slurm_nodes: list[str] = []
+    agent: str = ""
+    """Names the node agents of one launch."""
+    life: int = 0
+    """Counts them: one that has ended is started again."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -82,7 +86,11 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     report: str
 
 
-FromAgent = Notice | StopRequest | Verdict
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    """The job is over, and the node agent is at work or waits for a verdict that is being made."""
+
+
+FromAgent = Notice | StopRequest | Verdict | Waiting
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -97,6 +105,10 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     max_frames: int = 21
     run_name: str = ""
     """Of the run's folder; "" for one made of the time."""
+    resume: str = ""
+    """Folder of a run whose collector has ended, to go on with; "" for a new run."""
+    fallback: str = ""
+    """Another folder for the store, should the runs' folder take no more; "" for none."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):
