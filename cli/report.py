@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from ..core.errors import UsageError
+from ..core.errors import GpuwatchError, UsageError
 from ..core.spool import SUFFIX
 
 
@@ -53,7 +53,16 @@ def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, a
         return 0
     terminal = sys.stdout.isatty()
     width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
-    click.echo(render_text(report, width=width, color=terminal, rank=rank))
+    try:
+        text = render_text(report, width=width, color=terminal, rank=rank)
+    except Exception as error:  # a report.json that was changed can hold anything that JSON can
+        if merge or again or path.is_file():
+            raise
+        raise GpuwatchError(
+            f"expected a report of gpuwatch in {path / 'report.json'}, found one that cannot be shown "
+            f"({type(error).__name__}: {error}); to make it again from the store: gpuwatch report --again {path}"
+        ) from error
+    click.echo(text)
     return 0
 
 

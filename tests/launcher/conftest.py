@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,16 +154,16 @@ class Node:
 
 
 @pytest.fixture
-def make_node(tmp_path: Path) -> Iterator[Callable[[], Node]]:
+def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     """Nodes of one job."""
     made: list[Node] = []
     numbers = itertools.count()
     keys = derive_keys("a secret of the tests", "job")
 
-    def make() -> Node:
+    def make(runs: Path | None = None) -> Node:
         scratch = tmp_path / f"scratch-{next(numbers)}"
         scratch.mkdir()
-        made.append(Node(scratch, tmp_path / "runs", keys))
+        made.append(Node(scratch, runs or tmp_path / "runs", keys))
         return made[-1]
 
     yield make
@@ -171,7 +172,19 @@ def make_node(tmp_path: Path) -> Iterator[Callable[[], Node]]:
 
 
 @pytest.fixture
-def node(make_node: Callable[[], Node]) -> Node:
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 400 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount a small file system here: not root, or in a container without the right to")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def node(make_node: Callable[..., Node]) -> Node:
     """A job of one node with its collector; its agent is up and has been heard."""
     made = make_node()
     made.start_agent(made.start_collector())

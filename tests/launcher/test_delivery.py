@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections import Counter
@@ -15,7 +16,8 @@ from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.messages import EventMessage, Hello
-from gpuwatch.core.records import Anomaly, Where
+from gpuwatch.core.records import Anomaly, Warned, Where
+from gpuwatch.launcher.scratch import keep_rescued
 
 ANOMALY = Anomaly(Where(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
 
@@ -133,3 +135,89 @@ def test_a_clean_job_whose_collector_never_came_is_clean_once_its_spools_are_mer
     (spool,) = (tmp_path / "runs").glob("*.spool")
     report = json.loads(CliRunner().invoke(report_command, [str(spool), "--format", "json"]).stdout)
     assert (report["verdict"]["kind"], report["verdict"]["certainty"]) == ("clean", "established")
+
+
+# -- a full disk --------------------------------------------------------------------------------------------------
+
+
+def chatter(rank, number: int) -> None:
+    """A kilobyte of events."""
+    place = Where(rank.rank, 0, number, number, "Net", number, number)
+    rank.writer.append(
+        Warned(place, "near overflow", f"module {number} {'x' * 1000}", "Linear", "forward", "output", "float16")
+    )
+
+
+def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhere(small_disk, make_node):
+    node = make_node(small_disk / "runs")
+    node.start_agent(node.start_collector())
+    for number in range(500):
+        chatter(node.ranks[number % 2], number)
+    node.heard("it goes on in")
+    node.ranks[1].batch(2)
+    node.ranks[1].writer.append(ANOMALY)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    rescued = keep_rescued(node.scratch)
+    assert rescued is not None
+    try:
+        kept = sorted(path.name for path in rescued.iterdir())
+        assert "run.sqlite" in kept
+        done = CliRunner().invoke(report_command, ["--merge", str(node.run_dir), str(rescued), "--format", "json"])
+        assert json.loads(done.stdout)["verdict"]["module"] == "fc"
+    finally:
+        shutil.rmtree(rescued)
+
+
+def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_the_verdict_stands(
+    small_disk, make_node
+):
+    """What is in memory only is in the report, too; and is not acknowledged, so the agents keep it."""
+    node = make_node(small_disk / "runs")
+    (node.scratch / "rescued").write_text("in the way")
+    node.start_agent(node.start_collector())
+    for number in range(500):
+        chatter(node.ranks[number % 2], number)
+    node.heard("cannot be written")
+    node.ranks[1].writer.append(ANOMALY)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    assert len(stored(node, EventMessage)) < 500
+
+
+# -- helpers that are stopped -------------------------------------------------------------------------------------
+
+LONGER_THAN_ANY_PATIENCE_S = 32.0
+
+
+@pytest.mark.slow  # longer than the longest silence that used to end a job
+def test_an_agent_that_is_stopped_for_long_ends_nobodys_job(make_node):
+    head, other = make_node(), make_node()
+    address = head.start_collector()
+    for number, node in enumerate((head, other)):
+        node.start_agent(address, ranks=range(number, number + 1), nodes=2)
+        node.train(0, 1)
+    until(lambda: len(stored(head, Hello)) == 2, "both hellos")
+    kill(other.agent, signal.SIGSTOP)
+    time.sleep(LONGER_THAN_ANY_PATIENCE_S)
+    kill(other.agent, signal.SIGCONT)
+    for node in (head, other):
+        node.end_ranks()
+    verdicts = [node.verdict() for node in (head, other)]
+    assert [(verdict.exit_code, verdict.kind) for verdict in verdicts] == [(0, "clean")] * 2, verdicts[0].text
+    assert head.stops == other.stops == []
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_stopped_for_long_counts_nobodys_silence(node):
+    node.train(0, 1)
+    until(lambda: stored(node, Hello), "the hello")
+    kill(node.collector, signal.SIGSTOP)
+    node.end_ranks()
+    time.sleep(LONGER_THAN_ANY_PATIENCE_S)
+    kill(node.collector, signal.SIGCONT)
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+    assert [entry["state"] for entry in report_of(node)["nodes"]] == ["ok"]
