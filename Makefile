@@ -8,7 +8,7 @@ JOBS ?= 2
 SEED ?= 0
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED)
 
-.PHONY: help demo test slow soak lint typecheck check clean
+.PHONY: help demo test slow soak gpu lint typecheck check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +34,10 @@ slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter o
 
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
+
+# It needs no install: it runs with the torch that is there.
+gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured there (docs/gpu.md)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_acceptance.py
 
 lint: $(READY)  ## formatting and lint rules
 	$(BIN)/ruff format --check .

@@ -7,7 +7,18 @@ from dataclasses import dataclass, field
 
 from ..core.frames import Page
 from ..core.judge import anomaly_of_page
-from ..core.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
+from ..core.messages import (
+    AgentBody,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    Leaving,
+    PageMessage,
+    RankState,
+    node_of,
+)
 from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
@@ -144,7 +155,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     facts = RunFacts()
     names: dict[tuple[int, int], Names] = {}
     pages: list[tuple[str, PageMessage]] = []
-    for agent, _, received in messages:
+    for name, _, received in messages:
+        agent = node_of(name)
         body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
         node = facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
@@ -155,6 +167,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
             names.setdefault((body.attempt, body.rank), Names()).add(body.entries)
         elif isinstance(body, PageMessage):
             pages.append((agent, body))
+        elif isinstance(body, Leaving):
+            continue
         elif isinstance(body, Beat):
             _take_beat(facts, node, body)
         else:
@@ -166,7 +180,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         if not rank.anomalies:  # it ended before it could look at what came back from its device
             found = (anomaly_of_page(page) for _, page in sorted(rank.pages.items()))
             rank.anomalies = [anomaly for anomaly in found if anomaly is not None][:1]
-    for agent in lost_agents:
+    for agent in map(node_of, lost_agents):
         if agent in facts.nodes:
             facts.nodes[agent].lost = True
     for node in facts.nodes.values():

@@ -72,7 +72,30 @@ class RunStore:
         """Stores that could not be written any more; what they hold is still read."""
         if not create and not path.exists():
             raise GpuwatchError(f"expected a run store, found no file {path}")
-        self._db = self._open(path, create)
+        self._db = self._open_either() if create else self._open(path, False)
+
+    def _open_either(self) -> sqlite3.Connection:
+        """The file in the run's folder, or in the other one; in both, if a collector before this one had to move."""
+        moved = self._fallback is not None and (self._fallback / self.path.name).exists()
+        try:
+            db = self._open(self.path, True)
+        except GpuwatchError:
+            if self._fallback is None:
+                raise
+            db = None
+        if db is not None and not moved:
+            return db
+        assert self._fallback is not None
+        self._older += [db] if db is not None else []
+        return self._open_other(self._fallback)
+
+    def _open_other(self, folder: Path) -> sqlite3.Connection:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        db = self._open(folder / self.path.name, True)
+        self._say(f"the run's store {self.path} cannot be written; it goes on in {folder}")
+        self.path = folder / self.path.name
+        self._fallback = None
+        return db
 
     @property
     def unwritten(self) -> int:
@@ -176,20 +199,18 @@ class RunStore:
 
     def _move(self) -> bool:
         """Go on in the other folder, once. Copies nothing: what is in the first file is read from there."""
-        folder, self._fallback = self._fallback, None
+        folder = self._fallback
         if folder is None:
             return False
+        older = self._db
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            db = self._open(folder / self.path.name, True)
+            self._db = self._open_other(folder)
         except (OSError, GpuwatchError):
             return False
         with suppress(sqlite3.Error):
-            for key, value in self._db.execute("SELECT key, value FROM run").fetchall():
+            for key, value in older.execute("SELECT key, value FROM run").fetchall():
                 self._facts.setdefault(key, value)
-        self._say(f"the run's store {self.path} cannot be written; it goes on in {folder}")
-        self._older.append(self._db)
-        self._db, self.path = db, folder / self.path.name
+        self._older.append(older)
         return True
 
     # -- reading ------------------------------------------------------------------------------------------------

@@ -137,7 +137,20 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     signal: int = 0
 
 
-AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye
+def node_of(agent: str) -> str:
+    """What the agents of one launch have in common: one that had ended is started again with another number.
+
+    >>> node_of("8f3c.2")
+    '8f3c'
+    """
+    return agent.partition(".")[0]
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The agent has the verdict. Not numbered."""
+
+
+AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye | Leaving
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

@@ -29,6 +29,10 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     check_only: bool = False
     job: SchedulerJob | None = None
     """The scheduler's job that the node runs in; None outside of one."""
+    agent: str = ""
+    """Names the node agents of one launch."""
+    life: int = 0
+    """Counts them: one that has ended is started again."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -85,7 +89,11 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     report: str
 
 
-FromAgent = Notice | StopRequest | Verdict
+class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
+    """The job is over, and the node agent is at work or waits for a verdict that is being made."""
+
+
+FromAgent = Notice | StopRequest | Verdict | Waiting
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -100,6 +108,10 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     max_frames: int = 21
     run_name: str = ""
     """The name of the run's folder; "" makes one from the time."""
+    resume: str = ""
+    """Folder of a run whose collector has ended, to go on with; "" for a new run."""
+    fallback: str = ""
+    """Another folder for the store, should the runs' folder take no more; "" for none."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):

@@ -31,6 +31,19 @@ class Child:
         write_line(self.stdin, config)
 
     @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it comes to an end by itself, now that its output is closed."""
+        try:
+            return self._process.wait(5.0) == 0
+        except subprocess.TimeoutExpired:
+            return False
+
+    @property
     def stdin(self) -> IO[bytes]:
         """Where it reads."""
         assert self._process.stdin is not None
@@ -42,8 +55,8 @@ class Child:
         assert self._process.stdout is not None
         return self._process.stdout
 
-    def end(self, timeout_s: float) -> int | None:
-        """Close its input and wait for it to finish; kill it after `timeout_s` (0: leave it to itself).
+    def end(self, timeout_s: float, *, kill: bool = True) -> int | None:
+        """Close its input and wait for it to finish. After `timeout_s` it is killed, or left to itself.
 
         Returns its exit code, None if it had none of its own.
         """
@@ -56,6 +69,8 @@ class Child:
         try:
             code: int | None = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
+            if not kill:
+                return None
             self._process.kill()
             self._process.wait()
             code = None

@@ -29,39 +29,32 @@ from ..core.keys import JobKeys
 from ..core.pipe import (
     AgentConfig,
     Bound,
-    CannotBind,
     CollectorConfig,
     LaunchDone,
-    Notice,
     PreflightOver,
     StageLine,
-    StopRequest,
     Verdict,
     WorkersEnded,
     WorkersStarted,
-    read_from_agent,
-    read_from_collector,
-    write_line,
 )
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from .children import Child
 from .elastic import run_torchrun
+from .head_collector import HeadCollector
 from .job import Job
 from .live_lines import live_lines
+from .node_agent import NodeAgent
 from .options import check_together, get_check_parser, get_parser
 from .overflows import Overflows
 from .plan import Plan, limit_rendezvous, make_plan
 from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
-from .scratch import make_scratch, remove_scratch
+from .scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
 from .worker_settings import worker_settings
 
-_VERDICT_WAIT_S = 420.0
 _CHILD_END_S = 20.0
-_BIND_WAIT_S = 30.0
 _LAST_LINE_S = 2.0
 """For the collector's last line, which was written before the verdict was sent."""
 
@@ -116,11 +109,9 @@ class _Launch:
         self._nproc = nproc
         self._command = command
         self._job = job
-        self._collector: Child | None = None
-        self._agent: Child | None = None
-        self._verdict: Verdict | None = None
+        self._collector: HeadCollector | None = None
+        self._agent: NodeAgent | None = None
         self._stop = threading.Event()
-        self._answered = threading.Event()
         self._any_started = False
         self._hurry = False
         self._ranks: list[psutil.Process] = []
@@ -128,7 +119,6 @@ class _Launch:
         self._finishing = threading.Lock()
         self._run_dir: Path | None = None
         self._live = live_lines(check_only=args.check_only)
-        self._live_over = threading.Event()
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
@@ -163,6 +153,9 @@ class _Launch:
         self._live.close()
         self._kill_ranks()
         self._end_children()
+        rescued = keep_rescued(self._scratch)
+        if rescued is not None:
+            say(f"the runs' folder took no more: the store is in {rescued}, read it with: gpuwatch report {rescued}")
         remove_scratch(self._scratch)
 
     def _leave_torchrun(self) -> None:
@@ -203,12 +196,12 @@ class _Launch:
             rdzv_id=plan.job,
             max_frames=self._args.max_frames,
             run_name=self._args.run_name or "",
+            fallback=str(self._scratch / RESCUED),
         )
-        self._collector = Child("collector", config)
-        answer = self._first_word(self._collector)
+        self._collector = HeadCollector(config, say, self._show)
+        answer = self._collector.answer
         if isinstance(answer, Bound):
             self._run_dir = Path(answer.run_dir)
-            threading.Thread(target=self._follow, args=(self._collector,), daemon=True, name="gpuwatch-live").start()
             say(f"the report will be in {_relative(answer.run_dir)}")
             return plan.connect or answer.address
         if answer is None:
@@ -226,35 +219,12 @@ class _Launch:
             )
         return plan.connect
 
-    def _first_word(self, child: Child) -> Bound | CannotBind | None:
-        """What the collector says first; None if it died or says nothing in time."""
-        timer = threading.Timer(_BIND_WAIT_S, child.kill)
-        timer.start()
-        try:
-            for line in child.stdout:
-                message = read_from_collector(line)
-                if isinstance(message, Notice):
-                    say(message.text)
-                elif isinstance(message, Bound | CannotBind):
-                    return message
-            return None
-        finally:
-            timer.cancel()
-
-    def _follow(self, collector: Child) -> None:
-        """Show the preflight's lines, until the collector has said the last one or has ended."""
-        try:
-            for line in collector.stdout:
-                message = read_from_collector(line)
-                if isinstance(message, StageLine):
-                    self._live.show(message)
-                elif isinstance(message, PreflightOver):
-                    self._live.over(message)
-                    break
-        except (msgspec.DecodeError, ValueError):  # a later collector, or its pipe was closed meanwhile
-            pass
-        finally:
-            self._live_over.set()
+    def _show(self, line: StageLine | PreflightOver) -> None:
+        """A line of the preflight."""
+        if isinstance(line, StageLine):
+            self._live.show(line)
+        else:
+            self._live.over(line)
 
     def _is_our_collector(self, address: str) -> bool:
         """Whether who listens at `address` has the private key of this job's collector: the handshake tells."""
@@ -291,24 +261,11 @@ class _Launch:
             check_only=self._args.check_only,
             job=job.on_the_wire if job is not None else None,
         )
-        self._agent = Child("launcher.agent", config)
-        threading.Thread(target=self._listen, args=(self._agent,), daemon=True, name="gpuwatch-listen").start()
+        self._agent = NodeAgent(config, say, self._stop_ranks)
 
-    def _listen(self, agent: Child) -> None:
-        """Read what the node agent says, until it ends."""
-        for line in agent.stdout:
-            try:
-                message = read_from_agent(line)
-            except msgspec.DecodeError:
-                continue
-            if isinstance(message, Notice):
-                say(message.text)
-            elif isinstance(message, StopRequest):
-                say(f"stopping the ranks of this node: {message.reason}")
-                self._stop.set()
-            elif isinstance(message, Verdict):
-                self._verdict = message
-        self._answered.set()
+    def _stop_ranks(self, reason: str) -> None:
+        say(f"stopping the ranks of this node: {reason}")
+        self._stop.set()
 
     def _kill_ranks(self) -> None:
         """Only after a second signal has torn torchrun out of its own shutdown is there anything to do."""
@@ -387,7 +344,7 @@ class _Launch:
 
     def _tell(self, message: msgspec.Struct) -> None:
         if self._agent is not None:
-            write_line(self._agent.stdin, message)
+            self._agent.tell(message)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -406,9 +363,10 @@ class _Launch:
             self._hurry = True
             return fallback
         try:
-            self._answered.wait(_VERDICT_WAIT_S)
+            if self._agent is not None:
+                self._agent.wait()
             if self._collector is not None:
-                self._live_over.wait(_LAST_LINE_S)
+                self._collector.told_all.wait(_LAST_LINE_S)
         except (SignalException, KeyboardInterrupt):
             if self._verdict is None:
                 self._hurry = True
@@ -421,6 +379,10 @@ class _Launch:
             return self._exit_code(fallback, "unknown")
         self._print(verdict)
         return self._exit_code(verdict.exit_code, verdict.kind)
+
+    @property
+    def _verdict(self) -> Verdict | None:
+        return self._agent.verdict if self._agent is not None else None
 
     def _with_reason(self, done: LaunchDone) -> LaunchDone:
         """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""

@@ -27,8 +27,8 @@ class Outbox:
         self.pages_dropped: dict[int, int] = {}
         """rank -> pages that were dropped"""
 
-    def put(self, body: AgentBody) -> None:
-        """Number a message and keep it."""
+    def put(self, body: AgentBody) -> bytes:
+        """Number a message and keep it. Returns it as it goes over the wire if nothing before it was dropped."""
         data = encode_body(body)
         rank = body.rank if isinstance(body, PageMessage) else None
         self._kept[self._next] = (data, rank)
@@ -36,6 +36,7 @@ class Outbox:
         if rank is not None:
             self._page_bytes += len(data)
             self._drop_pages()
+        return envelope(self._next - 1, self._next - 2, data)
 
     def _drop_pages(self) -> None:
         if self._page_bytes <= self._page_limit:

@@ -14,6 +14,8 @@ from ..core.recorder.layout import file_bytes
 _PREFIX = "gpuwatch-"
 _SHARED_MEMORY = Path("/dev/shm")
 _OWNER = "owner"
+RESCUED = "rescued"
+"""Folder in the scratch for what the runs' folder took no more of."""
 
 
 def make_scratch(ranks: int) -> Path:
@@ -44,6 +46,20 @@ def _pid_namespace() -> int:
 def remove_scratch(folder: Path) -> None:
     """Remove the folder; twice does no harm."""
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_rescued(scratch: Path) -> Path | None:
+    """Move what the runs' folder took no more of to where it stays; None if there is nothing."""
+    source = scratch / RESCUED
+    if not source.is_dir():
+        return None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="gpuwatch-rescued-"))
+        for path in source.iterdir():
+            shutil.move(path, folder / path.name)
+    except OSError:
+        return None
+    return folder
 
 
 def remove_stale() -> None:

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.run_protocol import LINGER_S, NOBODY_S, SILENT_S, STOP_AFTER_S, Finish, Keep, RunProtocol, Send
+from gpuwatch.collector.run_protocol import (
+    ABANDONED_S,
+    GONE_S,
+    LINGER_S,
+    NOBODY_S,
+    SILENT_S,
+    STOP_AFTER_S,
+    Finish,
+    Keep,
+    RunProtocol,
+    Send,
+)
 from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Definitions, EventMessage, Refused, Stop, Want, Welcome
 from gpuwatch.core.records import Anomaly, NodeSignal, RootDef, Where
 
@@ -68,11 +79,8 @@ def anomaly(rank=0, batch=3, root="Net", aborts=False) -> EventMessage:
 def test_a_hello_is_kept_welcomed_and_acknowledged(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     message = AgentMessage(1, make.hello())
-    assert run_protocol.hear("a0", message, 0) == [
-        Keep("a0", message),
-        Send("a0", Welcome("run", "/runs/run", 1)),
-        Send("a0", Ack(1)),
-    ]
+    assert run_protocol.hear("a0", message, 0) == [Keep("a0", message), Send("a0", Welcome("run", "/runs/run"))]
+    assert run_protocol.committed() == [Send("a0", Ack(1))]
 
 
 def test_an_agent_of_another_job_is_refused_and_counted(make):
@@ -84,24 +92,32 @@ def test_an_agent_of_another_job_is_refused_and_counted(make):
     assert run_protocol.nodes == {}
 
 
-def test_a_message_is_kept_before_it_is_acknowledged(two):
-    actions = two.say("a0", event())
-    assert [type(action) for action in actions] == [Keep, Send]
-    assert actions[1].message == Ack(2)
+def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):
+    two.run_protocol.committed()
+    assert [type(action) for action in two.say("a0", event())] == [Keep]
+    beat = AgentMessage(0, Beat([], {}))
+    assert two.run_protocol.hear("a0", beat, 0)[1] == Send("a0", Ack(1))
+    again = AgentMessage(2, event(), after=1)
+    assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(1))]
+    assert two.run_protocol.committed() == [Send("a0", Ack(2))]
+    assert two.run_protocol.committed() == []
 
 
 def test_a_gap_is_not_kept_and_asked_for_again(two):
+    two.run_protocol.committed()
     lost = AgentMessage(4, event(), after=3)
     assert two.run_protocol.hear("a0", lost, 0) == [Send("a0", Ack(1, resend=True))]
 
 
 def test_a_page_that_the_agent_dropped_is_no_gap(two):
     dropped = AgentMessage(9, event(), after=1)
-    assert two.run_protocol.hear("a0", dropped, 0) == [Keep("a0", dropped), Send("a0", Ack(9))]
+    assert two.run_protocol.hear("a0", dropped, 0) == [Keep("a0", dropped)]
+    assert two.run_protocol.committed()[0] == Send("a0", Ack(9))
 
 
 def test_a_duplicate_is_acknowledged_and_not_kept_again(two):
     two.say("a0", event())
+    two.run_protocol.committed()
     again = AgentMessage(2, event(), after=1)
     assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(2))]
 
@@ -116,6 +132,7 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     message = AgentMessage(1, make.hello())
     run_protocol.hear("a0", message, 0)
+    run_protocol.committed()
     again = run_protocol.hear("a0", message, 1)
     assert sent(again, Welcome) == [("a0", Welcome("run", "/runs/run", 1))]
     assert not any(isinstance(action, Keep) for action in again)
@@ -123,6 +140,7 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
 
 def test_a_beat_is_kept_and_answered_with_what_there_is(two):
     two.say("a0", event())
+    two.run_protocol.committed()
     beat = AgentMessage(0, Beat([], {}))
     assert two.run_protocol.hear("a0", beat, 0) == [Keep("a0", beat), Send("a0", Ack(2))]
 
@@ -189,15 +207,82 @@ def test_an_elastic_job_goes_on_without_a_node_that_failed(make):
     assert cluster.tick(20.5) == []
 
 
-def test_a_silent_node_is_lost_and_the_others_are_stopped(two):
+def test_a_silent_node_ends_nobodys_job(two):
     two.beat(SILENT_S, "a0")
-    assert two.tick(SILENT_S) == []
     assert two.tick(SILENT_S + 0.1) == []
     assert two.run_protocol.lost_agents == ["a1"]
-    ((agent, stop),) = sent(two.tick(SILENT_S + STOP_AFTER_S + 0.2), Stop)
-    assert (agent, stop.reason) == ("a0", "node h1 is lost")
-    two.say("a0", Bye("failed"), SILENT_S + 8)
-    assert two.tick(SILENT_S + 8) == [Finish()]
+    for later in range(1, 100):
+        two.beat(SILENT_S + 10 * later, "a0")
+        assert two.tick(SILENT_S + 10 * later + 0.1) == []
+
+
+def test_all_nodes_silent_end_nobodys_job_while_the_launch_lives(two):
+    assert two.tick(10_000) == []
+    assert two.run_protocol.lost_agents == ["a0", "a1"]
+
+
+def test_a_silent_node_is_waited_for_after_a_goodbye_but_not_for_ever(two):
+    two.beat(100, "a1")
+    two.say("a0", Bye("ok"), 100)
+    assert two.tick(100 + GONE_S) == []
+    assert two.tick(101 + GONE_S) == [Finish()]
+    assert two.run_protocol.lost_agents == ["a1"]
+
+
+def test_when_the_launch_and_all_agents_are_gone_the_report_is_made(two):
+    two.run_protocol.launch_gone(100)
+    two.beat(100, "a0", "a1")
+    assert two.tick(100 + SILENT_S) == []
+    assert two.tick(101 + SILENT_S) == [Finish()]
+
+
+def test_a_collector_without_a_launch_gives_up_after_a_long_silence(make):
+    cluster = Cluster(make)
+    cluster.run_protocol.by_hand = True
+    assert cluster.tick(ABANDONED_S) == []
+    assert cluster.tick(ABANDONED_S + 1) == [Finish()]
+
+
+def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before(make):
+    cluster = Cluster(make, nodes=0)
+    cluster.say("a.0", make.hello("a.0", nproc=1, nodes=1))
+    cluster.say("a.1", make.hello("a.1", nproc=1, nodes=1), 5)
+    assert cluster.tick(SILENT_S + 1) == []
+    assert cluster.run_protocol.lost_agents == []
+    cluster.say("a.1", Bye("ok"), SILENT_S + 2)
+    assert cluster.tick(SILENT_S + 2) == [Finish()]
+
+
+# -- a collector that was started again ---------------------------------------------------------------------------
+
+
+def restored(make, *bodies, nodes=2):
+    """A protocol that goes on from what another had stored of a0."""
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    hello = make.hello("a0", "h0", 1, nodes)
+    run_protocol.restore([("a0", n, body) for n, body in enumerate([hello, *bodies], 1)], 0.0)
+    return run_protocol
+
+
+def test_it_goes_on_where_the_one_before_it_was(make):
+    run_protocol = restored(make, event())
+    beat = AgentMessage(0, Beat([], {}))
+    assert run_protocol.hear("a0", beat, 1) == [Keep("a0", beat), Send("a0", Ack(2))]
+    lost = AgentMessage(4, event(), after=3)
+    assert run_protocol.hear("a0", lost, 1) == [Send("a0", Ack(2, resend=True))]
+    assert run_protocol.hear("a0", AgentMessage(3, event(), after=2), 1) == [Keep("a0", AgentMessage(3, event(), 2))]
+
+
+def test_it_asks_again_for_the_batches_that_the_one_before_it_wanted(make):
+    run_protocol = restored(make, anomaly(rank=1, root="Net#2"))
+    beat = AgentMessage(0, Beat([], {}))
+    assert sent(run_protocol.hear("a0", beat, 1), Want) == [("a0", Want(0, "Net", 1, 3))]
+    assert sent(run_protocol.hear("a0", beat, 2), Want) == []
+
+
+def test_it_knows_who_has_said_goodbye(make):
+    run_protocol = restored(make, Bye("ok"), nodes=1)
+    assert run_protocol.tick(0.1) == [Finish()]
 
 
 def test_a_node_that_is_heard_again_is_not_lost(two):

@@ -17,7 +17,7 @@ from gpuwatch.collector.run_protocol import RunProtocol
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.keys import derive_keys
-from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Final, Welcome, decode_collector, encode
+from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Final, Leaving, Welcome, decode_collector, encode
 
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")
@@ -65,7 +65,8 @@ class Running:
 
 
 @pytest.fixture
-def running(tmp_path):
+def running(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpuwatch.collector.server._FAREWELL_MS", 500)  # for agents of a test that say nothing more
     made = Running(tmp_path)
     yield made
     made.end()
@@ -102,6 +103,15 @@ def acknowledged(socket) -> int:
     return answer.n
 
 
+def say_goodbye(agent) -> Final:
+    """As an agent does when its launch has ended: Bye, and Leaving once it has the verdict."""
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    while not isinstance(message := receive(agent), Final):
+        pass
+    agent.send(encode(AgentMessage(0, Leaving())))
+    return message
+
+
 def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
@@ -111,18 +121,19 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
     answer = receive(agent)
     assert (answer.n, answer.echo_ns) == (1, before)
     assert before <= answer.time_ns <= time.time_ns()
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    say_goodbye(agent)
 
 
 def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
-    assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder), 1)
+    assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder))
     assert acknowledged(agent) == 1
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
     assert acknowledged(agent) == 2
     final = receive(agent)
     assert isinstance(final, Final)
+    agent.send(encode(AgentMessage(0, Leaving())))
     assert (final.exit_code, final.kind) == (6, "unknown"), "no rank was ever heard"
     report = running.join()
     assert report.verdict.statement in final.text
@@ -149,7 +160,7 @@ def test_a_client_with_other_keys_is_refused_and_counted(running, connect, make)
     monitor.close()
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    say_goodbye(agent)
     report = running.join()
     assert report.collector["refused"] >= 1
     assert "stranger" not in running.protocol.nodes
@@ -165,7 +176,7 @@ def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(runnin
     agent.send(encode(AgentMessage(0, make.Beat([], {}))))
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
     assert isinstance(receive(agent), Welcome)
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    say_goodbye(agent)
     report = running.join()
     assert report.collector["malformed"] >= 3
 

@@ -36,9 +36,10 @@ def python(code: str) -> str:
         "import gpuwatch.launcher.agent",
         "import gpuwatch.worker.__main__",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
-        "from gpuwatch.collector.finish import report_from_messages\n"
+        "from gpuwatch.collector.facts import fold\n"
+        "from gpuwatch.collector.report.model import build_report\n"
         "from gpuwatch.collector.report.text import render_text\n"
-        "render_text(report_from_messages([], 'x'))",
+        "render_text(build_report(fold([]), run_id='x', started=None, ended=None))",
     ],
 )
 def test_torch_is_not_imported(code):

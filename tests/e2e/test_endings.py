@@ -75,31 +75,21 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     assert '"kind": "' in report.read_text()
 
 
-@pytest.mark.slow  # a collector is given up after 15 s of silence
-def test_the_collector_killed_in_the_middle_costs_the_training_nothing(bench):
+@pytest.mark.parametrize("helper", ["gpuwatch.collector", "gpuwatch.launcher.agent"])
+def test_a_helper_that_is_killed_in_the_middle_costs_nothing(bench, helper):
+    options = ("--rank", "1", "--batch", "40", "--batches", "100000")
     process = bench.start(
-        "gpuwatch.cli.main",
-        "launch",
-        "--nproc-per-node",
-        "2",
-        bench.script("ddp_overflow.py"),
-        "--rank",
-        "9",
-        "--batch",
-        "0",
-        "--batches",
-        "2000",
+        "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("ddp_overflow.py"), *options
     )
     assert process.stdout is not None
     assert process.stdout.readline().startswith("batch 0")
-    bench.running("gpuwatch.collector")[0].kill()
+    bench.running(helper)[0].kill()
     run = bench.finish(process)
 
-    assert run.code == 0
-    assert "batch 1999 loss" in run.stdout
-    (spool,) = (bench.cwd / "gpuwatch-runs").glob("*.spool")
-    assert str(spool) in run.stderr
-    assert bench.gpuwatch("report", str(spool)).code == 0
+    assert run.code == 4
+    assert (run.verdict["rank"], run.verdict["module"], run.verdict["batch"]) == (1, "block.widen", 40)
+    assert "started again" in run.stderr
+    assert not list((bench.cwd / "gpuwatch-runs").glob("*.spool"))
 
 
 @pytest.mark.slow

@@ -37,32 +37,32 @@ static int read_segment(FrameWriter *self, Frame *frame)
     frame->row_count = segment[S_ROWS];
     frame->values = segment[S_VALUES];
     PyBuffer_Release(&memory);
-    return frame->frames < FRAMES_PER_SEGMENT;
+    return 1;
 }
 
 int begin_frame(FrameWriter *self, Frame *frame)
 {
-    frame->used = frame->fresh = 0;
+    frame->used = 0;
     return read_segment(self, frame);
 }
 
 int follow_segment(FrameWriter *self, Frame *frame)
 {
     const int64_t page = frame->page;
-    return read_segment(self, frame) && frame->page == page && frame->row_count + frame->used <= ROWS_PER_SEGMENT;
+    return read_segment(self, frame) && frame->page == page;
+}
+
+static void put_value(char *segment, int64_t position, const Row *row)
+{
+    const int64_t numbers[] = {row->low, row->high, row->meta};
+    memcpy(segment + VALUES_AT + position * VALUE_BYTES, numbers, sizeof numbers);
 }
 
 static void put_rows(char *segment, const Frame *frame)
 {
-    char *value = segment + VALUES_AT + frame->values * VALUE_BYTES;
     char *place = segment + ROWS_AT + frame->row_count * ROW_BYTES;
     for (int i = 0; i < frame->used; i++) {
         const Row *row = &frame->rows[i];
-        if (row->has_value) {
-            const int64_t numbers[] = {row->low, row->high, row->meta};
-            memcpy(value, numbers, sizeof numbers);
-            value += VALUE_BYTES;
-        }
         const uint32_t words[] = {row->slot, (uint32_t)row->value, row->shape};
         memcpy(place, words, sizeof words);
         place[ROW_DTYPE] = (char)row->dtype;
@@ -93,28 +93,63 @@ static void publish(int64_t *place, int64_t number)
     __atomic_store_n(place, number, __ATOMIC_RELEASE);
 }
 
-int store_frame(FrameWriter *self, const Frame *frame, const Call *call)
+/* The segment, if nobody has written in it since the frame was made; else NULL. */
+static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memory)
+{
+    int64_t at;
+    char *segment = borrow_segment(self, memory, &at);
+    if (segment == NULL)
+        return NULL;
+    const int64_t *counts = (int64_t *)segment;
+    if (at == frame->at && counts[S_PAGE] == frame->page && counts[S_FRAMES] == frame->frames &&
+        counts[S_ROWS] == frame->row_count && counts[S_VALUES] == frame->values)
+        return segment;
+    PyBuffer_Release(memory);
+    return NULL;
+}
+
+/* Go on in another segment: this one is full. Python's recorder does it. NULL if the page is not as it was. */
+static char *borrow_next(FrameWriter *self, Frame *frame, Py_buffer *memory)
+{
+    const int64_t next_value = frame->value_base + frame->values;
+    PyBuffer_Release(memory);
+    PyObject *done = PyObject_CallNoArgs(self->next_segment);
+    Py_XDECREF(done);
+    if (done == NULL || !follow_segment(self, frame)) {
+        PyErr_Clear();
+        return NULL;
+    }
+    const int is_empty = frame->values == 0 && frame->row_count == 0 && frame->frames == 0;
+    return is_empty && frame->value_base == next_value ? borrow_same(self, frame, memory) : NULL;
+}
+
+int store_frame(FrameWriter *self, Frame *frame, const Call *call)
 {
     Py_buffer memory;
-    int64_t at;
-    char *segment = borrow_segment(self, &memory, &at);
+    char *segment = borrow_same(self, frame, &memory);
+    for (int i = 0; i < frame->used && segment != NULL; i++) {
+        const Row *row = &frame->rows[i];
+        if (!row->has_value)
+            continue;
+        if (frame->values == VALUES_PER_SEGMENT && (segment = borrow_next(self, frame, &memory)) == NULL)
+            return 0;
+        put_value(segment, frame->values++, row);
+        publish(&((int64_t *)segment)[S_VALUES], frame->values);
+    }
+    if (segment != NULL &&
+        (frame->frames == FRAMES_PER_SEGMENT || frame->row_count + frame->used > ROWS_PER_SEGMENT))
+        segment = borrow_next(self, frame, &memory);
     if (segment == NULL)
         return 0;
-    int64_t *counts = (int64_t *)segment;
-    const int same = at == frame->at && counts[S_PAGE] == frame->page && counts[S_FRAMES] == frame->frames &&
-                     counts[S_ROWS] == frame->row_count && counts[S_VALUES] == frame->values;
-    if (same) {
-        put_rows(segment, frame);
-        put_frame(segment, frame, call);
-        publish(&counts[S_VALUES], frame->values + frame->fresh);
-        publish(&counts[S_ROWS], frame->row_count + frame->used);
-        publish(&counts[S_FRAMES], frame->frames + 1);
-        if (call->rank_phase) {
-            int64_t *header = memory.buf;
-            publish(&header[F_PHASE], call->rank_phase);
-            publish(&header[F_MODULE], call->module);
-        }
+    put_rows(segment, frame);
+    put_frame(segment, frame, call);
+    int64_t *counts = (int64_t *)segment, *header = memory.buf;
+    publish(&counts[S_ROWS], frame->row_count + frame->used);
+    publish(&counts[S_FRAMES], frame->frames + 1);
+    if (call->rank_phase) {
+        publish(&header[F_PHASE], call->rank_phase);
+        publish(&header[F_MODULE], call->module);
     }
     PyBuffer_Release(&memory);
-    return same;
+    return 1;
 }

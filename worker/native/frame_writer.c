@@ -79,13 +79,13 @@ static int argument_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObj
     if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs) || PyTuple_GET_SIZE(args) > ROLES)
         return 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
-        if (!leaf_row(self, frame, slots, input_roles[i], PyTuple_GET_ITEM(args, i), 0))
+        if (!leaf_rows(self, frame, slots, input_roles[i], PyTuple_GET_ITEM(args, i), 1, 0))
             return 0;
     PyObject *key, *leaf;
     Py_ssize_t position = 0;
     while (PyDict_Next(kwargs, &position, &key, &leaf)) {
         PyObject *role = find(self->kwargs, key);
-        if (role == NULL || !leaf_row(self, frame, slots, role, leaf, 0))
+        if (role == NULL || !leaf_rows(self, frame, slots, role, leaf, 1, 0))
             return 0;
     }
     return 1;
@@ -94,11 +94,11 @@ static int argument_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObj
 static int output_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *output)
 {
     if (!PyTuple_CheckExact(output))
-        return leaf_row(self, frame, slots, output_role, output, 1);
+        return leaf_rows(self, frame, slots, output_role, output, 0, 1);
     if (PyTuple_GET_SIZE(output) > ROLES)
         return 0;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(output); i++)
-        if (!leaf_row(self, frame, slots, output_roles[i], PyTuple_GET_ITEM(output, i), (int)i + 2))
+        if (!leaf_rows(self, frame, slots, output_roles[i], PyTuple_GET_ITEM(output, i), 1, 1))
             return 0;
     return 1;
 }
@@ -307,6 +307,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 #define IS_DICT(NAME) expect(self->NAME, PyDict_CheckExact(self->NAME), #NAME " must be a dict")
     if (parsed && IS_DICT(seen) && IS_DICT(by_memory) && IS_DICT(weights) && IS_DICT(shapes) && IS_DICT(ignored) &&
         IS_DICT(watched) && IS_DICT(local) && IS_DICT(kwargs) && IS_DICT(compiler) &&
+        expect(self->tensor, PyType_Check(self->tensor), "tensor must be a class") &&
         expect(self->numbers, PyType_Check(self->numbers), "numbers must be a class") &&
         expect(near, PyDict_Check(near), "near must be a dict") && set_near(self, near) &&
         (self->exchange = exchange_of(exchange)) != NULL && check_memory(self) && set_cursor(self))

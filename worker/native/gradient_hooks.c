@@ -234,20 +234,31 @@ end:
     return good;
 }
 
+/* "grad output[1]" of "output[1]": a reference, or NULL with an exception set */
+static PyObject *grad_role_of(PyObject *role)
+{
+    if (role == output_role)
+        return Py_NewRef(grad_output_role);
+    for (int i = 0; i < ROLES; i++)
+        if (role == output_roles[i])
+            return Py_NewRef(grad_output_roles[i]);
+    return PyUnicode_FromFormat("grad %U", role);
+}
+
 int watch_outputs(FrameWriter *self, Frame *frame, PyObject *info, PyObject *page)
 {
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
-        if (!row->output || !row->is_new)
+        if (!row->is_output || !row->is_new || truth_of(row->object, s_is_leaf) == 1)
             continue;
-        PyObject *tensor = row->object;
-        if (truth_of(tensor, s_is_leaf) == 1)
+        PyObject *role = grad_role_of(row->role);
+        const int watched = role != NULL && watch_output(self, info, role, row->object, page);
+        PyErr_Clear();
+        Py_XDECREF(role);
+        if (watched)
             continue;
-        PyObject *role = row->output == 1 ? grad_output_role : grad_output_roles[row->output - 2];
-        if (watch_output(self, info, role, tensor, page))
-            continue;
-        role = row->output == 1 ? output_role : output_roles[row->output - 2];
-        PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_output, info, role, tensor, page, NULL);
+        PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_output, info, row->role, row->object, page,
+                                                    NULL);
         if (done == NULL)
             return -1;
         Py_DECREF(done);

@@ -90,3 +90,37 @@ void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, i
     else
         CHOOSE(below64)(memory, count, limit, zeros, small);
 }
+
+#define INTEGERS(TYPE, LEAST)                                                                      \
+    static int integers_##TYPE(const void *memory, size_t count, int64_t *low, int64_t *high)      \
+    {                                                                                              \
+        const TYPE *data = memory;                                                                 \
+        int64_t least = INT64_MAX, most = 0;                                                       \
+        for (size_t i = 0; i < count; i++) {                                                       \
+            if (LEAST < 0 && data[i] == (TYPE)(LEAST))                                             \
+                return 0;                                                                          \
+            const int64_t size = data[i] < 0 ? -(int64_t)data[i] : (int64_t)data[i];               \
+            least = size < least ? size : least;                                                   \
+            most = size > most ? size : most;                                                      \
+        }                                                                                          \
+        *low = least;                                                                              \
+        *high = most;                                                                              \
+        return 1;                                                                                  \
+    }
+
+INTEGERS(int8_t, INT8_MIN)
+INTEGERS(uint8_t, 0)
+INTEGERS(int16_t, INT16_MIN)
+INTEGERS(int32_t, INT32_MIN)
+INTEGERS(int64_t, INT64_MIN)
+
+int reduce_integers(const void *memory, size_t count, long bytes, int is_signed, int64_t *low, int64_t *high)
+{
+    if (bytes == 8)
+        return integers_int64_t(memory, count, low, high);
+    if (bytes == 4)
+        return integers_int32_t(memory, count, low, high);
+    if (bytes == 2)
+        return integers_int16_t(memory, count, low, high);
+    return (is_signed ? integers_int8_t : integers_uint8_t)(memory, count, low, high);
+}

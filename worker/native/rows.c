@@ -6,12 +6,14 @@
 
 #include "frame_store.h"
 #include "objects.h"
+#include "reductions.h"
 #include "threads.h"
 
 void clear_frame(Frame *frame)
 {
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
+        Py_CLEAR(row->role);
         Py_CLEAR(row->object);
         Py_CLEAR(row->key);
         Py_CLEAR(row->seen);
@@ -25,7 +27,7 @@ void clear_frame(Frame *frame)
 
 static Row *next_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role)
 {
-    if (frame->used == MOST_ROWS || frame->row_count + frame->used >= ROWS_PER_SEGMENT)
+    if (frame->used == MOST_ROWS)
         return NULL;
     PyObject *slot = find(slots, role);
     if (slot == NULL || (PyDict_GET_SIZE(self->ignored) && find(self->ignored, slot) != NULL))
@@ -68,7 +70,7 @@ static int place_of(FrameWriter *self, Row *row)
 static int is_for_device(FrameWriter *self, const Row *row)
 {
     if (row->view.is_host && self->reads_host)
-        return is_plain(&row->view) ? 0 : -1;
+        return is_plain(&row->view) || is_plain_integer(&row->view) ? 0 : -1;
     return (row->is_weight ? self->device_weight : self->device_value) != NULL ? 1 : -1;
 }
 
@@ -137,7 +139,8 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
         is_for_device(self, row) == 1)
         return 0; /* changed in place: the Python path shows what it was before */
-    if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL) {
+    if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
+        row->dtype < FLOATS_END) {
         row->address = row->view.address;
         for (int i = 0; i < frame->used - 1; i++) {
             const Row *other = &frame->rows[i];
@@ -163,24 +166,55 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     return plan_to_read(self, row);
 }
 
-int leaf_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int output)
+/* Whatever is neither None nor a tensor, and holds none */
+static int is_scalar(PyObject *leaf)
+{
+    return PyBool_Check(leaf) || PyLong_CheckExact(leaf) || PyFloat_CheckExact(leaf) || PyUnicode_CheckExact(leaf);
+}
+
+/* A leaf that is not opened any further */
+static int closed_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int is_output)
 {
     PyObject *cls = (PyObject *)Py_TYPE(leaf);
+    if (cls != self->tensor && PyType_IsSubtype(Py_TYPE(leaf), (PyTypeObject *)self->tensor) && cls != self->parameter)
+        return 0;
     Row *row = next_row(self, frame, slots, role);
     if (row == NULL)
         return 0;
-    row->output = output;
+    row->is_output = is_output;
+    row->role = Py_NewRef(role);
     if (cls == self->tensor || cls == self->parameter)
         return tensor_row(self, frame, row, leaf);
     row->shape = NOTHING;
     row->value = NOTHING;
-    if (leaf == Py_None)
-        row->kind = KIND_NONE;
-    else if (PyBool_Check(leaf) || PyLong_CheckExact(leaf) || PyFloat_CheckExact(leaf) || PyUnicode_CheckExact(leaf))
-        row->kind = KIND_NOT_A_TENSOR;
-    else
-        return 0;
+    row->kind = leaf == Py_None ? KIND_NONE : KIND_NOT_A_TENSOR;
     return 1;
+}
+
+/* The leaves of a list, a mapping, a dataclass and what else Python knows how to open */
+static int open_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *value, int depth,
+                     int is_output)
+{
+    PyObject *found = PyList_New(0), *level = PyLong_FromLong(depth), *done = NULL;
+    if (found != NULL && level != NULL)
+        done = PyObject_CallFunctionObjArgs(self->leaves_of, value, role, found, level, NULL);
+    int good = done != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(found); i++) {
+        PyObject *pair = PyList_GET_ITEM(found, i);
+        good = PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2 &&
+               closed_row(self, frame, slots, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), is_output);
+    }
+    Py_XDECREF(found);
+    Py_XDECREF(level);
+    Py_XDECREF(done);
+    return good;
+}
+
+int leaf_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int depth, int is_output)
+{
+    if (leaf == Py_None || is_scalar(leaf) || PyType_IsSubtype(Py_TYPE(leaf), (PyTypeObject *)self->tensor))
+        return closed_row(self, frame, slots, role, leaf, is_output);
+    return open_rows(self, frame, slots, role, leaf, depth, is_output);
 }
 
 /* The numbers of a weight that were read since the last optimizer step; 0 if the Python path has to see them. */
@@ -240,7 +274,7 @@ int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *rol
     row->mark = (uint16_t)mark;
     if (!place_of(self, row) || !plan_to_read(self, row))
         return 0;
-    row->output = 1; /* near overflow is looked for */
+    row->is_output = 1; /* near overflow is looked for */
     return 1;
 }
 
@@ -248,7 +282,7 @@ int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *rol
 
 static int is_near_overflow(const FrameWriter *self, const Row *row)
 {
-    return self->near[row->dtype] <= row->high && row->high < self->largest[row->dtype];
+    return row->dtype < FLOATS_END && self->near[row->dtype] <= row->high && row->high < self->largest[row->dtype];
 }
 
 /* Zeros and subnormals of low precision are counted in one batch of so many, by the Python path. */
@@ -257,18 +291,28 @@ static int is_counted(const Frame *frame, const Row *row)
     return (row->dtype == DTYPE_FLOAT16 || row->dtype == DTYPE_BFLOAT16) && frame->batch % COUNT_EVERY == 0;
 }
 
+/* Smallest and largest absolute value; 0 if it holds what the Python path has to see */
+static int read_here(Row *row)
+{
+    const TensorView *view = &row->view;
+    const long bytes = view->dl.dtype.bits / 8;
+    if (row->dtype >= FLOATS_END) {
+        const int is_signed = row->dtype != DTYPE_UINT8 && row->dtype != DTYPE_BOOL;
+        row->meta = ENCODING_INTEGER << 8;
+        return reduce_integers(view->address, (size_t)view->count, bytes, is_signed, &row->low, &row->high);
+    }
+    row->meta = encodings[row->dtype] << 8;
+    read_extremes(view->address, (size_t)view->count, bytes, &row->low, &row->high);
+    return row->high < inf_bits[row->dtype];
+}
+
 /* Those in host memory: 0 if one of them has to be seen by the Python path */
 static int read_host_rows(FrameWriter *self, Frame *frame)
 {
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
-        if (!row->to_read)
-            continue;
-        if (!row->is_weight && is_counted(frame, row))
-            return 0;
-        read_extremes(row->view.address, (size_t)row->view.count, row->view.dl.dtype.bits / 8, &row->low, &row->high);
-        row->meta = encodings[row->dtype] << 8;
-        if (row->high >= inf_bits[row->dtype] || (row->output && is_near_overflow(self, row)))
+        if (row->to_read && ((!row->is_weight && is_counted(frame, row)) || !read_here(row) ||
+                             (row->is_output && is_near_overflow(self, row))))
             return 0;
     }
     return 1;
@@ -327,24 +371,15 @@ static int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
     return !any || follow_segment(self, frame);
 }
 
-/* Whether the values that are to come have room in the segment */
-static int has_room(const Frame *frame)
-{
-    int values = 0;
-    for (int i = 0; i < frame->used; i++)
-        values += frame->rows[i].has_value || frame->rows[i].on_device;
-    return frame->values + values <= VALUES_PER_SEGMENT;
-}
-
 int read_rows(FrameWriter *self, Frame *frame, int64_t step)
 {
-    if (!has_room(frame) || !read_host_rows(self, frame) || !read_device_rows(self, frame, step))
+    if (!read_host_rows(self, frame) || !read_device_rows(self, frame, step))
         return 0;
-    frame->fresh = 0;
+    int64_t value = frame->value_base + frame->values;
     for (int i = 0; i < frame->used; i++) {
         Row *row = &frame->rows[i];
         if (row->has_value)
-            row->value = frame->value_base + frame->values + frame->fresh++;
+            row->value = value++;
         if (row->same != NO_ROW) {
             const Row *other = &frame->rows[row->same];
             row->value = other->value;
@@ -352,7 +387,7 @@ int read_rows(FrameWriter *self, Frame *frame, int64_t step)
             row->kind = other->kind;
         }
     }
-    return frame->values + frame->fresh <= VALUES_PER_SEGMENT;
+    return 1;
 }
 
 /* -- remember --------------------------------------------------------------------------------------------------- */

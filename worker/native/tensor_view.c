@@ -90,6 +90,12 @@ int is_plain(const TensorView *view)
     return view->is_host && view->dtype < FLOATS_END && view->count > 0 && view->address != NULL;
 }
 
+int is_plain_integer(const TensorView *view)
+{
+    return view->is_host && view->dtype >= DTYPE_INT64 && view->dtype <= DTYPE_BOOL && view->count > 0 &&
+           view->address != NULL;
+}
+
 static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
 {
     PyObject *found = PyObject_CallMethodNoArgs(object, method);

@@ -22,7 +22,7 @@ from ..hooks.backward import Gradients
 from ..stats.device import late_device
 from ..stats.tensor_stats import TensorStats
 from .collectives import issued
-from .leaves import KWARGS
+from .leaves import KWARGS, leaves_of
 from .notable import Notable
 from .progress import Progress
 from .rows import COUNT_EVERY, Rows
@@ -80,6 +80,7 @@ def python_layout() -> dict[str, int]:
         "KIND_NOT_A_TENSOR": RowKind.NOT_A_TENSOR,
         "KIND_NOT_MEASURABLE": RowKind.NOT_MEASURABLE,
         "MARK_SCALED": Mark.SCALED,
+        "ENCODING_INTEGER": Encoding.INTEGER,
         "COUNT_EVERY": COUNT_EVERY,
         "NOTHING": layout.NOTHING,
     }
@@ -133,6 +134,8 @@ def native_writer_of(progress: Progress, rows: Rows, notable: Notable, gradients
             compiler=vars(torch.compiler),
             hook_dict=OrderedDict,
             handle=RemovableHandle,
+            leaves_of=leaves_of,
+            next_segment=progress.recorder._continue_segment,
             exchange=exchange,
             near=notable.near,
             forward="forward" in settings.watch,

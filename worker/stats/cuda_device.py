@@ -1,4 +1,4 @@
-"""CUDA behind the seam of device.py: the only module here that calls torch.cuda."""
+"""CUDA behind the seam of device.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class CudaDevice:
     """See `Device`."""
 
     type = "cuda"
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See `Device`."""
+        return tensor.is_cuda
 
     def stream_key(self, device: torch.device) -> StreamKey:
         """See `Device`."""
@@ -84,16 +88,37 @@ class CudaDevice:
 
     def register(self, address: int, size: int, device: torch.device) -> str:
         """See `Device`."""
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # else this makes a context on device 0
             result = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))  # type: ignore[no-untyped-call]  # likewise
-        return "" if result == 0 else f"cudaHostRegister returned {result}"
+            if result == 0:
+                return ""
+            _clear_last_error(device)
+        return f"cudaHostRegister returned {result}"
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, device: torch.device) -> None:
         """See `Device`."""
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # likewise
+        with torch.cuda.device(device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):  # type: ignore[no-untyped-call]  # likewise
+                _clear_last_error(device)
 
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Device`. torch keeps pinned memory for the next use, so the driver is asked only at first."""
         return torch.empty(
             shape, dtype=dtype, device="cpu", pin_memory=True
         )  # the script may have another default device
+
+
+def _clear_last_error(device: torch.device) -> None:
+    """Take back the error that a failed call of ours has left behind: torch's next launch, the user's, would raise it.
+
+    torch 2.13 has no cudaGetLastError among the calls of the runtime that it shows. But it asks for the last error
+    after each launch of a kernel, which takes the error away, and raises it: so a launch of our own does it.
+    """
+    clear = getattr(torch.cuda.cudart(), "cudaGetLastError", None)  # type: ignore[no-untyped-call]  # likewise
+    if clear is not None:
+        clear()
+        return
+    try:
+        torch.ones(1, device=device).add_(1)
+    except RuntimeError:
+        pass

@@ -25,6 +25,9 @@ class Device(Protocol):
     type: str
     """Of torch.device: the kind of tensors that it reads."""
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
+
     def stream_key(self, device: torch.device) -> StreamKey:
         """The current stream of a device."""
 
@@ -58,7 +61,7 @@ class Device(Protocol):
     def register(self, address: int, size: int, device: torch.device) -> str:
         """Let copies go straight into host memory. Returns why they cannot, "" when they can."""
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, device: torch.device) -> None:
         """Undo `register`."""
 
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

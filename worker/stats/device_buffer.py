@@ -27,10 +27,12 @@ from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
 from ..without_modes import without_modes
 from .device import Device, StreamKey, device_for
-from .device_reader import Reader, Source, TorchReader, TritonReader, fresh_rows, source_of
+from .device_reader import Reader, Source, TorchReader, fresh_rows, source_of
+from .file_system import file_system_of
 from .notable import Notable
 from .stream_buffer import Block, Copy, StreamBuffer, runs
 from .stream_buffer import DeviceRow as DeviceRow
+from .triton_reader import TritonReader
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 
@@ -55,7 +57,7 @@ class DeviceStatsBuffer:
         self.device = device
         """The first device of which something was measured."""
         self.note = ""
-        """Why the tensors are read by torch's operations and not by the kernel; empty if they are not."""
+        """What does not work as it should, and what that costs; empty while there is nothing. It may grow."""
         self.not_seen_in_graphs = 0
         """Calls that could not measure, because the user captured a graph."""
         self._near_bits = near_bits or {}
@@ -114,16 +116,24 @@ class DeviceStatsBuffer:
             reader = TritonReader()
             if not reader.interpreted:
                 return reader
-            self.note = "Triton runs in its interpreter"
+            self._say(_no_kernel("Triton runs in its interpreter"))
         except Exception as error:  # whatever a Triton that does not fit may raise
-            self.note = f"{type(error).__name__}: {error}"
+            self._say(_no_kernel(_line(error)))
         return TorchReader()
+
+    def _say(self, what: str) -> None:
+        if what not in self.note:
+            self.note = f"{self.note}; {what}" if self.note else what
 
     def _register(self) -> None:
         refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
         self._registered = not refusal
         if refusal:
-            self.note = refusal
+            self._say(
+                f"the driver does not take the recorder's memory ({refusal}; {self._recorder.path} is on "
+                f"{file_system_of(self._recorder.path)}): its numbers come through pinned memory, and a rank that "
+                "hangs or dies loses those that it has not yet fetched from there"
+            )
 
     def close(self) -> None:
         """Let go of the recorder's memory, so that it can be unmapped. Waits for the copies that are on their way."""
@@ -139,7 +149,7 @@ class DeviceStatsBuffer:
         self._last = self._unsent = None
         if self._registered:
             self._registered = False
-            self._driver.unregister(ctypes.addressof(self._anchor))
+            self._driver.unregister(ctypes.addressof(self._anchor), self.device)
         self._file = torch.empty(0, dtype=torch.int64, device="cpu")
         self._numbers = None
         self._anchor = None
@@ -151,7 +161,7 @@ class DeviceStatsBuffer:
 
         With gradients off. `count` asks for the shares of zeros and subnormals, where the dtype is of low precision.
         """
-        if tensor.device.type != self._driver.type:
+        if not self._driver.holds(tensor):
             return None
         if self._driver.is_capturing():  # the reading would become a part of the user's graph
             self.not_seen_in_graphs += 1
@@ -244,7 +254,7 @@ class DeviceStatsBuffer:
         if isinstance(self._reader, TorchReader):
             raise error
         self._reader = TorchReader()
-        self.note = f"{type(error).__name__}: {error}"
+        self._say(_no_kernel(_line(error)))
 
     # -- off to the host ----------------------------------------------------------------------------------------
 
@@ -468,7 +478,7 @@ class DeviceStatsBuffer:
 
         Its segments stay in `_in_flight`, as nobody knows whether something still writes there.
         """
-        self.note = f"the device does not bring its numbers any more: {type(error).__name__}: {error}"
+        self._say(f"the device does not bring its numbers any more: {_line(error)}")
         for copy in buffer.flying:
             self._fields[Field.ROWS_LOST] += len(copy.positions)
             self._landed_of(copy.page)
@@ -519,3 +529,16 @@ class DeviceStatsBuffer:
         """The numbers of these values in the file, as an array (n, 3)."""
         at = copy.values_at // 8
         return self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)[positions]
+
+
+def _line(error: Exception) -> str:
+    """An error on one line; a compiler's may have hundreds."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def _no_kernel(why: str) -> str:
+    return (
+        f"no kernel of our own ({why}): torch's operations read each tensor instead, in about 30 launches for one and "
+        "several passes over it. Triton needs a C compiler and Python.h on the machine that trains"
+    )

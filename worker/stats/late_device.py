@@ -136,6 +136,10 @@ class LateDevice:
 
     # -- Device -------------------------------------------------------------------------------------------------
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See `Device`."""
+        return tensor.is_cpu
+
     def stream_key(self, device: torch.device) -> StreamKey:
         """See `Device`. Time goes on by one with each call: it is asked once for each tensor."""
         self._tick()
@@ -207,7 +211,7 @@ class LateDevice:
             self._direct = address, address + size
         return self._refuses
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, device: torch.device) -> None:
         """See `Device`."""
         self._direct = None
 

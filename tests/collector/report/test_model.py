@@ -6,8 +6,10 @@ import json
 
 import msgspec
 import pytest
+from click.testing import CliRunner
+from gpuwatch.cli.report import command
 from gpuwatch.collector.facts import fold
-from gpuwatch.collector.finish import read_report, report_from_messages, report_from_store, write_report
+from gpuwatch.collector.finish import merged_report, read_report, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths, new_run
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text
@@ -15,6 +17,9 @@ from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.records import Fault, NodeSignal
+from gpuwatch.core.spool import SpoolWriter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 
 def overflow(make, frames=3) -> list:
@@ -234,6 +239,27 @@ def test_nowhere_to_write_is_a_sentence_and_no_error(run, tmp_path):
     assert "could not be written" in write_report(RunPaths(tmp_path / "not" / "there"), report)
 
 
-def test_a_spool_alone_makes_a_report(make):
-    messages = [AgentMessage(n, body, n - 1) for n, body in enumerate(overflow(make), 1)]
-    assert report_from_messages(messages, "agent-x").verdict.module == "head"
+def test_spools_alone_make_a_report(make, tmp_path):
+    spool = SpoolWriter(tmp_path / "agent-x.spool")
+    for n, body in enumerate(overflow(make), 1):
+        spool.append(encode(AgentMessage(n, body, n - 1)), is_page=False)
+    spool.close()
+    assert merged_report([spool.path]).verdict.module == "head"
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_damage_of_report_json_is_a_sentence_or_a_report(run, data):
+    """Through the command, as a user has it."""
+    if not run.report_json.exists():
+        write_report(run, report_from_store(run))
+    whole = run.report_json.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    new = data.draw(
+        st.one_of(st.binary(min_size=1, max_size=12), st.sampled_from([b"null", b"{}", b"[]", b"1e99", b'"x"']))
+    )
+    cut = data.draw(st.one_of(st.none(), st.integers(0, len(whole))))
+    run.report_json.write_bytes((whole[:at] + new + whole[at + len(new) :])[:cut])
+    done = CliRunner().invoke(command, [str(run.folder)])
+    run.report_json.write_bytes(whole)
+    assert done.exception is None or isinstance(done.exception, SystemExit | GpuwatchError), done.exception

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.values import COUNTED, SHARE
-from gpuwatch.worker.stats.device_reader import KINDS, LARGEST, TorchReader, TritonReader, _runs, fresh_rows, source_of
+from gpuwatch.worker.stats.device_reader import KINDS, LARGEST, TorchReader, _runs, fresh_rows, source_of
 from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
+from gpuwatch.worker.stats.triton_reader import TritonReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,7 +14,7 @@
 #define EACH_OBJECT(DO)                                                                                       \
     DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(watched)    \
     DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
-    DO(compiler) DO(hook_dict) DO(handle)
+    DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment)
 /* None, or what has a tensor read that is not in host memory, or may not be read there:
    device_value(tensor, count) -> int | None, the index of its value in the page, which is there when it returns, or None if
    it cannot be measured; `count`: whether zeros and subnormals are to be counted.

@@ -28,7 +28,7 @@
     /* codes */                                                                                              \
     DO(PHASE_BACKWARD, 1) DO(PHASE_OPTIMIZER, 3)                                                             \
     DO(KIND_MEASURED, 0) DO(KIND_NONE, 1) DO(KIND_NOT_A_TENSOR, 2) DO(KIND_NOT_MEASURABLE, 3)                \
-    DO(MARK_SCALED, 4)                                                                                       \
+    DO(MARK_SCALED, 4) DO(ENCODING_INTEGER, 0)                                                                                       \
     /* zeros and subnormals are counted in one batch of so many */                                           \
     DO(COUNT_EVERY, 10)
 

@@ -19,24 +19,25 @@ typedef struct {
     int to_read, has_value; /* its numbers are to be read here; they are to be written here */
     int on_device;          /* its numbers are to be had from the device's reader, which writes them */
     int is_new, is_weight;  /* first seen in this page: to be remembered */
-    int output;             /* where in what was returned, from 1 on, or 0 */
+    int is_output;
     int same;               /* the earlier row about the same elements, or NO_ROW */
     int64_t version, low, high, meta;
     TensorView view;
     void *address;                                 /* NULL if it is not to be found again by its memory */
-    PyObject *object, *key, *seen, *place, *known; /* the tensor, and what is remembered of it */
+    PyObject *role, *object, *key, *seen, *place, *known; /* the tensor, and what is remembered of it */
 } Row;
 
 typedef struct {
     Row rows[MOST_ROWS];
-    int used, fresh; /* rows, and values among them */
+    int used;
     int64_t at, page, batch, value_base, frames, row_count, values;
 } Frame;
 
 void clear_frame(Frame *frame);
 
-/* Gather. Each is 0 if the row is not an ordinary one. `slots`: role -> slot of the module. */
-int leaf_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int output);
+/* Gather. Each is 0 if there is a row that is not an ordinary one. `slots`: role -> slot of the module. `depth`: how deep in
+   the arguments or in what was returned. */
+int leaf_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int depth, int is_output);
 int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name, PyObject *weight, int64_t step);
 int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *gradient, int mark);
 

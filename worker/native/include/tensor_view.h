@@ -39,8 +39,9 @@ const Exchange *exchange_of(PyObject *capsule);
 /* The view of a strided tensor on any device; 0 if it has none, or no dtype that is known, with no exception set. */
 int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view);
 
-/* Whether it is what is read here: floats in one piece of host memory. */
+/* Whether it is what is read here, in one piece of host memory: floats, and integers. */
 int is_plain(const TensorView *view);
+int is_plain_integer(const TensorView *view);
 
 /* Whether all of it lies in memory that the storage has: 1, 0, or -1 if torch does not tell. A storage may be freed or made
    smaller under its tensors, as FSDP does with untyped_storage().resize_(0): a view with an offset then has an address

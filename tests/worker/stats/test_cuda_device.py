@@ -1,0 +1,172 @@
+"""CudaDevice in front of a stand-in for the driver: which context each call is made in, and what a refusal leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.worker.stats.cuda_device import CudaDevice
+from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.stats.file_system import file_system_of
+from gpuwatch.worker.stats.late_device import LateDevice
+
+
+class Stream:
+    """A stream of the stand-in."""
+
+    def __init__(self, index, number):
+        self.device = torch.device("cuda", index)
+        self.cuda_stream = number
+
+    def synchronize(self):
+        pass
+
+
+class Driver:
+    """Two devices. Remembers in which contexts it was called, and keeps an error as CUDA does."""
+
+    def __init__(self, result=0, getters=()):
+        self.device = 0
+        self.streams = {0: Stream(0, 0), 1: Stream(1, 0)}
+        self.contexts = set()
+        self.result = result
+        self.last_error = 0
+        self.getters = getters
+
+    def call(self):
+        """Any call of the runtime that needs a context makes that of the current device."""
+        self.contexts.add(self.device)
+
+    def exchange(self, index):
+        before, self.device = self.device, index
+        return before
+
+    def set_stream(self, stream):
+        """As torch does: this sets the device, which makes its context."""
+        if stream.device.index != self.device:
+            self.device = stream.device.index
+            self.call()
+        self.streams[self.device] = stream
+
+    def cudart(self):
+        def register(address, size, flags):
+            self.call()
+            self.last_error = self.result
+            return self.result
+
+        def clear():
+            self.last_error = 0
+
+        calls = {"cudaHostRegister": register, "cudaHostUnregister": lambda address: self.call() or 0}
+        return SimpleNamespace(**calls, **dict.fromkeys(self.getters, clear))
+
+    def ones(self, *shape, device):
+        """A kernel that is launched and asked about, by torch."""
+        assert torch.device(device).index == self.device
+        self.call()
+        error, self.last_error = self.last_error, 0
+        if error:
+            raise RuntimeError("CUDA error")
+        return torch.zeros(shape)
+
+
+class Event:
+    driver: Driver
+
+    def record(self, stream):
+        assert stream.device.index == self.driver.device
+        self.driver.call()
+
+    def query(self):
+        self.driver.call()
+        return True
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    driver = Driver()
+    Event.driver = driver
+    cuda, native = torch.cuda, torch._C
+    monkeypatch.setattr(cuda, "current_device", lambda: driver.device)
+    monkeypatch.setattr(cuda, "_exchange_device", driver.exchange)
+    monkeypatch.setattr(cuda, "_maybe_exchange_device", driver.exchange)
+    monkeypatch.setattr(cuda, "cudart", driver.cudart)
+    monkeypatch.setattr(cuda, "current_stream", lambda index=None: driver.streams[device_of(index, driver)])
+    monkeypatch.setattr(cuda, "set_stream", driver.set_stream)
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "Event", Event)
+    monkeypatch.setattr(
+        native, "_cuda_getCurrentRawStream", lambda index: driver.streams[index].cuda_stream, raising=False
+    )
+    return driver
+
+
+def device_of(index, driver):
+    return driver.device if index is None else torch.device(index).index
+
+
+@pytest.mark.parametrize("getters", [(), ("cudaGetLastError",)], ids=["by a launch", "by the call"])
+def test_a_refused_registration_leaves_no_error_for_the_users_next_launch(driver, monkeypatch, getters):
+    driver.result, driver.getters = 1, getters
+    monkeypatch.setattr(torch, "ones", driver.ones)
+    assert CudaDevice().register(4096, 8192, torch.device("cuda", 1)) == "cudaHostRegister returned 1"
+    assert driver.last_error == 0
+    assert driver.contexts == {1}
+
+
+def test_a_process_that_uses_device_1_gets_no_context_on_device_0(driver):
+    cuda, device = CudaDevice(), torch.device("cuda", 1)
+    assert cuda.register(4096, 8192, device) == ""
+    side = Stream(1, 77)
+    for stream, key in ((driver.streams[1], (1, 0)), (side, (1, 77))):
+        with cuda.use(key, stream):
+            assert (driver.device, cuda.stream_key(device)) == (1, key)
+            assert cuda.query(cuda.record(stream))
+            assert cuda.wait(cuda.record(stream), 0.0)
+        assert (driver.device, cuda.stream_key(device)) == (0, (1, 0))
+    cuda.unregister(4096, device)
+    assert driver.contexts == {1}
+
+
+def test_nothing_is_switched_where_the_stream_is_current(driver):
+    cuda = CudaDevice()
+    with cuda.use((0, 0), driver.streams[0]) as switched:
+        assert switched is None
+
+
+# -- the way round: pinned memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
+
+
+def test_without_registration_the_numbers_come_through_pinned_memory(recorder):
+    late = LateDevice(refuses="cudaHostRegister returned 1")
+    buffer = DeviceStatsBuffer(recorder, torch.device("cpu"), driver=late)
+    assert "cudaHostRegister returned 1" in buffer.note
+    assert f"{recorder.path} is on {file_system_of(recorder.path)}" in buffer.note
+    page = recorder.begin_page(0, 0, 0)
+    with torch.no_grad():
+        buffer.measure(torch.tensor([3.0, float("nan")]))
+    recorder.end_page(page)
+    assert buffer.pending(page.number)
+    assert buffer.collect() == [page.number]
+    assert not buffer.pending(page.number)
+    buffer.close()
+    recorder.close()
+
+
+def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "overlay / overlay rw 0 0\ntmpfs /a tmpfs rw 0 0\n"
+        "ext4 /a/b\\040c ext4 rw 0 0\nnfs /a/b\\040c nfs4 rw 0 0\nbad\n"
+    )
+    assert file_system_of(tmp_path / "nowhere", mounts.with_name("no mounts")) == "an unknown file system"
+    mounts.write_text(mounts.read_text().removesuffix("bad\n"))
+    found = [file_system_of(type(tmp_path)(path), mounts) for path in ("/x", "/a/x", "/a/b c/x", "/a/b cd/x")]
+    assert found == ["overlay", "tmpfs", "nfs4", "tmpfs"]
