@@ -11,7 +11,7 @@ from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RunFacts
 from .order import before
 from .overflow_words import is_alike
-from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model
+from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
 from .words import found_text, place_of, ranks_text
 
 _MAX_LINES = 8
@@ -47,6 +47,13 @@ def evidence_of(
             f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
     lines += _of_clean(facts, first)
+    if first.is_origin and first.seen_in == "forward" and odd is None:
+        wild = wild_weight(facts, first)
+        if wild is not None:
+            doubts.append(
+                f"first wild number: {wild.row.role} of {module_text(wild.frame.module, wild.frame.cls)}, "
+                f"abs max {format_number(wild.row.abs_max).strip()}, against {wild.against}"
+            )
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
 
 

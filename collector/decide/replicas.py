@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.frames import Page, Row
+from ...core.frames import Frame, Page, Row, format_number
 from ..diagnose.calls import Calls
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import RankFacts, RunFacts
@@ -102,6 +102,47 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
     if history is not None and not history[1]:
         return None
     return OddWeight(row, copy, sorted(others), agreeing, history[0] if history is not None else None)
+
+
+@dataclass(frozen=True)
+class WildWeight:
+    """A finite weight that is far larger than it was, or than it is on the other ranks."""
+
+    frame: Frame
+    row: Row
+    against: str
+    """What it is compared with: `5.00e-01 in batch 2`, `5.00e-01 on rank 0`."""
+
+
+def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None:
+    """The first wild weight of a diagnosis's page, up to the frame that shows the value; None if there is none.
+
+    A weight that a flipped bit or the script made huge is finite. What overflows is a module further down.
+    """
+    page = page_of(facts, diagnosis)
+    if page is None:
+        return None
+    rank = facts.ranks[diagnosis.attempt, diagnosis.rank]
+    earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
+    past = max(earlier, key=lambda found: found.number, default=None)
+    known = [(f"in batch {past.batch}", _weights(past))] if past is not None else []
+    known += [(f"on rank {number}", _weights(other)) for number, other in sorted(peers(facts, diagnosis).items())]
+    for frame in sorted(page.frames, key=lambda frame: frame.index):
+        if frame.index > diagnosis.frame or frame.phase != "forward":
+            continue
+        for row in frame.weights:
+            for where, weights in known:
+                copy = weights.get((frame.module, row.role))
+                if copy is not None and _is_wild(row, copy):
+                    return WildWeight(frame, row, f"{format_number(copy.abs_max).strip()} {where}")
+    return None
+
+
+def _is_wild(row: Row, copy: Row) -> bool:
+    """Finite, and far larger than a finite copy. A weight that began at zero is not wild for having grown."""
+    if not (row.finite and copy.finite) or row.abs_max is None or copy.abs_max is None:
+        return False
+    return row.abs_max > WILD * max(copy.abs_max, 1.0)
 
 
 def _history(facts: RunFacts, rank: RankFacts, page: Page, key: tuple[str, str]) -> tuple[int, bool] | None:

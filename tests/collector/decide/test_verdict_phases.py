@@ -478,3 +478,26 @@ def test_missing_pages_never_make_a_wrong_name_an_established_one(make, name):
         assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
     verdict = decide(fold(m for m in messages if m not in pages))
     assert verdict.certainty != "established"
+
+
+# -- a weight that is wild and finite -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_a_wild_weight_further_up_is_the_first_wild_number(make, history):
+    """Rank 1's `embed` was multiplied by 1e30. What overflows is `head`, whose own weight is as it was."""
+    pages = [forward(make, 1, batch=2, page=0)] if history else []
+    bad = forward(make, 1, embed=2e30, out=make.INF, batch=3, page=1)
+    verdict = judge(make, *pages, forward(make, 0, batch=3, page=1), bad, nproc=2)
+    against = "2.00e+00 in batch 2" if history else "2.00e+00 on rank 0"
+    line = f"first wild number: weight of `embed` (Linear), abs max 2.00e+30, against {against}"
+    assert line in verdict.evidence
+    assert (verdict.module, verdict.certainty) == ("head", "supported")
+
+
+def test_a_weight_that_has_grown_from_zero_is_not_wild(make):
+    pages = [forward(make, rank, embed=0.0, batch=2, page=0) for rank in (0, 1)]
+    bad = forward(make, 1, embed=0.5, out=make.INF, batch=3, page=1)
+    verdict = judge(make, *pages, forward(make, 0, embed=0.5, batch=3, page=1), bad, nproc=2)
+    assert not any("wild" in line for line in verdict.evidence)
+    assert verdict.certainty == "established"
