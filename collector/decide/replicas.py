@@ -18,6 +18,9 @@ from .same_point import peers_of
 WILD = 2.0**16
 """A weight that is so many times larger than the other copies has probably lost an exponent bit."""
 
+_MAX_PEERS = 8
+"""A wild weight is compared with so many other ranks: replicas have the same weights."""
+
 _Weights = dict[tuple[str, str], Row]
 """(module, role) -> row"""
 
@@ -126,7 +129,8 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
     earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
     past = max(earlier, key=lambda found: found.number, default=None)
     known = [(f"in batch {past.batch}", _weights(past))] if past is not None else []
-    known += [(f"on rank {number}", _weights(other)) for number, other in sorted(peers(facts, diagnosis).items())]
+    others = sorted(peers(facts, diagnosis).items())[:_MAX_PEERS]
+    known += [(f"on rank {number}", _weights(other)) for number, other in others]
     for frame in sorted(page.frames, key=lambda frame: frame.index):
         if frame.index > diagnosis.frame or frame.phase != "forward":
             continue

@@ -6,7 +6,7 @@ Every rank numbers its own batches. Where rank 0 alone evaluates, its batch 33 i
     rank 1                                     batch 20: training, step 20
 
 Batch 31 of rank 0 and batch 20 of rank 1 are the same point: both have the same root, the same optimizer step and the
-same number of collectives at their start, and both are training.
+same number of collectives at the start of their first call, and both are training.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def peers_of(facts: RunFacts, rank: RankFacts, page: Page) -> dict[int, Page]:
 
 
 def _is_alike(rank: RankFacts, page: Page, other: RankFacts, found: Page) -> bool:
-    if found.step != page.step:
-        return False
-    mine, theirs = _collectives(page), _collectives(found)
-    if mine != theirs and mine >= 0 and theirs >= 0:
+    if found.step != page.step or not _begin_alike(page, found):
         return False
     is_training, is_too = _is_training(rank, page), _is_training(other, found)
     if is_training is None or is_too is None:
@@ -50,10 +47,14 @@ def _is_alike(rank: RankFacts, page: Page, other: RankFacts, found: Page) -> boo
     return is_training == is_too
 
 
-def _collectives(page: Page) -> int:
-    """How many collectives had been issued when the forward began; -1 if unknown."""
-    counts = [begun(frame) for frame in page.frames if frame.phase == "forward"]
-    return min((count for count in counts if count >= 0), default=-1)
+def _begin_alike(page: Page, found: Page) -> bool:
+    """Whether as many collectives had been issued when the first call began, as far as that can be compared."""
+    if not page.frames or not found.frames:
+        return True
+    mine, theirs = page.frames[0], found.frames[0]
+    if (mine.module, mine.phase) != (theirs.module, theirs.phase):
+        return True
+    return begun(mine) == begun(theirs) or min(begun(mine), begun(theirs)) < 0
 
 
 def _is_training(rank: RankFacts, page: Page) -> bool | None:
@@ -64,7 +65,8 @@ def _is_training(rank: RankFacts, page: Page) -> bool | None:
 
 
 def _has_backward(page: Page) -> bool:
-    return any(frame.phase == "backward" for frame in page.frames)
+    """Frames are in the order in which they happened: a batch with a backward does not end with its forward."""
+    return bool(page.frames) and page.frames[-1].phase not in ("forward", "weight", "input")
 
 
 def _are_apart(rank: RankFacts, other: RankFacts) -> bool:

@@ -117,3 +117,17 @@ def test_an_evaluation_does_not_stand_beside_a_training(make):
     report = report_of(facts_of(make, *ranks, ends=ends))
     assert "rank by rank" not in render_text(report)
     assert not report.ranks[0].frames_comparable
+
+
+def test_a_forward_that_did_not_return_is_compared_by_its_first_call(make):
+    """FSDP gathers when the root begins. The root's own frame is there only where its forward has returned."""
+
+    def gathered(rank, out):
+        batch = make.Batch(rank, batch=2, seq=5)
+        x = batch.tensor()
+        batch.call("fc", "Linear", given=[x], returned=[batch.tensor(out)], seq=5)
+        if out == 1.0:
+            batch.call("", "Net", given=[x], returned=[batch.tensor(out)], seq=6, collectives=2)
+        return batch
+
+    assert point(facts_of(make, gathered(0, 1.0), gathered(1, make.INF))) == 2
