@@ -92,6 +92,7 @@ def parse_role(text: str) -> Role:
     return Role(RoleKind.WEIGHT, text.removeprefix(PARAMETERS))
 
 
+@lru_cache(_CACHED)
 def role_of_parameter(name: str) -> str:
     """The role of a parameter: its name, or `parameters.<name>` where the name alone would be misread.
 

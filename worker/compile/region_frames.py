@@ -9,6 +9,7 @@ import torch
 from ...core.frames import Mark, Phase, RowKind, is_output
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
+from ...core.roles import role_of_parameter
 from ...core.values import decode
 from ..hooks.backward import Gradients
 from ..record.frames import Frames
@@ -102,7 +103,7 @@ class RegionPages:
         if module is not None and self._progress.watches_weights:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    rows.append(self._rows.weight(info, name, parameter, self._progress.step))
+                    rows.append(self._rows.weight(info, role_of_parameter(name), parameter, self._progress.step))
         for traced in frame.rows:
             row = self._row(frame, traced, seen)
             rows.append(row if is_output(traced.role) else row._replace(notable=False))

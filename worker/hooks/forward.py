@@ -24,6 +24,7 @@ from ...core.frames import Mark, Phase
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import Fault, Where
+from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
@@ -449,10 +450,11 @@ class Hooks:
         rows: list[Row] = []
         for name, parameter in module._parameters.items():
             if parameter is not None:
+                role = role_of_parameter(name)
                 if self._grads and parameter.requires_grad:
-                    self._gradients.watch_parameter(parameter, info, name)
+                    self._gradients.watch_parameter(parameter, info, role)
                 if self._weights:
-                    rows.append(self.rows.weight(info, name, parameter, self.progress.step))
+                    rows.append(self.rows.weight(info, role, parameter, self.progress.step))
         weights = len(rows)
         if self._forward:
             self.rows.changed.clear()
@@ -481,7 +483,7 @@ class Hooks:
             return
         names = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
         for position, (name, parameter) in enumerate(names):
-            rows[position] = self.rows.weight_again(info, name, parameter, self.progress.step)
+            rows[position] = self.rows.weight_again(info, role_of_parameter(name), parameter, self.progress.step)
             if rows[position].flags:
                 break
 
