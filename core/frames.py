@@ -15,6 +15,7 @@ from enum import IntEnum, IntFlag
 import msgspec
 
 from .roles import GRADIENTS, Role, RoleKind, parse_role
+from .shown import shown_name
 from .values import NonFinite
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
@@ -169,12 +170,13 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def module_text(module: str, cls: str | None) -> str:
-    """A module by name and class, for a sentence. The root has no name.
+    """A module by name and class, for a sentence, safe to show (core/shown.py). The root has no name.
 
     >>> module_text("fc1", "Linear"), module_text("", "Net")
     ('`fc1` (Linear)', 'the root module (Net)')
     """
-    return f"`{module}` ({cls})" if module else f"the root module ({cls})"
+    kind = shown_name(cls or "?")
+    return f"`{shown_name(module)}` ({kind})" if module else f"the root module ({kind})"
 
 
 def format_number(number: float | None) -> str:

@@ -6,9 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..core.exits import RANK_OVERFLOW
+from ..core.frames import module_text
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.records import Anomaly
+from ..core.shown import shown_name
 
 
 class Overflows:
@@ -37,7 +39,7 @@ class Overflows:
         for (_, rank), anomaly in sorted(self._seen.items(), key=lambda entry: entry[0]):
             if anomaly is None:
                 return f"rank {rank} saw an overflow, and where is unknown"
-            module = f"`{anomaly.module}` ({anomaly.cls})" if anomaly.module else f"`{anomaly.cls}`"
-            place = f"{anomaly.role} of {module}, {anomaly.phase} of batch {anomaly.where.batch}"
+            module = module_text(anomaly.module, anomaly.cls)
+            place = f"{shown_name(anomaly.role)} of {module}, {anomaly.phase} of batch {anomaly.where.batch}"
             return f"rank {rank} saw an overflow: {anomaly.value} in {place}"
         return ""
