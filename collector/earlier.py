@@ -31,7 +31,7 @@ def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
     run = job_run(paths.run_id)
     if run is None or not run.restart:
         return []
-    runs = runs_of_job((path.name for path in paths.folder.parent.glob("*-slurm-*")), run.job)
+    runs = runs_of_job((path.name for path in paths.folder.parent.iterdir()), run.job)
     return [_life(RunPaths(paths.folder.parent / other.name)) for other in runs if other.restart < run.restart]
 
 

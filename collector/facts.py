@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.alarm import anomaly_of_page
 from ..core.frames import Page
+from ..core.judge import anomaly_of_page
 from ..core.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
 from ..core.pages import Names, decode_page
 from ..core.records import (
@@ -30,6 +30,9 @@ from ..core.records import (
     WorkerExit,
     Xid,
 )
+from .diagnose.diagnose import diagnose
+from .diagnose.local_diagnosis import LocalDiagnosis
+from .shown_body import shown_body
 
 
 @dataclass
@@ -57,6 +60,8 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    diagnosis: LocalDiagnosis | None = None
+    """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
 
     @property
     def hidden_rows(self) -> int:
@@ -139,7 +144,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     facts = RunFacts()
     names: dict[tuple[int, int], Names] = {}
     pages: list[tuple[str, PageMessage]] = []
-    for agent, _, body in messages:
+    for agent, _, received in messages:
+        body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
         node = facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
             node.hello = body
@@ -173,6 +179,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.diagnosis = diagnose(rank.anomalies, rank.pages)
         rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
     return facts
 
@@ -255,6 +262,7 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
 def _moved(state: RankState) -> tuple[int, ...]:
     """Of two beats the later one, whichever came first: nothing in it runs backwards."""
     return (
+        state.final,
         state.step,
         state.batch,
         state.seq,

@@ -151,8 +151,9 @@ class RunProtocol:
         if key in self._wanted:
             return []
         self._wanted.add(key)
-        want = Want(where.attempt, *split_label(where.root), where.batch)
-        return [Send(agent, want) for agent, node in self.nodes.items() if not node.gone]
+        batches = [where.batch, where.batch - 1] if where.batch > 0 else [where.batch]  # the one before: its history
+        wants = [Want(where.attempt, *split_label(where.root), batch) for batch in batches]
+        return [Send(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:

@@ -114,7 +114,6 @@ class Server:
 
     def _receive(self, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
         answers: list[Action] = []
-        store.begin()
         for _ in range(_BATCH):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)

@@ -1,4 +1,4 @@
-"""Messages on disk, for a collector that never came back: each with its length before it."""
+"""Messages on disk, for when the collector never comes back. Each message follows its length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def write_spool(folder: Path, agent: str, messages: list[bytes]) -> Path | None:
-    """Write what is left to send; None when there is nothing, or nowhere to write it."""
+    """Write the unsent messages. Returns None when there are none, or no place to write them."""
     if not messages:
         return None
     path = folder / f"agent-{agent[:8]}{SUFFIX}"
@@ -29,7 +29,7 @@ def write_spool(folder: Path, agent: str, messages: list[bytes]) -> Path | None:
 
 
 def read_spool(path: Path) -> list[AgentMessage]:
-    """All complete messages of a spool file. Raises GpuwatchError when it is none, OSError when it cannot be read."""
+    """All complete messages of a spool file. Raises GpuwatchError if it is none, OSError if it cannot be read."""
     data = path.read_bytes()
     messages: list[AgentMessage] = []
     at = 0

@@ -110,9 +110,7 @@ class Agent:
                 cwd=str(Path.cwd()),
                 trace_batches=config.trace_batches,
                 check_only=config.check_only,
-                slurm_job=config.slurm_job,
-                slurm_node=config.slurm_node,
-                slurm_nodes=config.slurm_nodes,
+                job=config.job,
             )
         )
 
@@ -210,7 +208,7 @@ class Agent:
             if not watch.ended:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
         if done.signal:
-            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes)))
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
         self._done = done
         self._done_at = now
         self._gpus.end(now)
@@ -357,7 +355,8 @@ class Agent:
         spool = write_spool(Path(self._config.spool_dir), self._id, self._outbox.unacknowledged())
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None
-        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(self._worst)
+        worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
+        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)
         text = f"gpuwatch: no verdict: the collector at {self._config.collector} did not answer{kept}"
         self._tell(Verdict(code, "unknown", text, ""))
 

@@ -1,4 +1,4 @@
-"""Which of two findings of different ranks came first. Clocks of hosts are not compared.
+"""Which of two diagnoses of different ranks came first. Clocks of hosts are not compared.
 
 What ranks share is their collectives: a rank that has issued fewer of them on a group that both are in was earlier,
 because the value cannot have come to it through one that it had not yet issued. Between two matching collectives
@@ -27,7 +27,7 @@ def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
     return left.seq < right.seq
 
 
-def earliest(findings: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
+def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
     """Those that nothing came before; all of them, should each come before another in a ring."""
-    first = [one for one in findings if not any(before(other, one) for other in findings)]
-    return first or findings
+    first = [one for one in diagnoses if not any(before(other, one) for other in diagnoses)]
+    return first or diagnoses

@@ -110,7 +110,7 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Finding
     more = f" And {_count(len(same), 'other finding')} in the same stage." if same else ""
     return Verdict(
         kind="preflight",
-        statement=f"Preflight, stage {first.stage}: {first.sentence}.{more}",
+        statement=f"Preflight, stage {first.stage}: {first.sentence.rstrip('. ')}.{more}",
         certainty=_CERTAINTY.get(first.subject, "unknown"),
         rank=alone,
         host=first.hosts[0] if named and len(first.hosts) == 1 else None,
@@ -181,7 +181,7 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
         kind="preflight",
         statement=(
             f"Preflight, stage {first.preflight.stage}: rank {first.rank}{others} on {host} failed: "
-            f"{first.preflight.detail}."
+            f"{first.preflight.detail.rstrip('. ')}."
         ),
         certainty="established",
         rank=first.rank,

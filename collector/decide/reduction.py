@@ -10,19 +10,19 @@ from ...core.frames import Page, Row
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..diagnose.step_origin import local_gradients
 from ..facts import RunFacts
-from .overflow_at import overflow_at, whose
 from .overflow_evidence import missing_ranks
-from .overflow_words import next_steps
-from .replicas import page_of_batch
+from .overflow_words import next_steps, overflow_at, whose
+from .replicas import page_of, peers
 from .verdict_model import Verdict
-from .words import cascade_of, finding_text, ranks_text
+from .words import cascade_of, found_text, place_of, ranks_text
 
 
-def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], findings: list[LocalDiagnosis]) -> Verdict:
+def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
     """Whose gradients they were, from the pages of all ranks."""
     first = tier[0]
     ranks = facts.of_attempt(first.attempt)
-    pages = {rank.rank: page_of_batch(rank, first.root, first.batch) for rank in ranks}
+    received = {first.rank: page_of(facts, first), **peers(facts, first)}
+    pages = {rank.rank: received.get(rank.rank) for rank in ranks}
     local = {rank.rank: _own_finite(pages[rank.rank], first) for rank in ranks}
     unseen = [number for number, finite in local.items() if finite is not True]
     unseen_text = [f"{ranks_text(unseen)}: no finite gradient of its own was seen"] if unseen else []
@@ -39,11 +39,11 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], findings: list[Local
     if settled:
         evidence.append(f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite before it was reduced")
     statement = (
-        f"{first.value} in the {first.role} of {finding_text(first)} came out of the reduction over the ranks in "
+        f"{first.value} in the {first.role} of {place_of(first)} came out of the reduction over the ranks in "
         f"batch {first.batch}: every rank's own gradient was finite, their sum was not ({first.dtype})."
         if settled
         else f"{ranks_text([f.rank for f in tier]).capitalize()} met {first.value} in the {first.role} of "
-        f"{finding_text(first)} before the step of batch {first.batch}, after gradients are reduced: it may have come "
+        f"{place_of(first)} before the step of batch {first.batch}, after gradients are reduced: it may have come "
         "from any rank."
     )
     if first.cause:
@@ -55,7 +55,7 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], findings: list[Local
         phase="collective",
         evidence=[*evidence, *unseen_text, *missing, *first.notes],
         next=next_steps(first, None),
-        cascade=cascade_of(facts, first.attempt, {f.rank for f in findings}),
+        cascade=cascade_of(facts, first.attempt, {f.rank for f in diagnoses}),
     )
 
 
@@ -68,7 +68,7 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
         **whose(facts, first),
         statement=(
             f"Rank {first.rank}{f' on {host}' if host else ''} made {first.value} out of a finite gradient before its "
-            f"step: {first.role} of {finding_text(first)}, batch {first.batch}{cause}; what runs between the backward "
+            f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; what runs between the backward "
             "and the step did it (clipping, unscaling, the script's own code)."
         ),
         certainty="established" if first.from_page else "supported",
@@ -81,8 +81,8 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
     )
 
 
-def _line(finding: LocalDiagnosis) -> str:
-    return f"rank {finding.rank}: {finding.value} in {finding.role} of {finding_text(finding)}, batch {finding.batch}"
+def _line(found: LocalDiagnosis) -> str:
+    return f"rank {found.rank}: {found_text(found)}, batch {found.batch}"
 
 
 def _rows(page: Page | None, phase: str) -> dict[tuple[str, str], Row]:

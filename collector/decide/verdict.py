@@ -7,7 +7,7 @@ origins there are concurrent.
 from __future__ import annotations
 
 from ..facts import RunFacts
-from .clean_verdict import clean_verdict
+from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .drain import with_drain
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .gpu_evidence import with_gpu
@@ -21,6 +21,7 @@ def decide(facts: RunFacts) -> Verdict:
     for rule in (
         preflight_verdict,
         overflow_verdict,
+        unnamed_overflow_verdict,
         ending_verdict,
         lost_node_verdict,
         interrupted_verdict,

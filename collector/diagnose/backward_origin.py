@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
+from ...core.roles import RoleKind
 from .calls import Calls
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .users import Users, users_inside, users_of
@@ -20,7 +21,7 @@ from .users import Users, users_inside, users_of
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
     """The maker of a gradient that was bad when the backward had just made it."""
     backward = _Backward(page, frames, frame, row, anomaly)
-    if row.role.startswith("grad output"):
+    if row.role_kind is RoleKind.GRAD_OUTPUT:
         return backward.of_output()
     return backward.of_parameter()
 
@@ -47,24 +48,24 @@ class _Backward:
             users.unwatched = users.unwatched or not mine
             return self._somewhere(users, sure=False)
         if self._may_be_reduced(mine):
-            return self._finding(module, self._frame.cls, self._row.role, source="received")
+            return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
         sharing = sorted(self._sharing())
         if sharing:
-            named = ", ".join(f"`{other}`" for other in sharing)
+            named = ", ".join(f"`{other}`" if other else "the root module" for other in sharing)
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
-            return self._finding(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
+            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
         if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):
             # made in its own code, or by a call that was handed what its own code had made
             after = self._last_finite(mine[0].module, below=True)
-            return self._finding(
+            return self._diagnosis(
                 mine[0].module, mine[0].cls, self._row.role, between=(after, module or self._frame.cls)
             )
-        return self._finding(module, self._frame.cls, self._row.role)
+        return self._diagnosis(module, self._frame.cls, self._row.role)
 
     def of_output(self) -> LocalDiagnosis:
         """The gradient of what a module returned: made by whoever used that."""
         made = self._calls_of(self._frame.module)
-        users = users_of(self._calls, made, [self._row.role.removeprefix("grad ")])
+        users = users_of(self._calls, made, [self._row.parsed_role.name])
         if len(made) != 1:  # which of its calls this is about is not known
             users.own_code.append(_parent_name(self._frame.module))
             return self._somewhere(users, sure=bool(made))
@@ -82,15 +83,18 @@ class _Backward:
                 return self._somewhere(users, sure=False)
             role = next(row.role for row in user.inputs if row.value == users.value)
             received = user.collectives > 0 or self._may_be_received([user])
-            return self._finding(user.module, user.cls, f"grad {role}", source="received" if received else "made")
+            return self._diagnosis(user.module, user.cls, f"grad {role}", source="received" if received else "made")
         return self._of_users(users_inside(self._calls, user, users.value))
 
     def _sharing(self) -> set[str]:
         """Other modules that used the same parameter."""
-        name = self._row.role.removeprefix("grad ")
+        name = self._row.parsed_role.name
         module = self._frame.module
         values = {
-            row.value for call in self._calls_of(module) for row in call.weights if row.role == name and row.value >= 0
+            row.value
+            for call in self._calls_of(module)
+            for row in call.weights
+            if row.parsed_role.name == name and row.value >= 0
         }
         return {
             call.module
@@ -129,7 +133,7 @@ class _Backward:
         """The last module in `scope` of which a finite gradient of what it returned was seen."""
         for frame in reversed(self._before):
             inside = _is_inside(frame.module, scope) or (frame.module == scope and not below)
-            if inside and any(row.role.startswith("grad output") and row.finite for row in frame.rows):
+            if inside and any(row.role_kind is RoleKind.GRAD_OUTPUT and row.finite for row in frame.rows):
                 return frame.module
         return ""
 
@@ -154,7 +158,7 @@ class _Backward:
         last = max(seen, default=self._before[-1].seq if self._before else -1)
         return 0 <= last < self._frame.seq
 
-    # -- findings -----------------------------------------------------------------------------------------------
+    # -- diagnoses -----------------------------------------------------------------------------------------------
 
     def _somewhere(self, users: Users, *, sure: bool = True) -> LocalDiagnosis:
         """Several can have made it, or their sum: name the smallest module with all of them in it."""
@@ -164,7 +168,7 @@ class _Backward:
         calls = self._calls_of(scope)
         cls = calls[-1].cls if calls else self._root_class if scope == "" else "?"
         received = self._may_be_received(users.calls)
-        return self._finding(
+        return self._diagnosis(
             scope,
             cls,
             self._row.role,
@@ -175,11 +179,11 @@ class _Backward:
 
     def _outside(self) -> LocalDiagnosis:
         """The model returned it: the script's own loss, or the next stage of a pipeline."""
-        return self._finding(
+        return self._diagnosis(
             "", self._root_class, self._row.role, source="outside", between=("", self._frame.module or self._frame.cls)
         )
 
-    def _finding(
+    def _diagnosis(
         self,
         module: str,
         cls: str,

@@ -7,10 +7,11 @@ from typing import Literal
 
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
+from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "weight", "unlooked", "reduced", "received", "carried"]
-"""How the value came to the place that a finding names.
+Source = Literal["made", "outside", "weight", "skipped", "reduced", "received", "carried"]
+"""How the value came to the place that a diagnosis names.
 
 made: here, out of finite ones. outside: it was handed in, to the model or to its backward. weight: nobody saw the
 weight become bad. unlooked: in a batch that was left out. reduced: this rank's own gradient was finite, and what the
@@ -56,6 +57,14 @@ class LocalDiagnosis:
     """Further evidence."""
 
     @property
+    def own_role(self) -> str | None:
+        """The role, if it is one of `module`'s own rows; None if the value was first seen in a row of another module.
+
+        What the code of `attn` makes between two calls is first seen in `input[0]` of `attn.c_proj`.
+        """
+        return self.role if self.module == self.at[0] or self.role != self.at[2] else None
+
+    @property
     def is_origin(self) -> bool:
         """The bad value was made here, out of finite ones."""
         return self.source == "made"
@@ -77,7 +86,7 @@ def diagnosis_of_row(
     notes: tuple[str, ...] = (),
     turned: tuple[str, str] | None = None,
 ) -> LocalDiagnosis:
-    """A finding about one row of a page."""
+    """A diagnosis about one row of a page."""
     return LocalDiagnosis(
         rank=page.rank,
         attempt=page.attempt,
@@ -130,14 +139,14 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         seen_in=anomaly.phase,
         cause=anomaly.cause,
     )
-    if is_unlooked(anomaly):
-        return replace(found, source="unlooked")
+    if is_skipped(anomaly):
+        return replace(found, source="skipped")
     if anomaly.phase == "collective":
         return replace(found, source="reduced")
     if anomaly.phase == "optimizer":  # its gradient may have been bad before
         return replace(found, phase="weight", source="weight")
     if anomaly.phase == "backward":
-        if anomaly.role.startswith("grad output"):  # made by whatever used it, and that is in the page
+        if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # made by whatever used it, and that is in the page
             root_class = split_label(anomaly.where.root)[0]
             return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
         return replace(found, sure=False)
@@ -151,7 +160,7 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     return found
 
 
-def is_unlooked(anomaly: Anomaly) -> bool:
+def is_skipped(anomaly: Anomaly) -> bool:
     """Only what the root returned was looked at in this batch: `--every` left it out."""
     return anomaly.cause.startswith("not looked into")
 

@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...core.alarm import first_expected_gradient
-from ...core.frames import Frame, Mark, Page, Row
+from ...core.frames import Frame, Mark, Page, Row, module_text
+from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
-from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_unlooked
+from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
 
 
-def analyze(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
+def origin_in_page(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
     """Find the origin of the anomaly in its page; falls back on the event where the page has lost that frame."""
     frames = sorted(page.frames, key=lambda frame: frame.index)
     first = next((frame for frame in frames if frame.index == anomaly.frame), None)
-    if first is None or page.lost_frames or is_unlooked(anomaly):
+    if first is None or page.lost_frames or is_skipped(anomaly):
         return from_event(anomaly)
     if is_scalers(anomaly):
         expected = first_expected_gradient(frames)
@@ -59,7 +59,7 @@ class _Forward:
         """Why this call returned something bad; `output` is the row to explain, else the worst."""
         bad_weight = next((row for row in frame.weights if not row.finite), None)
         if bad_weight is not None:
-            return self._finding(frame, bad_weight, frame.module, frame.cls, phase="weight", source="weight")
+            return self._diagnosis(frame, bad_weight, frame.module, frame.cls, phase="weight", source="weight")
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
         if bad_input is not None:
@@ -79,7 +79,7 @@ class _Forward:
             return self.explain(*hidden)
         between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
-        return self._finding(
+        return self._diagnosis(
             frame, output, frame.module, frame.cls, source="received" if received else "made", between=between
         )
 
@@ -94,10 +94,10 @@ class _Forward:
         holder = calls.outermost_with_input(frame, bad)
         if holder.parent is None and holder.phase == "forward":
             row = next((row for row in holder.inputs if row.value == bad.value), bad)
-            return self._finding(holder, row, holder.module, holder.cls, phase="input", source="outside")
+            return self._diagnosis(holder, row, holder.module, holder.cls, phase="input", source="outside")
         parent, before = calls.parent(holder), calls.previous_sibling(holder)
         if parent is None and before is None:  # what is around it is not watched, or was not run again
-            return self._finding(holder, bad, holder.module, holder.cls, source="carried")
+            return self._diagnosis(holder, bad, holder.module, holder.cls, source="carried")
         if parent is not None and not again:
             given = _worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
             if given is not None:
@@ -117,13 +117,13 @@ class _Forward:
         if returns(holder, bad.value):
             sure = False
             notes.append(
-                f"`{holder.module}` returned the very tensor that it was handed: "
+                f"{module_text(holder.module, holder.cls)} returned the very tensor that it was handed: "
                 "if it writes into it, it is the maker itself"
             )
-        for mask in parent.inputs if parent is not None else ():
-            if mask.only_neginf and not bad.only_neginf:
-                notes.append(f"`{holder.parent or holder.cls}` had been handed -inf in {mask.role}")
-        return self._finding(
+        if parent is not None and not bad.only_neginf:
+            masks = [row for row in parent.inputs if row.only_neginf]
+            notes += [f"{module_text(parent.module, parent.cls)} had been handed -inf in {mask.role}" for mask in masks]
+        return self._diagnosis(
             holder,
             bad,
             holder.parent or "",
@@ -144,7 +144,7 @@ class _Forward:
         if found.only_neginf and not into.only_neginf:
             self._turned = self._turned or (module, cls)
 
-    def _finding(
+    def _diagnosis(
         self,
         frame: Frame,
         row: Row,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...core.frames import Frame, Page, Row, format_number
 from ...core.records import Anomaly
+from ...core.roles import RoleKind
 from .local_diagnosis import LocalDiagnosis, diagnosis_of_row
 
 
@@ -54,7 +55,7 @@ def explain_step(
         cls=frame.cls,
         phase="optimizer" if made else "weight",
         source="made" if made else "weight",
-        notes=tuple(_state(frame, row.role)),
+        notes=tuple(_state(frame, row.parsed_role.name)),
     )
 
 
@@ -85,9 +86,8 @@ def _state(frame: Frame, name: str) -> list[str]:
     """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for what the optimizer keeps of a parameter."""
     found = []
     for row in frame.rows:
-        prefix, _, rest = row.role.partition(" ")
-        key, _, parameter = rest.rpartition(" ")
-        if prefix == "state" and parameter == name and row.kind == "measured":
+        role = row.parsed_role
+        if role.kind is RoleKind.STATE and role.name == name and row.kind == "measured":
             smallest, largest = format_number(row.abs_min).strip(), format_number(row.abs_max).strip()
-            found.append(f"the optimizer's {key} of {name}: abs min {smallest}, abs max {largest}")
+            found.append(f"the optimizer's {role.key} of {name}: abs min {smallest}, abs max {largest}")
     return found

@@ -92,7 +92,7 @@ def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
     }
 
 
-def hidden_of(rank: RankFacts) -> list[dict[str, Any]]:
+def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
     """For report.json: the first row of each rule and place that a rule has hidden."""
     found: dict[tuple[str, str, str], Ignored] = {}
     for ignored in rank.ignored:

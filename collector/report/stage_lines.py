@@ -11,6 +11,7 @@ from ...core.messages import AgentBody, EventMessage, Hello
 from ...core.pipe import PreflightOver, StageLine
 from ...core.preflight import Finding
 from ...core.records import PreflightBegan, PreflightResult, PreflightStage
+from ..shown_body import shown_body
 from .preflight_table import GRADES, stage_order, worst
 
 _MAX_WARNINGS = 8
@@ -34,6 +35,9 @@ class StageLines:
 
     def hear(self, body: AgentBody) -> None:
         """One message that came in."""
+        if not isinstance(body, Hello | EventMessage):
+            return
+        body = shown_body(body)
         if isinstance(body, Hello):
             self._hosts[body.agent] = body
         if not isinstance(body, EventMessage):

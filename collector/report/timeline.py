@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ...core.frames import module_text
 from ...core.records import Anomaly, NodeSignal
 from ..facts import RunFacts
 
@@ -68,4 +69,4 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
 
 
 def _anomaly_text(anomaly: Anomaly) -> str:
-    return f"{anomaly.value} in {anomaly.role} of {anomaly.module or anomaly.where.root} ({anomaly.cls})"
+    return f"{anomaly.value} in {anomaly.role} of {module_text(anomaly.module, anomaly.cls)}"

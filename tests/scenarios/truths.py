@@ -463,4 +463,12 @@ EXPECTED = [
     Scenario("near overflow", "near_overflow.py", CLEAN, warnings=((1, "near overflow", "up", "output"),)),
 ]
 
-SCENARIOS = [*FORWARD, *INPUTS_AND_WEIGHTS, *BACKWARD, *STEP, *PARALLEL, *EXPECTED]
+KINDS = {
+    "forward": FORWARD,
+    "inputs and weights": INPUTS_AND_WEIGHTS,
+    "backward": BACKWARD,
+    "step": STEP,
+    "parallel": PARALLEL,
+    "expected": EXPECTED,
+}
+SCENARIOS = [scenario for kind in KINDS.values() for scenario in kind]

@@ -86,6 +86,11 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu or late_device() is not None
 
 
+def has_reader(device: torch.device) -> bool:
+    """Whether tensors there can be read without waiting."""
+    return device.type == "cuda" or (device.type == "cpu" and late_device() is not None)
+
+
 def device_for(device: torch.device) -> Device:
     """The kind of device that a tensor is on. Raises TypeError for one that is not known."""
     if device.type == "cuda":

@@ -14,7 +14,7 @@ import pytest
 Outcomes = dict[int, dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run_ranks() -> Iterator[Callable[..., Outcomes]]:
     """`run_ranks("group", [0, 1], {1: "adds wrong"})`: what came of every rank."""
     server = Path(__file__).parent / "ranks_server.py"
@@ -32,5 +32,5 @@ def run_ranks() -> Iterator[Callable[..., Outcomes]]:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=300) == 0
     process.stdout.close()

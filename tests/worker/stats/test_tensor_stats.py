@@ -27,7 +27,7 @@ NAN, INF = math.nan, math.inf
 def loops(request):
     """Everything here holds for either kind of loop."""
     if request.param == "compiled" and bits.extremes is bits.slow_extremes:
-        pytest.skip("native/core.c was not built where gpuwatch was installed")
+        pytest.skip("worker/native was not built where gpuwatch was installed")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "numpy":
             patch.setattr(measure_module, "extremes", bits.slow_extremes)
@@ -171,6 +171,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("bad", [None, NAN, -INF])
