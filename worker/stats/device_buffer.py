@@ -126,7 +126,10 @@ class DeviceStatsBuffer:
             self.note = f"{self.note}; {what}" if self.note else what
 
     def _register(self) -> None:
-        refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
+        try:
+            refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
+        except Exception as error:  # a torch that does not have the call
+            refusal = _line(error)
         self._registered = not refusal
         if refusal:
             self._say(
@@ -352,7 +355,8 @@ class DeviceStatsBuffer:
                 started = bool(copy.blocks)
                 for block in copy.blocks:
                     self._start(block, copy.values_at)
-                copy.event = self._driver.record(buffer.stream)
+                if started:
+                    copy.event = self._driver.record(buffer.stream)
         finally:
             if started:  # what was started is still on its way after an error
                 buffer.flying.append(copy)

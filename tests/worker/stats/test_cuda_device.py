@@ -156,8 +156,15 @@ def recorder(tmp_path):
     return RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
 
 
-def test_without_registration_the_numbers_come_through_pinned_memory(recorder):
-    late = LateDevice(refuses="cudaHostRegister returned 1")
+class NoSuchCall(LateDevice):
+    """A torch that was built without the driver's call."""
+
+    def register(self, address, size, device):
+        raise AssertionError("cudaHostRegister returned 1")
+
+
+@pytest.mark.parametrize("late", [LateDevice(refuses="cudaHostRegister returned 1"), NoSuchCall()])
+def test_without_registration_the_numbers_come_through_pinned_memory(recorder, late):
     buffer = DeviceStatsBuffer(recorder, torch.device("cpu"), driver=late)
     assert "cudaHostRegister returned 1" in buffer.note
     assert f"{recorder.path} is on {file_system_of(recorder.path)}" in buffer.note
