@@ -36,7 +36,7 @@ def run(command: list[str]) -> tuple[int, float]:
     """(bytes grown, ratio of the medians) as the script prints them."""
     with tempfile.TemporaryDirectory(prefix="many-batches-") as folder:
         done = subprocess.run(
-            [sys.executable, "-m", *command, str(SCRIPT)],
+            [sys.executable, "-m", *command, str(SCRIPT), "10000"],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,

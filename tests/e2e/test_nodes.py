@@ -124,12 +124,11 @@ def test_wrong_usage_is_one_sentence(refused, options, words):
         assert word in sentence
 
 
-def test_a_script_that_is_not_there_is_one_sentence(bench):
-    """In a process of its own, as a user meets it."""
-    run = bench.gpuwatch("launch", "no such script.py")
+def test_a_script_that_is_not_there_is_one_sentence(refused):
+    code, _, stderr = refused("launch", "no such script.py")
 
-    assert run.code == 2
-    assert run.stderr.startswith("gpuwatch: expected a script to run, found no file 'no such script.py'")
+    assert code == 2
+    assert stderr.startswith("gpuwatch: expected a script to run, found no file 'no such script.py'")
 
 
 @pytest.mark.slow  # a node is given up after 20 s of silence

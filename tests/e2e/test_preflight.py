@@ -25,8 +25,8 @@ def grades(run, rank: int) -> dict[str, str]:
 
 DIES = ("dies", "node group", "died at all_gather: killed by SIGKILL", NEVER)
 COORDINATOR_DIES = ("coordinator dies", "allocation", "died in stage allocation: killed by SIGKILL", NEVER)
-SOON = ("--preflight-timeout", "12")
-HANGS = ("hangs", "node group", "hung at all_gather for 12 s", SOON)
+SOON = ("--preflight-timeout", "30")
+HANGS = ("hangs", "node group", "hung at all_gather for 30 s", SOON)
 COORDINATOR_HANGS = ("coordinator hangs", "allocation", "hung in stage allocation", SOON)
 
 

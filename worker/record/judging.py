@@ -74,6 +74,7 @@ class Judging:
         self._to_judge: set[int] = set()
         """Those of them in which something notable was seen."""
         self._noted = ""
+        self._graphs_told = False
         rows.expect = self.expect
         rows.on_device_buffer = self._begin
 
@@ -118,7 +119,11 @@ class Judging:
             return True
         if buffer.note != self._noted:
             self._noted = buffer.note
-            self._recorder.append(Fault(self._progress.where(), "device", buffer.note))
+            self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
+        if buffer.not_seen_in_graphs and not self._graphs_told:
+            self._graphs_told = True
+            message = "graph: not seen. Tensors are not read while torch.cuda.graph captures, nor in its replays"
+            self._recorder.append(Fault(self._progress.where(), "graph", message))
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)

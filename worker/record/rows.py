@@ -377,7 +377,7 @@ class Rows:
                 self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device)
             except Exception as error:
                 self._device_failed = True
-                self._on_fault("device page", error)
+                self._on_fault("device", error)
                 return None
             if self.on_device_buffer is not None:
                 self.on_device_buffer(self.device_buffer)

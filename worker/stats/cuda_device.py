@@ -12,6 +12,7 @@ from .device import StreamKey
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for the contexts of all devices
 _LONGEST_NAP_S = 1e-3
+_NOTHING = nullcontext()
 
 
 class CudaDevice:
@@ -45,7 +46,7 @@ class CudaDevice:
         here = torch.cuda.current_device() == index
         current = torch._C._cuda_getCurrentRawStream(index) == raw
         if here and current:
-            return nullcontext()
+            return _NOTHING
         stack = ExitStack()
         if not here:
             stack.enter_context(torch.cuda.device(index))

@@ -69,7 +69,7 @@ class DeviceStatsBuffer:
         self._memory = recorder.memory
         self._reader = reader or self._best_reader()
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
-            self._file = torch.frombuffer(self._memory, dtype=torch.int64)
+            self._file = without_modes(torch.frombuffer, self._memory, dtype=torch.int64)
         self._numbers: Any = numpy.frombuffer(self._memory, dtype=numpy.int64)
         """The same memory, to look at: no mode of the script's sees NumPy."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
@@ -126,7 +126,10 @@ class DeviceStatsBuffer:
             self.note = f"{self.note}; {what}" if self.note else what
 
     def _register(self) -> None:
-        refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
+        try:
+            refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
+        except Exception as error:  # a torch that does not have the call
+            refusal = _line(error)
         self._registered = not refusal
         if refusal:
             self._say(
@@ -140,7 +143,10 @@ class DeviceStatsBuffer:
         self._recorder.on_segment_end = None
         for buffer in self._buffers.values():
             with self._driver.use(buffer.key, buffer.stream):
-                self._driver.synchronize(buffer.stream)
+                try:
+                    self._driver.synchronize(buffer.stream)
+                except Exception as error:
+                    self._gone(buffer, error)
         without_modes(self._take)
         self._buffers.clear()
         self._in_flight.clear()
@@ -164,7 +170,7 @@ class DeviceStatsBuffer:
         if not self._driver.holds(tensor):
             return None
         if self._driver.is_capturing():  # the reading would become a part of the user's graph
-            self.not_seen_in_graphs += 1
+            self._not_seen()
             return None
         try:
             source = source_of(tensor)
@@ -183,6 +189,10 @@ class DeviceStatsBuffer:
         if limit is not None:
             buffer.limits[position] = limit
         return index
+
+    def _not_seen(self) -> None:
+        self.not_seen_in_graphs += 1
+        self._say("a CUDA graph was captured: what it computes when it is replayed is not seen")
 
     def last(self) -> DeviceRow:
         """What was measured last, for `again`."""
@@ -206,7 +216,7 @@ class DeviceStatsBuffer:
         if row.is_lost:
             return None
         if self._driver.is_capturing():
-            self.not_seen_in_graphs += 1
+            self._not_seen()
             return None
         index = self._next_value()
         position = self._recorder.value_position
@@ -246,14 +256,19 @@ class DeviceStatsBuffer:
             try:
                 self._reader.read(source, buffer.rows, position, count)
             except Exception as error:
-                self._fall_back(error)
-                self._reader.read(source, buffer.rows, position, count)
+                reader = self._other_reader(error)
+                reader.read(source, buffer.rows, position, count)
+                self._fall_back(reader, error)
 
-    def _fall_back(self, error: Exception) -> None:
+    def _other_reader(self, error: Exception) -> Reader:
         """No compiler, no place for Triton's cache, a device that it does not know: torch can do it, too."""
         if isinstance(self._reader, TorchReader):
             raise error
-        self._reader = TorchReader()
+        return TorchReader()
+
+    def _fall_back(self, reader: Reader, error: Exception) -> None:
+        """The other reader could do what the first one could not: it was not the device that failed."""
+        self._reader = reader
         self._say(_no_kernel(_line(error)))
 
     # -- off to the host ----------------------------------------------------------------------------------------
@@ -314,30 +329,37 @@ class DeviceStatsBuffer:
         first_error: Exception | None = None  # the other streams' rows are not for the next segment
         for buffer in self._buffers.values():
             if buffer.has_rows:
-                try:
-                    self._send_stream(buffer, Copy(page, values_at), lost)
-                except Exception as error:
-                    first_error = first_error or error
+                with self._driver.use(buffer.key, buffer.stream):
+                    try:
+                        if not self._driver.is_capturing():
+                            self._send_stream(buffer, Copy(page, values_at), lost)
+                        elif is_end:  # a graph is captured on this stream, while another one is current
+                            self._fields[Field.ROWS_LOST] += buffer.drop()
+                        else:
+                            self._queued += len(buffer.positions) + len(buffer.repeats)
+                    except Exception as error:
+                        first_error = first_error or error
         if first_error is not None:
             raise first_error
 
     def _send_stream(self, buffer: StreamBuffer, copy: Copy, lost: bool) -> None:
+        """On the buffer's own stream."""
         positions, buffer.positions = buffer.positions, []
         repeats, buffer.repeats = buffer.repeats, []
         copy.remembered, buffer.remembered = buffer.remembered, []
         copy.limits, buffer.limits = buffer.limits, {}
         started = False
         try:
-            with self._driver.use(buffer.key, buffer.stream):
-                if positions:
-                    copy.blocks.append(self._pack(buffer, positions, copy.remembered))
-                if not lost:
-                    repeats = self._known(copy, repeats)
-                    if repeats:
-                        copy.blocks.append(self._gather(repeats))
-                    started = bool(copy.blocks)
-                    for block in copy.blocks:
-                        self._start(block, copy.values_at)
+            if positions:
+                copy.blocks.append(self._pack(buffer, positions, copy.remembered))
+            if not lost:
+                repeats = self._known(copy, repeats)
+                if repeats:
+                    copy.blocks.append(self._gather(repeats))
+                started = bool(copy.blocks)
+                for block in copy.blocks:
+                    self._start(block, copy.values_at)
+                if started:
                     copy.event = self._driver.record(buffer.stream)
         finally:
             if started:  # what was started is still on its way after an error
@@ -355,8 +377,9 @@ class DeviceStatsBuffer:
             try:
                 packed = self._reader.pack(rows[first:end], end - first)
             except Exception as error:
-                self._fall_back(error)
-                packed = self._reader.pack(rows[first:end], end - first)
+                reader = self._other_reader(error)
+                packed = reader.pack(rows[first:end], end - first)
+                self._fall_back(reader, error)
         except BaseException:
             for row in remembered:
                 row.is_lost = True
@@ -450,7 +473,9 @@ class DeviceStatsBuffer:
                 continue
             with self._driver.use(buffer.key, buffer.stream):
                 try:
-                    while buffer.flying and self._driver.query(self._event_of(buffer)):
+                    while (
+                        buffer.flying and not self._driver.is_capturing() and self._driver.query(self._event_of(buffer))
+                    ):
                         landed.append(buffer.flying.popleft())
                 except Exception as error:
                     self._gone(buffer, error)
@@ -462,6 +487,8 @@ class DeviceStatsBuffer:
     def _wait(self, buffer: StreamBuffer, timeout_s: float | None) -> None:
         """Wait for the last copy of a stream."""
         with self._driver.use(buffer.key, buffer.stream):
+            if self._driver.is_capturing():
+                return
             try:
                 self._driver.wait(self._event_of(buffer, -1), timeout_s)
             except Exception as error:

@@ -114,6 +114,8 @@ class LateDevice:
         self._pinned: list[tuple[_Freed, int, int]] = []
         self.current = 0
         self.capturing = False
+        self.captured: set[int] = set()
+        """Streams that a graph is captured on; `capturing` stands for all of them."""
         self.held: set[int] = set()
         """Streams that are busy with something else for as long as a test says so."""
         self.copies = 0
@@ -151,7 +153,7 @@ class LateDevice:
 
     def is_capturing(self) -> bool:
         """See `Device`."""
-        return self.capturing
+        return self.capturing or self.current in self.captured
 
     @contextmanager
     def use(self, key: StreamKey, stream: Any) -> Iterator[None]:
@@ -248,5 +250,5 @@ class LateDevice:
             what.carry_out()
 
     def _not_in_a_capture(self) -> None:
-        if self.capturing:
+        if self.is_capturing():
             raise RuntimeError("operation not permitted when stream is capturing")

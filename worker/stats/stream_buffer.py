@@ -89,6 +89,15 @@ class StreamBuffer:
         self.limits: dict[int, int] = {}
         self.flying: deque[Copy] = deque()
 
+    def drop(self) -> int:
+        """Give up what was not copied yet; returns how many values that were."""
+        dropped = len(self.positions) + len(self.repeats)
+        for row in self.remembered:
+            row.is_lost = True
+        self.rows = None
+        self.positions, self.repeats, self.remembered, self.limits = [], [], [], {}
+        return dropped
+
     @property
     def has_rows(self) -> bool:
         """Whether there is something to copy."""

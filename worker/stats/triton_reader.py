@@ -28,11 +28,9 @@ class TritonReader:
 
     def __init__(self, kernel: Any = None, version: str = "") -> None:
         if kernel is None:
-            import triton
-
             from . import kernel as ours
 
-            kernel, version = ours, triton.__version__
+            kernel, version = ours, ours.VERSION
         self._kernel = kernel
         self._is_direct = _OLDEST <= _release(version) <= _NEWEST
         self._compiled: dict[tuple[Any, ...], Any] = {}

@@ -312,13 +312,14 @@ def test_without_nvml_it_is_unknown_with_the_reason():
     assert "utility" in answer.next
 
 
+@pytest.mark.slow  # the deadline is long, so that a slow machine gets as far as the driver's hang
 def test_a_driver_that_hangs_at_its_start_is_unknown_after_the_deadline(nvml):
     nvml.says("* init hang")
-    answer = ask_nvml([nvml.gpus[0]], 1.0)
-    assert answer.trouble == "NVML did not answer within 1 s when asked for its start"
+    answer = ask_nvml([nvml.gpus[0]], 15.0)
+    assert answer.trouble == "NVML did not answer within 15 s when asked for its start"
 
 
-@pytest.mark.slow  # the deadline is long, so that a slow machine gets as far as the driver's hang
+@pytest.mark.slow
 def test_what_was_told_before_the_driver_hung_is_kept(nvml):
     nvml.says("0 recovery_action 1", "0 nvlink_state hang")
     answer = ask_nvml([nvml.gpus[0]], 15.0)

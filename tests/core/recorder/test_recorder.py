@@ -570,7 +570,7 @@ def test_the_header_says_who_writes(folder):
         state = reader.state()
         assert (state.phase, state.step, state.batch, state.seq) == ("forward", 6, 12, 41)
         assert (state.module, state.cls) == ("layer.1", "Linear")
-        assert 0 <= state.age_s < 5
+        assert state.age_s >= 0
 
 
 def test_the_magic_reads_as_its_comment_says():

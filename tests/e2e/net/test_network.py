@@ -15,7 +15,8 @@ CONNECT = """
 import socket, sys, time
 began = time.monotonic()
 try:
-    with socket.create_connection((sys.argv[1], 7), timeout=1) as there:
+    with socket.create_connection((sys.argv[1], 7), timeout=2) as there:
+        there.settimeout(300)
         there.sendall(bytes(int(sys.argv[2])))
         there.shutdown(socket.SHUT_WR)
         while there.recv(1 << 16):
@@ -70,8 +71,10 @@ def seconds(a, b, size):
     return float(took)
 
 
-def namespaces_now():
-    return {line.split()[0] for line in subprocess.check_output(["ip", "netns", "list"], text=True).splitlines()}
+def namespaces_of(name):
+    """Others may come and go meanwhile: networks of tests that run beside this one."""
+    listed = subprocess.check_output(["ip", "netns", "list"], text=True).splitlines()
+    return {line.split()[0] for line in listed if line.startswith(f"{name}-")}
 
 
 def test_each_node_has_its_own_name_and_address_and_they_reach_each_other(three):
@@ -141,16 +144,15 @@ def test_a_link_can_be_late(three):
 
 
 def test_up_and_down_can_be_said_twice(tmp_path, namespaces):
-    before = namespaces_now()
     net = Network(name_of_this_process(), 2, tmp_path)
     net.up()
-    there = namespaces_now()
+    there = namespaces_of(net.name)
     net.up()
-    assert namespaces_now() == there == before | {f"{net.name}-switch", f"{net.name}-0", f"{net.name}-1"}
+    assert namespaces_of(net.name) == there == {f"{net.name}-switch", f"{net.name}-0", f"{net.name}-1"}
 
     net.down()
     net.down()
-    assert namespaces_now() == before
+    assert namespaces_of(net.name) == set()
 
 
 def test_down_ends_what_runs_in_it(tmp_path, namespaces):
@@ -165,13 +167,17 @@ def test_down_ends_what_runs_in_it(tmp_path, namespaces):
 
 
 def test_what_a_crashed_process_has_left_is_taken_down(tmp_path, namespaces):
-    before = namespaces_now()
     code = (
         f"import sys, os, pathlib; sys.path.insert(0, {str(Path(__file__).parent)!r}); import network\n"
-        f"network.Network(network.name_of_this_process(), 2, pathlib.Path({str(tmp_path)!r})).up(); os._exit(9)"
+        f"name = network.name_of_this_process(); print(name, flush=True)\n"
+        f"network.Network(name, 2, pathlib.Path({str(tmp_path)!r})).up(); os.kill(os.getpid(), 19); os._exit(9)"
     )
-    subprocess.run([sys.executable, "-c", code])
-    assert len(namespaces_now() - before) == 3
+    crashing = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    name = crashing.stdout.readline().strip()
+    os.waitpid(crashing.pid, os.WUNTRACED)  # it stops once its network is up, so that nobody takes it down as stale
+    assert len(namespaces_of(name)) == 3
+    crashing.kill()
+    crashing.communicate()
 
     take_down_stale()
-    assert namespaces_now() == before
+    assert namespaces_of(name) == set()

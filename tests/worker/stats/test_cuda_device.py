@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.values import NonFinite, Value
 from gpuwatch.worker.stats.cuda_device import CudaDevice
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.file_system import file_system_of
@@ -136,6 +141,13 @@ def test_nothing_is_switched_where_the_stream_is_current(driver):
         assert switched is None
 
 
+def values_of(recorder, number):
+    reader = RecorderReader(recorder.path)
+    page = reader.page(number)
+    reader.close()
+    return [Value(*numbers) for segment in page.segments for numbers in layout.VALUE.iter_unpack(segment.values)]
+
+
 # -- the way round: pinned memory -----------------------------------------------------------------------------------
 
 
@@ -144,8 +156,15 @@ def recorder(tmp_path):
     return RecorderWriter(tmp_path / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
 
 
-def test_without_registration_the_numbers_come_through_pinned_memory(recorder):
-    late = LateDevice(refuses="cudaHostRegister returned 1")
+class NoSuchCall(LateDevice):
+    """A torch that was built without the driver's call."""
+
+    def register(self, address, size, device):
+        raise AssertionError("cudaHostRegister returned 1")
+
+
+@pytest.mark.parametrize("late", [LateDevice(refuses="cudaHostRegister returned 1"), NoSuchCall()])
+def test_without_registration_the_numbers_come_through_pinned_memory(recorder, late):
     buffer = DeviceStatsBuffer(recorder, torch.device("cpu"), driver=late)
     assert "cudaHostRegister returned 1" in buffer.note
     assert f"{recorder.path} is on {file_system_of(recorder.path)}" in buffer.note
@@ -156,6 +175,7 @@ def test_without_registration_the_numbers_come_through_pinned_memory(recorder):
     assert buffer.pending(page.number)
     assert buffer.collect() == [page.number]
     assert not buffer.pending(page.number)
+    assert values_of(recorder, page.number)[0].flags == NonFinite.NAN
     buffer.close()
     recorder.close()
 
@@ -170,3 +190,84 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
     mounts.write_text(mounts.read_text().removesuffix("bad\n"))
     found = [file_system_of(type(tmp_path)(path), mounts) for path in ("/x", "/a/x", "/a/b c/x", "/a/b cd/x")]
     assert found == ["overlay", "tmpfs", "nfs4", "tmpfs"]
+
+
+# -- on CUDA only ---------------------------------------------------------------------------------------------------
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_after_a_refusal_of_the_real_driver_the_next_launch_is_the_users():
+    memory = torch.empty(8192, dtype=torch.uint8)
+    device = torch.device("cuda", torch.cuda.current_device())
+    cuda = CudaDevice()
+    assert cuda.register(memory.data_ptr(), 8192, device) == ""
+    assert "cudaHostRegister returned" in cuda.register(memory.data_ptr(), 8192, device)  # it is registered already
+    assert torch.ones(3, device=device).sum().item() == 3.0
+    cuda.unregister(memory.data_ptr(), device)
+    cuda.unregister(memory.data_ptr(), device)
+    assert torch.ones(3, device=device).sum().item() == 3.0
+
+
+class Refused(CudaDevice):
+    """A driver that takes no memory of a file."""
+
+    def register(self, address, size, device):
+        return "refused"
+
+
+@pytest.mark.gpu
+@on_cuda
+def test_numbers_come_through_real_pinned_memory(recorder):
+    buffer = DeviceStatsBuffer(recorder, torch.device("cuda"), driver=Refused())
+    page = recorder.begin_page(0, 0, 0)
+    with torch.no_grad():
+        for number in range(500):
+            buffer.measure(torch.full((10,), float(number), device="cuda"))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            buffer.flush()
+            buffer.collect()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    recorder.end_page(page)
+    buffer.finish()
+    assert [value.abs_max for value in values_of(recorder, page.number)] == list(range(500))
+    buffer.close()
+
+
+ONLY_DEVICE_1 = """
+import sys
+from pathlib import Path
+import torch
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.stats.to_host import to_host
+recorder = RecorderWriter(Path(sys.argv[1]), rank=0, local_rank=0, world_size=1, attempt=0)
+tensor = torch.ones(10, device="cuda:1")
+buffer = DeviceStatsBuffer(recorder, tensor.device)
+page = recorder.begin_page(0, 0, 0)
+with torch.no_grad():
+    buffer.measure(tensor)
+    row = buffer.last()
+    stream = torch.cuda.Stream(1)
+    with torch.cuda.device(1), torch.cuda.stream(stream):
+        buffer.measure(tensor)
+    buffer.again(row)
+    buffer.flush()
+    assert to_host(tensor[0]).wait()
+buffer.finish()
+recorder.end_page(page)
+buffer.close()
+print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_script_on_device_1_has_no_context_on_device_0(tmp_path):
+    command = [sys.executable, "-c", ONLY_DEVICE_1, str(tmp_path / "recorder")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "False True\n", done.stderr

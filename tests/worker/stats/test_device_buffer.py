@@ -12,7 +12,7 @@ from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, Encoding, NonFinite, Value, headroom
-from gpuwatch.worker.record.policy import near_by_encoding
+from gpuwatch.worker.record.notable import near_by_encoding
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.device_reader import KINDS, TorchReader
 from gpuwatch.worker.stats.late_device import LateDevice
@@ -425,6 +425,7 @@ def test_rows_wait_while_a_graph_is_captured(recorder):
     assert pages.measure(torch.tensor(1.0)) is None
     assert pages.again(row) is None
     assert pages.not_seen_in_graphs == 2
+    assert pages.note.count("a CUDA graph was captured") == 1
     pages.flush()
     pages.finish()
     recorder.end_page(first)
@@ -442,6 +443,63 @@ def test_rows_wait_while_a_graph_is_captured(recorder):
         [],
         measure(torch.tensor(3.0)).high,
     ]
+
+
+def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(recorder):
+    late = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=late)
+    page = recorder.begin_page(0, 0, 0)
+    for stream in (0, 1):
+        late.current = stream
+        pages.measure(torch.tensor(float(stream)))
+    late.current, late.captured, late.held = 0, {1}, {0}
+    pages.flush()
+    assert (late.copies, pages.flying) == (1, 1)
+    late.current, late.captured = 2, {0}
+    assert pages.collect() == []
+    pages.finish()
+    assert (late.copies, pages.flying) == (2, 1)  # that of stream 0 was not asked for
+    late.captured, late.held = set(), set()
+    pages.finish()
+    assert not pages.pages_pending()
+    assert [value.abs_max for value in values_of(recorder, 0)] == [0.0, 1.0]
+
+    late.current = 1
+    pages.measure(torch.tensor(5.0))
+    row = pages.last()
+    late.current, late.captured = 0, {1}
+    recorder.end_page(page)
+    assert recorder.fields[Field.ROWS_LOST] == 1
+    late.captured = set()
+    page = recorder.begin_page(0, 1, 0)
+    assert pages.again(row) is None
+    late.current = 1
+    pages.measure(torch.tensor(2.0))
+    recorder.end_page(page)
+    pages.finish()
+    assert [value.abs_max for value in values_of(recorder, 1)] == [2.0]
+
+
+def test_a_default_device_of_the_scripts_does_not_matter(recorder):
+    """With set_default_device("cuda") a tensor of ours that names no device would be made there."""
+    values, weight = torch.tensor([2.0, NAN]), torch.tensor([1.0, 3.0], dtype=torch.float16)
+    late = LateDevice(0, longest=3, refuses="refused")
+    torch.set_default_device("meta")
+    try:
+        pages = device_buffer(recorder, "cpu", driver=late, near_bits=NEAR, underflow_share=0.1)
+        page = recorder.begin_page(0, 0, 0)
+        pages.measure(values)
+        pages.measure(weight, count=True)
+        row = pages.last()
+        pages.again(row)
+        pages.flush()
+        pages.finish()
+        pages.again(row)
+        recorder.end_page(page)
+        assert pages.collect() == [0]
+    finally:
+        torch.set_default_device(None)
+    assert values_of(recorder, 0) == [measure(values)[:3]] + 3 * [measure(weight, True)[:3]]
 
 
 # -- flush and finish -----------------------------------------------------------------------------------------------
@@ -549,6 +607,46 @@ def test_without_a_kernel_torchs_operations_do_it(recorder, reader):
     assert values_of(recorder, number) == [measure(torch.tensor([1.0, -INF]))[:3]]
     assert "RuntimeError: Failed to find C compiler" in pages.note
     assert "about 30 launches" in pages.note
+
+
+class DeadDevice(LateDevice):
+    """A device after an assert in one of its kernels: every call says so."""
+
+    def asked(self, *_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    query = wait = synchronize = asked
+
+
+@pytest.mark.parametrize("call", ["collect", "finish", "close"])
+def test_a_device_that_has_failed_is_told_once_and_never_waited_for(recorder, call):
+    late = DeadDevice(0, longest=1000)
+    pages = device_buffer(recorder, "cpu", driver=late)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(NAN))
+    pages.flush()
+    for _ in range(2):
+        getattr(pages, call)()
+        assert pages.note.count("device-side assert triggered") == 1
+        assert not pages.pages_pending()
+        assert not pages.pending(page.number)
+
+
+def test_where_torchs_operations_fail_as_well_the_kernel_is_not_to_blame(recorder):
+    reader = Broken()
+    pages = device_buffer(recorder, "cpu", reader=reader)
+    recorder.begin_page(0, 0, 0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="device-side"):
+        patch.setattr(TorchReader, "read", DeadReader.read)
+        pages.measure(torch.tensor(NAN))
+    assert pages.note == ""
+
+
+class DeadReader:
+    """What reads on a device that has failed."""
+
+    def read(self, source, rows, position, count):
+        raise RuntimeError("CUDA error: device-side assert triggered")
 
 
 @pytest.mark.parametrize("fails", ["read", "pack"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING, Value
+from gpuwatch.worker.stats.device import device_for, is_on_device, late_device
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.device_reader import TorchReader, fresh_rows
 from gpuwatch.worker.stats.late_device import POISON, HostRead, LateDevice
@@ -276,18 +275,34 @@ def test_what_a_dead_process_leaves_is_right_or_pending(steps, seed):
 
 # -- the switch -----------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-import torch
-from gpuwatch.worker.stats.device import device_for, is_on_device, late_device
-print(is_on_device(torch.ones(1)), late_device() is not None, late_device() is device_for(torch.device("cpu")))
-"""
+
+@pytest.fixture
+def switch(monkeypatch):
+    """Says it anew, as a new process would be told."""
+
+    def say(seed):
+        monkeypatch.setenv("GPUWATCH_LATE_DEVICE", seed)
+        late_device.cache_clear()
+
+    yield say
+    monkeypatch.undo()
+    late_device.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("seed", "out"),
-    [("", "False False False\n"), ("5", "True True True\n"), ("five", "expected a whole number as the seed")],
-)
-def test_the_environment_makes_every_cpu_tensor_late(monkeypatch, seed, out):
-    monkeypatch.setenv("GPUWATCH_LATE_DEVICE", seed)
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=100)
-    assert out in done.stdout + done.stderr
+def test_the_environment_makes_every_cpu_tensor_late(switch):
+    switch("5")
+    assert late_device() is device_for(torch.device("cpu"))
+    assert is_on_device(torch.ones(1))
+
+
+def test_without_the_switch_the_cpu_is_the_host(switch):
+    switch("")
+    assert late_device() is None
+    assert not is_on_device(torch.ones(1))
+    assert is_on_device(torch.ones(1, device="meta"))
+
+
+def test_a_seed_is_a_number(switch):
+    switch("five")
+    with pytest.raises(ValueError, match=r"expected a whole number as the seed in GPUWATCH_LATE_DEVICE, found 'five'"):
+        late_device()

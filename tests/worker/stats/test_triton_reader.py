@@ -113,3 +113,29 @@ def test_calls_with_one_key_are_one_specialisation_to_triton(data):
     for _ in range(6):
         other, its = call()
         assert other != key or its == specialisation
+
+
+# -- on CUDA only ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_direct_launches_give_what_ordinary_ones_give():
+    direct, ordinary = TritonReader(), TritonReader()
+    assert direct._is_direct
+    ordinary._is_direct = False
+    memory = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda")
+    for dtype in KINDS:
+        if dtype is torch.bool:
+            continue
+        tensors = [memory.view(dtype)[start : start + size] for start in (0, 1, 16) for size in (1, 16, 1000, 50_000)]
+        tensors += [memory.view(dtype)[:6400].view(80, 80)[:, start : start + 7] for start in (0, 3)]
+        found = []
+        for reader in (direct, ordinary):
+            rows = fresh_rows(len(tensors), torch.device("cuda"))
+            for _ in range(2):
+                for position, tensor in enumerate(tensors):
+                    reader.read(source_of(tensor), rows, position, True)
+                packed = reader.pack(rows, len(tensors))
+            found.append(packed.tolist())
+        assert found[0] == found[1]
