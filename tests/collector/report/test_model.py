@@ -168,6 +168,17 @@ def run(make, tmp_path):
     return paths
 
 
+def test_a_folder_that_somebody_has_prepared_is_not_taken(tmp_path):
+    prepared, target = tmp_path / "name", tmp_path / "target"
+    prepared.mkdir()
+    target.write_text("mine")
+    (prepared / "report.json.part").symlink_to(target)
+    made = new_run(tmp_path, "name")
+    assert made.folder == tmp_path / "name-2"
+    assert made.folder.stat().st_mode & 0o777 == 0o700
+    assert target.read_text() == "mine"
+
+
 def test_latest_points_at_the_new_run(tmp_path):
     first, second = new_run(tmp_path), new_run(tmp_path)
     assert first.folder != second.folder
