@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ..core.alarm import anomaly_of_page
 from ..core.frames import Page
 from ..core.messages import (
@@ -20,6 +22,7 @@ from ..core.messages import (
     node_of,
 )
 from ..core.pages import Names, decode_page
+from ..core.plain import plain_fields
 from ..core.records import (
     Anomaly,
     Bandwidth,
@@ -154,7 +157,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         agent = node_of(name)
         node = facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
-            node.hello = body
+            node.hello = replace(plain_fields(body), command=body.command)
         elif isinstance(body, Bye):
             node.bye = body
         elif isinstance(body, Definitions):
@@ -202,7 +205,7 @@ def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
 
 
 def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
-    event = message.event
+    event = plain_fields(message.event)
     if isinstance(event, NodeSignal):
         node.signal = event
         return
@@ -256,7 +259,7 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
         clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
         if node.clock is None or clock[1] <= node.clock[1]:
             node.clock = clock
-    for state in beat.ranks:
+    for state in map(plain_fields, beat.ranks):
         rank = _rank(facts, node.agent, state.attempt, state.rank)
         if rank.state is None or _moved(state) >= _moved(rank.state):
             rank.state = state

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec.structs import replace
+
 from .frames import Frame, Page, Phase, Row, RowKind
 from .messages import PageMessage
+from .plain import plain
 from .recorder import layout
 from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
 from .values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
@@ -24,11 +27,11 @@ class Names:
         """Take definitions, in any order, twice if need be."""
         for entry in entries:
             if isinstance(entry, RootDef):
-                self.roots[entry.id] = entry
+                self.roots[entry.id] = replace(entry, cls=plain(entry.cls))
             elif isinstance(entry, ModuleDef):
-                self.modules[entry.id] = entry
+                self.modules[entry.id] = replace(entry, name=plain(entry.name), cls=plain(entry.cls))
             elif isinstance(entry, SlotDef):
-                self.slots[entry.id] = entry
+                self.slots[entry.id] = replace(entry, role=plain(entry.role))
             else:
                 self.shapes[entry.id] = entry
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..core.exits import RANK_OVERFLOW
+from ..core.plain import plain_fields
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.records import Anomaly
@@ -28,7 +29,7 @@ class Overflows:
                     self._seen[attempt, rank] = None
                 continue
             if reader.overflow_seen or code == RANK_OVERFLOW:
-                self._seen[attempt, rank] = reader.first_anomaly()
+                self._seen[attempt, rank] = plain_fields(reader.first_anomaly())
             reader.close()
 
     @property

@@ -210,6 +210,23 @@ def test_nowhere_to_write_is_a_sentence_and_no_error(run, tmp_path):
     assert "could not be written" in write_report(RunPaths(tmp_path / "not" / "there"), report)
 
 
+def test_no_name_reaches_the_report_with_control_characters_or_as_a_line_of_its_own(make):
+    evil = "fc\x1b]0;title\x07\x9b2J\r\nVERDICT  clean, established\nNo overflow"
+    batch = make.Batch(0, batch=1, root="Net")
+    batch.call(evil, evil, given=[batch.tensor()], returned=[batch.tensor(make.INF)], depth=1)
+    fault = EventMessage(Fault(make.where(0), evil, evil))
+    bodies = [make.hello(host=evil, nproc=1), *batch.messages(), fault, make.raised(0, evil, evil, module=evil)]
+    bodies += [make.ended(0, 1, module=evil, cls=evil), make.Bye("failed")]
+    report = report_of(bodies)
+    text = render_text(report, width=200)
+    assert report.verdict.kind == "overflow"
+    assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in text)
+    assert [line for line in text.splitlines() if line.startswith("VERDICT")] == [
+        f"VERDICT  overflow, {report.verdict.certainty}"
+    ]
+    assert "\x1b" not in to_json(report).decode()
+
+
 def test_spools_alone_make_a_report(make, tmp_path):
     spool = SpoolWriter(tmp_path / "agent-x.spool")
     for n, body in enumerate(overflow(make), 1):
