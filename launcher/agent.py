@@ -67,7 +67,7 @@ from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
-from .scratch import adopt_scratch, remove_scratch
+from .scratch import adopt_scratch, keep_rescued, remove_scratch
 
 TICK_S = 0.02
 BEAT_S = 0.5
@@ -202,6 +202,7 @@ class Agent:
             self._socket.close(linger=1000)
             self._context.term()
             if self._launch_gone:
+                keep_rescued(self._folder)
                 remove_scratch(self._folder)
 
     def _finished(self, now: float) -> bool:

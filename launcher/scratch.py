@@ -32,6 +32,18 @@ def make_scratch(ranks: int) -> Path:
     return folder
 
 
+def lack_of_room(folder: Path, ranks: int) -> str:
+    """What to tell the user when the folder cannot hold the recorders of so many ranks; "" when it can."""
+    stat_ = os.statvfs(folder)
+    free, needed = stat_.f_bavail * stat_.f_frsize, ranks * file_bytes()
+    if free >= needed:
+        return ""
+    return (
+        f"{folder.parent} has {free >> 20} MiB free, and the recorders of {ranks} ranks need {needed >> 20} MiB: ranks "
+        f"that find no room go on unwatched; make room in {_SHARED_MEMORY}, or set TMPDIR to a disk that has it"
+    )
+
+
 def _sign(folder: Path) -> None:
     new = folder / f".{_OWNER}-{os.getpid()}"
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

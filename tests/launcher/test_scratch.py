@@ -157,3 +157,12 @@ def test_what_the_runs_folder_took_no_more_of_is_kept(bases):
     assert kept is not None
     assert [path.name for path in kept.iterdir()] == ["run.sqlite"]
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def test_a_disk_without_room_for_the_recorders_is_told_before_the_training_starts(small_disk, tmp_path):
+    folder = small_disk / "scratch"
+    folder.mkdir()
+    sentence = scratch.lack_of_room(folder, 8)
+    assert "has 0 MiB free, and the recorders of 8 ranks need 48 MiB" in sentence
+    assert "TMPDIR" in sentence
+    assert scratch.lack_of_room(tmp_path, 1) == ""
