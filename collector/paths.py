@@ -50,7 +50,7 @@ class RunPaths:
 
 
 def new_run(runs_dir: Path, name: str = "") -> RunPaths:
-    """Make the folder of a new run and point `latest` at it. Raises OSError when it cannot be made.
+    """Make the private folder of a new run and point `latest` at it. Raises OSError when it cannot be made.
 
     A name that is taken gets a number: `pretrain`, `pretrain-2`.
     """
@@ -60,10 +60,14 @@ def new_run(runs_dir: Path, name: str = "") -> RunPaths:
             chosen = name if number == 1 else f"{name}-{number}"
         paths = RunPaths(runs_dir / chosen)
         try:
-            paths.logs.mkdir(parents=True)
-            break
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            paths.folder.mkdir(mode=0o700)  # never one that is there: somebody may have put links into it
         except FileExistsError:
+            if not runs_dir.is_dir():
+                raise
             continue
+        paths.logs.mkdir()
+        break
     point_latest(runs_dir, paths.run_id)
     return paths
 

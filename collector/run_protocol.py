@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..core.messages import (
+    SCHEMA,
     Ack,
     AgentBody,
     AgentMessage,
@@ -19,6 +20,7 @@ from ..core.messages import (
     CollectorMessage,
     EventMessage,
     Hello,
+    Leaving,
     Refused,
     Stop,
     Want,
@@ -26,6 +28,7 @@ from ..core.messages import (
     node_of,
 )
 from ..core.records import Anomaly, PreflightResult, split_label
+from .claims import Claims
 
 SILENT_S = 20.0
 """An agent that beats twice a second and has been silent for so long is taken for lost, until it is heard again."""
@@ -96,6 +99,9 @@ class RunProtocol:
     nodes: dict[str, _Node] = field(default_factory=dict)
     expected_nodes: int = 1
     """A collector started by hand is told; else the first hello says."""
+    claims: Claims = field(default_factory=Claims)
+    disbelieved: int = 0
+    """Messages about ranks of other nodes."""
     strangers: int = 0
     """Agents that were turned away."""
     by_hand: bool = False
@@ -117,13 +123,17 @@ class RunProtocol:
             return [Send(agent, Ack(0, resend=True))] if message.n else []
         node.heard = now
         node.lost = False
+        believed = self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
+        if not believed:
+            self.disbelieved += 1
         actions: list[Action] = []
         if node.restored:
             node.restored = False
             actions += [Send(agent, want) for wants in self._wanted.values() for want in wants]
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
-            return [*actions, Keep(agent, message), Send(agent, Ack(node.stored, echo_ns=echo))]
+            kept = [Keep(agent, message)] if believed and not isinstance(message.body, Leaving) else []
+            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo))]
         if message.n <= node.received:
             if isinstance(message.body, Hello):  # it has not heard the welcome
                 actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))
@@ -131,6 +141,8 @@ class RunProtocol:
         if message.after > node.received:
             return [*actions, Send(agent, Ack(node.stored, resend=True))]
         node.received = message.n
+        if not believed or isinstance(message.body, Hello):  # what it said hello with stands
+            return actions
         return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
 
     def answer_while_finishing(self, agent: str, message: AgentMessage) -> Ack:
@@ -154,19 +166,44 @@ class RunProtocol:
             if isinstance(body, Hello) and agent not in self.nodes:
                 self._enter(agent, body, now)
             node = self.nodes.get(agent)
+            if node is not None:
+                self.claims.may_say(node_of(agent), node.hello.nproc, body)
             if node is not None and n:
                 node.received = node.stored = max(node.received, n)
                 node.restored = True
                 self._react(node, body, now)
 
     def _greet(self, agent: str, message: AgentMessage, hello: Hello, now: float) -> list[Action]:
-        if hello.rdzv_id != self.rdzv_id:
+        reason = self._why_not(agent, hello)
+        if reason:
             self.strangers += 1
-            return [
-                Send(agent, Refused(f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"))
-            ]
+            return [Send(agent, Refused(reason))]
         self._enter(agent, hello, now).received = message.n
         return [Keep(agent, message), Send(agent, Welcome(self.run_id, self.run_dir))]
+
+    def _why_not(self, agent: str, hello: Hello) -> str:
+        """Why this agent is not one of this job; "" if it is."""
+        if hello.rdzv_id != self.rdzv_id:
+            return f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"
+        if hello.schema != SCHEMA:
+            return (
+                f"this collector speaks version {SCHEMA} of the protocol, found version {hello.schema}; "
+                "install the same gpuwatch on every node"
+            )
+        if hello.agent != agent:
+            return "its hello is another agent's"
+        present = {
+            node_of(name)
+            for name, node in self.nodes.items()
+            if not node.lost and (node.bye is None or node.bye.outcome == "ok")
+        }
+        if present and node_of(agent) not in present and len(present) >= self._most_nodes():
+            return f"all {len(present)} nodes of this job are here already"
+        return ""
+
+    def _most_nodes(self) -> int:
+        """As the first node said."""
+        return next(iter(self.nodes.values())).hello.max_nodes
 
     def _enter(self, agent: str, hello: Hello, now: float) -> _Node:
         for other, node in self.nodes.items():

@@ -6,6 +6,7 @@ messages is counted and not answered.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -36,6 +37,7 @@ from .paths import RunPaths
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
+from .report.timeline import utc
 from .run_protocol import Action, Finish, Keep, RunProtocol, Send
 from .store import RunStore
 
@@ -59,7 +61,10 @@ class _OnlyThisKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         allowed = key == self._key
-        self.refused += not allowed
+        if not allowed:
+            self.refused += 1
+            if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th ...: one who knocks for ever fills no disk
+                print(f"{utc(time.time())} refused a stranger with another key, {self.refused} so far", file=sys.stderr)
         return allowed
 
 
@@ -190,6 +195,7 @@ class Server:
             "refused": self._credentials.refused + run_protocol.strangers,
             "failed_handshakes": self.handshakes_failed,
             "malformed": self.malformed,
+            "disbelieved": run_protocol.disbelieved,
         }
         store.set("counters", to_json(counters).decode())
         store.commit()

@@ -67,13 +67,17 @@ from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
-from .scratch import adopt_scratch, remove_scratch
+from .scratch import adopt_scratch, keep_rescued, remove_scratch
 
 TICK_S = 0.02
 BEAT_S = 0.5
 RESEND_S = 3.0
+LONGEST_RESEND_S = 60.0
+"""Twice as long each time, while nothing is acknowledged."""
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
+KEPT_ATTEMPTS = 2
+"""Recorders of so many attempts that have ended are kept."""
 NEVER_CAME_S = 15.0
 """After the job has ended, so long is waited for a collector that was never heard."""
 GONE_S = 60.0
@@ -107,6 +111,7 @@ class Agent:
         self._worst = ExitCode.CLEAN
         self._began = self._heard = self._last_send = self._now
         self._last_beat = self._last_waiting = 0.0
+        self._resend_s = RESEND_S
         self._told_unreachable = False
         self._context = zmq.Context()
         self._socket = self._connect()
@@ -195,6 +200,7 @@ class Agent:
             self._socket.close(linger=1000)
             self._context.term()
             if self._launch_gone:
+                keep_rescued(self._folder)
                 remove_scratch(self._folder)
 
     def _finished(self, now: float) -> bool:
@@ -215,6 +221,7 @@ class Agent:
     def _hear_launch(self, line: bytes, now: float) -> None:
         message = read_to_agent(line)
         if isinstance(message, WorkersStarted):
+            self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
             for rank, pid in message.pids.items():
                 self._ranks[rank, message.attempt] = RankWatch(
                     self._folder,
@@ -231,8 +238,17 @@ class Agent:
         elif isinstance(message, LaunchDone):
             self._launch_done(message, now)
 
+    def _free_recorders(self, last: int) -> None:
+        """Of attempts up to `last`: what they held has been read. A job that restarts often would fill the memory."""
+        for key, watch in list(self._ranks.items()):
+            if watch.attempt <= last and watch.ended:
+                watch.remove()
+                del self._ranks[key]
+
     def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
         watch = self._ranks.get((rank, attempt))
+        if watch is not None and watch.was_removed and self._config.life:
+            watch.ended = True  # the agent before this one has told of its end
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
                 self._put(body)
@@ -326,7 +342,8 @@ class Agent:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                self._outbox.acknowledged(message.n)
+                if self._outbox.acknowledged(message.n):
+                    self._resend_s = RESEND_S
                 if message.resend:
                     self._outbox.send_again()
             elif isinstance(message, Want):
@@ -344,7 +361,8 @@ class Agent:
     def _send(self, now: float) -> None:
         if self._refused:
             return
-        if not self._outbox.empty and now - self._last_send > RESEND_S:
+        if not self._outbox.empty and now - self._last_send > self._resend_s:
+            self._resend_s = min(2 * self._resend_s, LONGEST_RESEND_S)
             self._outbox.send_again()
         for number, data in self._outbox.due():
             if not self._try_send(data):

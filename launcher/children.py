@@ -6,12 +6,35 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from ..core.pipe import write_line
+
+LIVED_S = 10.0
+MOST_SHORT_LIVES = 10
+_LONGEST_PAUSE_S = 5.0
+
+
+class Lives:
+    """Whether, and after what pause, a helper that has ended is started again: not if it ends at once each time."""
+
+    def __init__(self) -> None:
+        self.short = 0
+        """How many in a row have ended within `LIVED_S`."""
+        self._began = time.monotonic()
+
+    def ended(self) -> float | None:
+        """The one that ran has ended. Returns the pause in seconds; None if it is not to be started again."""
+        self.short = self.short + 1 if time.monotonic() - self._began < LIVED_S else 1
+        return min(0.05 * 2**self.short, _LONGEST_PAUSE_S) if self.short < MOST_SHORT_LIVES else None
+
+    def began(self) -> None:
+        """Another one is started."""
+        self._began = time.monotonic()
 
 
 class Child:

@@ -19,11 +19,9 @@ from ..core.pipe import (
     StageLine,
     read_from_collector,
 )
-from .children import Child
+from .children import Child, Lives
 
-MAX_STARTS = 20
 _FIRST_WORD_S = 30.0
-_LONGEST_PAUSE_S = 5.0
 
 
 class HeadCollector:
@@ -85,7 +83,8 @@ class HeadCollector:
 
     def _follow(self) -> None:
         """Show what it tells; when it ends before the job has, start another."""
-        for start in range(1, MAX_STARTS + 1):
+        lives = Lives()
+        while True:
             for message in self._messages():
                 if isinstance(message, StageLine | PreflightOver):
                     self._show(message)
@@ -94,10 +93,12 @@ class HeadCollector:
             if self._ending.is_set() or self._child.ended_well:
                 break
             self.told_all.set()
-            if start == MAX_STARTS:
-                self._say(f"the collector has ended {start} times and is not started again; the training goes on")
+            pause_s = lives.ended()
+            if pause_s is None:
+                self._say(f"the collector has ended {lives.short} times in a row and is not started again")
                 break
-            time.sleep(min(0.05 * 2**start, _LONGEST_PAUSE_S))
+            time.sleep(pause_s)
+            lives.began()
             if self._ending.is_set() or not self._start_again():
                 break
         self.told_all.set()

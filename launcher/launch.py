@@ -49,7 +49,7 @@ from .overflows import Overflows
 from .plan import Plan, limit_rendezvous, make_plan
 from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
-from .scratch import RESCUED, keep_rescued, make_scratch, remove_scratch
+from .scratch import RESCUED, keep_rescued, lack_of_room, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
 from .worker_settings import worker_settings
@@ -124,6 +124,9 @@ class _Launch:
         """Children up, torchrun, children down, exit code."""
         self._scratch = make_scratch(self._nproc)
         self._overflows = Overflows(self._scratch)
+        lack = lack_of_room(self._scratch, self._nproc)
+        if lack:
+            say(lack)
         try:
             outcome = self._until_it_ends()
             with self._finishing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -12,13 +13,11 @@ from msgspec.structs import replace
 
 from ..core.own_clock import OwnClock
 from ..core.pipe import AgentConfig, Notice, StopRequest, Verdict, read_from_agent, write_line
-from .children import Child
+from .children import Child, Lives
 
-MAX_STARTS = 20
 SILENT_S = 120.0
 """At the end, an agent that is alive says so every few seconds; after so long without a word it is not waited for."""
 _TICK_S = 0.2
-_LONGEST_PAUSE_S = 5.0
 
 
 class NodeAgent:
@@ -69,15 +68,18 @@ class NodeAgent:
 
     def _follow(self) -> None:
         """Read what it says until it has a verdict; when it ends before that, start another."""
-        for life in range(1, MAX_STARTS + 1):
+        lives = Lives()
+        for life in itertools.count(1):
             self._listen()
             if self.verdict is not None or self._ending.is_set():
                 break
-            if life == MAX_STARTS:
-                self._say(f"the node agent has ended {life} times and is not started again; the training goes on")
+            pause_s = lives.ended()
+            if pause_s is None:
+                self._say(f"the node agent has ended {lives.short} times in a row and is not started again")
                 break
             self._say("the node agent has ended; it is started again, and reads the recorders from the beginning")
-            time.sleep(min(0.05 * 2**life, _LONGEST_PAUSE_S))
+            time.sleep(pause_s)
+            lives.began()
             with self._lock:
                 if self._ending.is_set():
                     break

@@ -68,13 +68,15 @@ class Outbox:
         """Everything up to `number` is on its way."""
         self._sent = max(self._sent, number)
 
-    def acknowledged(self, number: int) -> None:
-        """The collector has everything up to `number`."""
+    def acknowledged(self, number: int) -> bool:
+        """The collector has everything up to `number`. Returns whether that is news."""
+        news = number > self._acknowledged
         self._acknowledged = max(self._acknowledged, number)
         while self._kept and next(iter(self._kept)) <= number:
             _, (data, rank) = self._kept.popitem(last=False)
             if rank is not None:
                 self._page_bytes -= len(data)
+        return news
 
     def send_again(self) -> None:
         """Whatever is not acknowledged may have been lost on the way."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..core.exits import RANK_OVERFLOW
 from ..core.frames import module_text
+from ..core.ranks_text import ranks_text
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.records import Anomaly
@@ -35,11 +36,17 @@ class Overflows:
 
     @property
     def sentence(self) -> str:
-        """The first of them; "" where there is none."""
-        for (_, rank), anomaly in sorted(self._seen.items(), key=lambda entry: entry[0]):
-            if anomaly is None:
-                return f"rank {rank} saw an overflow, and where is unknown"
-            module = module_text(anomaly.module, anomaly.cls)
-            place = f"{shown_name(anomaly.role)} of {module}, {anomaly.phase} of batch {anomaly.where.batch}"
-            return f"rank {rank} saw an overflow: {anomaly.value} in {place}"
-        return ""
+        """Who saw one, and the one of the earliest batch; "" where there is none. Which was first, it cannot tell."""
+        if not self._seen:
+            return ""
+        attempt = min(number for number, _ in self._seen)
+        ranks = [rank for number, rank in self._seen if number == attempt]
+        known = [found for (number, _), found in self._seen.items() if number == attempt and found is not None]
+        if not known:
+            return f"{ranks_text(ranks)} saw an overflow, and where is unknown"
+        first = min(known, key=lambda anomaly: (anomaly.where.batch, anomaly.where.seq, anomaly.where.rank))
+        module = module_text(first.module, first.cls)
+        place = f"{first.value} in {shown_name(first.role)} of {module}, {first.phase} of batch {first.where.batch}"
+        if len(ranks) == 1:
+            return f"{ranks_text(ranks)} saw an overflow: {place}"
+        return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"

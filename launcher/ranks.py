@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +135,17 @@ class RankWatch:
     def state(self) -> RankState | None:
         """Where the rank is, for a beat."""
         return self._reader.state() if self._reader is not None and not self._broken else None
+
+    @property
+    def was_removed(self) -> bool:
+        """Whether there is no recorder, or none any more."""
+        return self._reader is None and not self._path.exists()
+
+    def remove(self) -> None:
+        """Free the recorder's memory."""
+        self.close()
+        with suppress(OSError):
+            self._path.unlink()
 
     def close(self) -> None:
         """Let go of the recorder."""

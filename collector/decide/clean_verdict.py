@@ -30,7 +30,10 @@ def _nothing_watched(facts: RunFacts) -> Verdict:
         statement=f"Nothing was watched: no module was called on {_ranks(len(ranks))}.",
         certainty="unknown",
         attempt=facts.last_attempt,
-        evidence=["gpuwatch looks at what torch.nn.Module calls are given and return, and there was none."],
+        evidence=[
+            "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; "
+            "what other processes do that a script starts is not watched"
+        ],
     )
 
 

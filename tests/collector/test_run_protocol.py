@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from gpuwatch.collector.run_protocol import (
     ABANDONED_S,
@@ -90,6 +91,57 @@ def test_an_agent_of_another_job_is_refused_and_counted(make):
     assert "'other job'" in actions[0].message.reason
     assert run_protocol.strangers == 1
     assert run_protocol.nodes == {}
+
+
+@pytest.mark.parametrize(
+    ("agent", "hello", "reason"),
+    [
+        ("a9", {"schema": 99}, "version 99; install the same gpuwatch on every node"),
+        ("a9", {"agent": "a1"}, "another agent's"),
+        ("a9", {}, "all 2 nodes of this job are here already"),
+    ],
+)
+def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, agent, hello, reason):
+    greeting = make.hello(**{"agent": agent, "nproc": 1, "nodes": 2, **hello})
+    ((_, refused),) = sent(two.run_protocol.hear(agent, AgentMessage(1, greeting), 0), Refused)
+    assert reason in refused.reason
+    two.run_protocol.hear(agent, AgentMessage(2, Bye("failed"), 1), 0)
+    two.beat(100, "a0", "a1")
+    assert two.tick(100) == []
+    assert two.run_protocol.strangers == 1
+    assert set(two.run_protocol.nodes) == {"a0", "a1"}
+
+
+def test_a_node_that_has_failed_or_is_silent_makes_room_for_another(two, make):
+    two.say("a1", Bye("failed"))
+    two.run_protocol.hear("a9", AgentMessage(1, make.hello("a9", "h9", 1, 2)), 0)
+    assert "a9" in two.run_protocol.nodes
+
+
+def test_what_a_node_says_of_another_nodes_rank_is_not_believed(two, make):
+    two.say("a0", make.Beat([make.state(0)], {}))
+    two.say("a1", make.Beat([make.state(1)], {}))
+    assert two.say("a1", anomaly(rank=0, aborts=True)) == []
+    beat = AgentMessage(0, make.Beat([make.state(1), make.state(0)], {}))
+    assert not any(isinstance(action, Keep) for action in two.run_protocol.hear("a1", beat, 0))
+    assert two.run_protocol.disbelieved == 2
+    two.beat(STOP_AFTER_S + 1, "a0", "a1")
+    assert two.tick(STOP_AFTER_S + 1) == []
+    assert [type(a) for a in two.say("a1", anomaly(rank=1))] == [Keep, Send, Send], "it goes on being heard"
+    assert two.run_protocol.committed()[-1] == Send("a1", Ack(3))
+
+
+def test_a_node_speaks_of_no_more_ranks_than_it_said_hello_with(two, make):
+    assert two.say("a0", anomaly(rank=5)) != []
+    assert two.say("a0", anomaly(rank=6)) == []
+    later = anomaly(rank=6).event
+    again = EventMessage(msgspec.structs.replace(later, where=msgspec.structs.replace(later.where, attempt=1)))
+    assert two.say("a0", again) != [], "in another attempt its ranks are others"
+
+
+def test_a_second_hello_of_an_agent_changes_nothing(two, make):
+    assert two.say("a0", make.hello("a0", "another host", 100, 1)) == []
+    assert two.run_protocol.nodes["a0"].hello.host == "h0"
 
 
 def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):

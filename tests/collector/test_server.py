@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+import gpuwatch.collector.server as server_module
 import msgspec
 import pytest
 import zmq
@@ -87,6 +88,8 @@ def connect(running):
 
     yield make_socket
     for socket in sockets:
+        if socket.closed:
+            continue
         socket.disable_monitor()
         socket.close(linger=0)
     context.destroy(linger=0)
@@ -223,3 +226,58 @@ def test_a_run_that_called_no_module_exits_like_a_clean_one(make):
     messages = [("a0", n, body) for n, body in enumerate([make.hello(), *ended, Bye("ok")], 1)]
     report = build_report(fold(messages), run_id="x", started=None, ended=None)
     assert (report.verdict.kind, exit_code(report)) == ("unknown", 0)
+
+
+def test_beats_are_answered_while_a_report_is_made(running, connect, make, monkeypatch):
+    release = threading.Event()
+    build = server_module.build
+
+    def slow(*arguments):
+        assert release.wait(WAIT_MS / 1000)
+        return build(*arguments)
+
+    monkeypatch.setattr(server_module, "build", slow)
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    while acknowledged_of(receive(agent)) < 2:
+        pass
+    for sent_ns in range(1, 6):
+        agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=sent_ns))))
+        answer = receive(agent)
+        assert (answer.n, answer.echo_ns) == (2, sent_ns)
+    release.set()
+    assert isinstance(receive(agent), Final)
+    agent.send(encode(AgentMessage(0, Leaving())))
+
+
+def acknowledged_of(message) -> int:
+    return message.n if isinstance(message, Ack) else 0
+
+
+def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, make, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(server_module, "build", broken)
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    final = say_goodbye(agent)
+    assert (final.exit_code, final.kind) == (6, "unknown")
+    assert "RuntimeError: no such thing" in final.text
+    assert "gpuwatch report --again" in final.text
+
+
+def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, make):
+    first = connect()
+    first.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    receive(first)
+    first.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    first.close(linger=1000)  # it was stopped, or the network was
+    again = connect()
+    deadline = time.monotonic() + WAIT_MS / 1000
+    told = None
+    while not isinstance(told, Final) and time.monotonic() < deadline:
+        again.send(encode(AgentMessage(0, Beat([], {}))))
+        told = decode_collector(again.recv()) if again.poll(50) else None
+    assert isinstance(told, Final)

@@ -65,6 +65,7 @@ BODIES = [
         9,
     ),
     Bye("failed", 15),
+    messages.Leaving(),
 ]
 ANSWERS = [
     messages.Welcome("run", "/runs/run", 4),

@@ -92,6 +92,20 @@ def test_a_helper_that_is_killed_in_the_middle_costs_nothing(bench, helper):
     assert not list((bench.cwd / "gpuwatch-runs").glob("*.spool"))
 
 
+@pytest.mark.slow  # until the agent is given up
+@pytest.mark.parametrize("on_overflow", ["abort", "continue"])
+def test_without_any_agent_the_launch_still_tells_what_its_rank_has_said(bench, on_overflow):
+    options = ("--on-overflow", on_overflow)
+    run = bench.launch(
+        "ddp_overflow.py", *options, args=("--rank", "1", "--batch", "2"), PYTHONPATH=str(bench.script("dead_agent"))
+    )
+
+    assert run.code == 4
+    assert "rank 1: +inf in output of" in run.stderr.replace("rank 1 saw an overflow", "rank 1")
+    assert "`block.widen` (Linear), forward of batch 2; no report has it" in run.stderr
+    assert "VERDICT" not in run.stderr
+
+
 @pytest.mark.slow
 def test_two_jobs_on_one_host_do_not_meet(bench):
     commands = [

@@ -127,12 +127,12 @@ class Node:
             for number in batches:
                 rank.batch(number)
 
-    def end_ranks(self) -> None:
+    def end_ranks(self, attempt: int = 0) -> None:
         """All ranks finish, and torchrun has ended."""
         assert self.agent is not None
         for rank in self.ranks:
             rank.finish()
-        self.agent.tell(WorkersEnded(0, {rank.rank: 0 for rank in self.ranks}, []))
+        self.agent.tell(WorkersEnded(attempt, {rank.rank: 0 for rank in self.ranks}, []))
         self.agent.tell(LaunchDone("ok"))
 
     def verdict(self) -> Verdict:

@@ -16,8 +16,11 @@ from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.messages import EventMessage, Hello
+from gpuwatch.core.pipe import WorkersEnded, WorkersStarted
 from gpuwatch.core.records import Anomaly, Warned, Where
 from gpuwatch.launcher.scratch import keep_rescued
+
+from .conftest import Rank, until
 
 ANOMALY = Anomaly(Where(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
 
@@ -42,13 +45,6 @@ def report_of(node) -> dict:
 def kill(helper, signal_=signal.SIGKILL) -> None:
     """Its launch is its parent, and hears of its end."""
     psutil.Process(helper.pid).send_signal(signal_)
-
-
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come"
-        time.sleep(0.02)
 
 
 def test_an_undisturbed_job_is_clean(node):
@@ -135,6 +131,24 @@ def test_a_clean_job_whose_collector_never_came_is_clean_once_its_spools_are_mer
     (spool,) = (tmp_path / "runs").glob("*.spool")
     report = json.loads(CliRunner().invoke(report_command, [str(spool), "--format", "json"]).stdout)
     assert (report["verdict"]["kind"], report["verdict"]["certainty"]) == ("clean", "established")
+
+
+def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
+    attempts = 13
+    for attempt in range(1, attempts):
+        node.agent.tell(WorkersEnded(attempt - 1, {rank.rank: 1 for rank in node.ranks}, [0]))
+        for rank in node.ranks:
+            rank.writer.close()
+        node.ranks = [Rank(node.scratch, rank, 2, attempt) for rank in range(2)]
+        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}, {0: 0, 1: 1}))
+    node.train(0)
+    left = [f"rank-0000{rank}.attempt-0{attempt}.recorder" for rank in range(2) for attempt in (10, 11, 12)]
+    until(lambda: sorted(path.name for path in node.scratch.glob("*.recorder")) == left, f"{left} alone")
+    kill(node.agent)
+    node.heard("started again")
+    node.end_ranks(attempts - 1)
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
 
 
 # -- a full disk --------------------------------------------------------------------------------------------------

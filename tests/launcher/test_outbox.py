@@ -9,7 +9,7 @@ from gpuwatch.launcher.outbox import Outbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-HELLO = Hello("a", "host", 1, 1, 1, 1, [], {}, "job")
+HELLO = Hello("a", "host", 1, 3, 1, 1, [], {}, "job")
 
 
 def event(number: int) -> EventMessage:

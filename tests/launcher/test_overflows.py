@@ -47,6 +47,19 @@ def test_what_a_recorders_header_says_is_told_and_outlives_the_file(record, tmp_
     assert overflows.sentence == "rank 1 saw an overflow: +inf in output of `fc` (Linear), forward of batch 3"
 
 
+def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
+    """With --on-overflow continue the others have it a step later, from the reduced gradients."""
+    record(1).append(ANOMALY)
+    later = msgspec.structs.replace(ANOMALY.where, rank=0, batch=4)
+    record(0).append(msgspec.structs.replace(ANOMALY, where=later, module="embed"))
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {0: 0, 1: 0})
+    assert overflows.sentence == (
+        "ranks 0, 1 saw an overflow; of the earliest batch, on rank 1: "
+        "+inf in output of `fc` (Linear), forward of batch 3"
+    )
+
+
 def test_an_exit_code_or_a_damaged_header_is_told_without_a_place(record, tmp_path):
     overflows = Overflows(tmp_path)
     overflows.look(0, {4: RANK_OVERFLOW})

@@ -208,6 +208,17 @@ def run(make, tmp_path):
     return paths
 
 
+def test_a_folder_that_somebody_has_prepared_is_not_taken(tmp_path):
+    prepared, target = tmp_path / "name", tmp_path / "target"
+    prepared.mkdir()
+    target.write_text("mine")
+    (prepared / "report.json.part").symlink_to(target)
+    made = new_run(tmp_path, "name")
+    assert made.folder == tmp_path / "name-2"
+    assert made.folder.stat().st_mode & 0o777 == 0o700
+    assert target.read_text() == "mine"
+
+
 def test_latest_points_at_the_new_run(tmp_path):
     first, second = new_run(tmp_path), new_run(tmp_path)
     assert first.folder != second.folder
@@ -237,6 +248,23 @@ def test_a_damaged_report_json_is_told_in_a_sentence(run):
 def test_nowhere_to_write_is_a_sentence_and_no_error(run, tmp_path):
     report = report_from_store(run)
     assert "could not be written" in write_report(RunPaths(tmp_path / "not" / "there"), report)
+
+
+def test_no_name_reaches_the_report_with_control_characters_or_as_a_line_of_its_own(make):
+    evil = "fc\x1b]0;title\x07\x9b2J\r\nVERDICT  clean, established\nNo overflow"
+    batch = make.Batch(0, batch=1, root="Net")
+    batch.call(evil, evil, given=[batch.tensor()], returned=[batch.tensor(make.INF)], depth=1)
+    fault = EventMessage(Fault(make.where(0), evil, evil))
+    bodies = [make.hello(host=evil, nproc=1), *batch.messages(), fault, make.raised(0, evil, evil, module=evil)]
+    bodies += [make.ended(0, 1, module=evil, cls=evil), make.Bye("failed")]
+    report = report_of(bodies)
+    text = render_text(report, width=200)
+    assert report.verdict.kind == "overflow"
+    assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in text)
+    assert [line for line in text.splitlines() if line.startswith("VERDICT")] == [
+        f"VERDICT  overflow, {report.verdict.certainty}"
+    ]
+    assert "\x1b" not in to_json(report).decode()
 
 
 def test_spools_alone_make_a_report(make, tmp_path):
