@@ -93,6 +93,16 @@ static void publish(int64_t *place, int64_t number)
     __atomic_store_n(place, number, __ATOMIC_RELEASE);
 }
 
+void say_module(FrameWriter *self, int64_t module)
+{
+    Py_buffer memory;
+    int64_t at;
+    if (borrow_segment(self, &memory, &at) == NULL)
+        return;
+    publish(&((int64_t *)memory.buf)[F_MODULE], module);
+    PyBuffer_Release(&memory);
+}
+
 /* The segment, if nobody has written in it since the frame was made; else NULL. */
 static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memory)
 {
@@ -146,10 +156,10 @@ int store_frame(FrameWriter *self, Frame *frame, const Call *call)
     int64_t *counts = (int64_t *)segment, *header = memory.buf;
     publish(&counts[S_ROWS], frame->row_count + frame->used);
     publish(&counts[S_FRAMES], frame->frames + 1);
-    if (call->rank_phase) {
+    if (call->rank_phase >= 0)
         publish(&header[F_PHASE], call->rank_phase);
-        publish(&header[F_MODULE], call->module);
-    }
+    if (call->rank_module >= 0)
+        publish(&header[F_MODULE], call->rank_module);
     PyBuffer_Release(&memory);
     return 1;
 }

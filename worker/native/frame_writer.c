@@ -4,6 +4,7 @@
 
 #include "frame_writer.h"
 
+#include "call_stack.h"
 #include "frame_store.h"
 #include "gradient_hooks.h"
 #include "objects.h"
@@ -103,39 +104,49 @@ static int output_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObjec
     return 1;
 }
 
-static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
+int write_frame(FrameWriter *self, const ModuleCall *module_call)
 {
     Frame frame;
-    int64_t before, numbers[4];
+    int64_t before;
+    PyObject *info = module_call->info;
+    Call call = {.parent = module_call->parent, .depth = module_call->depth, .phase = module_call->phase,
+                 .rank_phase = -1, .rank_module = module_call->rank_module};
+    if (!begin_frame(self, &frame) || !may_look(self))
+        return 0;
+    if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &call.seq))
+        return 0;
+    call.collectives = before >= 0 && call.seq > before ? call.seq - before : 0;
+    PyObject *slots = PyObject_GetAttr(info, s_slots);
+    int taken = slots != NULL && PyDict_CheckExact(slots) &&
+                parameter_rows(self, &frame, info, slots, module_call->module, module_call->step) &&
+                (!self->forward || (argument_rows(self, &frame, slots, module_call->args, module_call->kwargs) &&
+                                    output_rows(self, &frame, slots, module_call->output))) &&
+                !PyErr_Occurred() && read_rows(self, &frame, module_call->step) &&
+                make_memories(self, &frame, module_call->step) && store_frame(self, &frame, &call);
+    PyErr_Clear();
+    if (taken) {
+        remember(self, &frame);
+        if (self->with_grads && self->forward && watch_outputs(self, &frame, info, module_call->page) < 0)
+            taken = -1;
+    }
+    Py_XDECREF(slots);
+    clear_frame(&frame);
+    return taken;
+}
+
+static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
+{
+    int64_t numbers[4];
     if (given != 10)
         return wrong("expected frame(info, module, args, kwargs, output, page, parent, depth, phase, step)");
-    PyObject *info = args[0], *page = args[5];
     for (int i = 0; i < 4; i++)
         numbers[i] = PyLong_AsLongLong(args[6 + i]);
     if (PyErr_Occurred())
         return NULL;
-    Call call = {.parent = numbers[0], .depth = numbers[1], .phase = numbers[2]};
-    if (!begin_frame(self, &frame) || !may_look(self))
-        return answer(0);
-    if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &call.seq))
-        return answer(0);
-    call.collectives = before >= 0 && call.seq > before ? call.seq - before : 0;
-    PyObject *slots = PyObject_GetAttr(info, s_slots);
-    const int taken = slots != NULL && PyDict_CheckExact(slots) &&
-                      parameter_rows(self, &frame, info, slots, args[1], numbers[3]) &&
-                      (!self->forward || (argument_rows(self, &frame, slots, args[2], args[3]) &&
-                                          output_rows(self, &frame, slots, args[4]))) &&
-                      !PyErr_Occurred() && read_rows(self, &frame, numbers[3]) && make_memories(self, &frame, numbers[3]) &&
-                      store_frame(self, &frame, &call);
-    PyErr_Clear();
-    int failed = 0;
-    if (taken) {
-        remember(self, &frame);
-        failed = self->with_grads && self->forward && watch_outputs(self, &frame, info, page) < 0;
-    }
-    Py_XDECREF(slots);
-    clear_frame(&frame);
-    return failed ? NULL : answer(taken);
+    const ModuleCall call = {args[0],    args[1],    args[2],    args[3],    args[4], args[5],
+                             numbers[0], numbers[1], numbers[2], numbers[3], -1};
+    const int taken = write_frame(self, &call);
+    return taken < 0 ? NULL : answer(taken);
 }
 
 /* -- an optimizer step ------------------------------------------------------------------------------------------ */
@@ -143,7 +154,7 @@ static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize
 static PyObject *writer_weights(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
 {
     Frame frame;
-    Call call = {.parent = NOTHING, .phase = PHASE_OPTIMIZER};
+    Call call = {.parent = NOTHING, .phase = PHASE_OPTIMIZER, .rank_phase = -1, .rank_module = -1};
     if (given != 3 || !PyList_Check(args[1]))
         return wrong("expected weights(info, [(name, parameter), ...], step)");
     PyObject *info = args[0], *list = args[1];
@@ -317,6 +328,16 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyMethodDef writer_methods[] = {
+    {"enter", METHOD(writer_enter), METH_FASTCALL,
+     "enter(stack, module, thread) -> bool\n\n"
+     "Put a known module on the stack of the calls that run; False, and nothing done, if it is not an ordinary call."},
+    {"leave", METHOD(writer_leave), METH_FASTCALL,
+     "leave(stack, module, args, kwargs, output, phase, thread) -> int\n\n"
+     "Write the frame of the innermost call and take it off the stack: 1. -1, and nothing done: it is that call, but its\n"
+     "frame is not an ordinary one. 0, and nothing done: it is the root's, or another call."},
+    {"by_module", METHOD(writer_by_module), METH_FASTCALL,
+     "by_module(param_groups, owners) -> {info: [(name, parameter), ...]} | None\n\n"
+     "The parameters of an optimizer by the watched modules that hold them; None if the owner of one is not known."},
     {"frame", METHOD(writer_frame), METH_FASTCALL,
      "frame(info, module, args, kwargs, output, page, parent, depth, phase, step) -> bool\n\n"
      "Write the frame of a module call into `page`, which is open; False if it is not an ordinary one."},

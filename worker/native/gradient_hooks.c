@@ -89,6 +89,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     const int scaled = truth_of(self->gradients, s_scaled);
     if (scaled < 0 || !may_look(self) || !issued_now(self, &call.seq))
         return 0;
+    call.rank_module = call.module;
     PyObject *slots = PyObject_GetAttr(hook->info, s_slots);
     const int taken = slots != NULL && PyDict_CheckExact(slots) &&
                       gradient_row(self, &frame, slots, hook->role, gradient, scaled ? MARK_SCALED : 0) &&

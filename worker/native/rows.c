@@ -74,9 +74,23 @@ static int is_for_device(FrameWriter *self, const Row *row)
     return (row->is_weight ? self->device_weight : self->device_value) != NULL ? 1 : -1;
 }
 
+static int is_empty(const DLTensor *tensor)
+{
+    for (int i = 0; i < tensor->ndim; i++)
+        if (tensor->shape[i] == 0)
+            return 1;
+    return 0;
+}
+
 /* Its numbers are to be read, if it has memory. 0 if it is to be left to the Python path. */
 static int plan_to_read(FrameWriter *self, Row *row)
 {
+    if (is_empty(&row->view.dl)) {
+        row->is_new = 1;
+        row->kind = KIND_EMPTY;
+        row->value = NOTHING;
+        return 1;
+    }
     row->on_device = is_for_device(self, row);
     if (row->on_device) {
         row->is_new = 1;
@@ -235,7 +249,8 @@ static int from_known(FrameWriter *self, PyObject *known, Row *row)
     row->has_value = kind == KIND_MEASURED;
     if (!row->has_value)
         row->value = NOTHING;
-    return (kind == KIND_MEASURED || kind == KIND_NOT_MEASURABLE) && (row->meta & 0xFF) == 0 && !PyErr_Occurred();
+    return (kind == KIND_MEASURED || kind == KIND_NOT_MEASURABLE || kind == KIND_EMPTY) && (row->meta & 0xFF) == 0 &&
+           !PyErr_Occurred();
 }
 
 int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name, PyObject *weight, int64_t step)

@@ -27,7 +27,7 @@
     DO(ROW_DTYPE, 12) DO(ROW_KIND, 13) DO(ROW_MARK, 14)                                                      \
     /* codes */                                                                                              \
     DO(PHASE_BACKWARD, 1) DO(PHASE_OPTIMIZER, 3)                                                             \
-    DO(KIND_MEASURED, 0) DO(KIND_NONE, 1) DO(KIND_NOT_A_TENSOR, 2) DO(KIND_NOT_MEASURABLE, 3)                \
+    DO(KIND_MEASURED, 0) DO(KIND_NONE, 1) DO(KIND_NOT_A_TENSOR, 2) DO(KIND_NOT_MEASURABLE, 3) DO(KIND_EMPTY, 4) \
     DO(MARK_SCALED, 4) DO(ENCODING_INTEGER, 0)                                                                                       \
     /* zeros and subnormals are counted in one batch of so many */                                           \
     DO(COUNT_EVERY, 10)

@@ -1,0 +1,289 @@
+"""Frames of tensors that lie on a device: a reader takes their values, the native writer does all else.
+
+The reader here is one over host memory that fills its values in later, as a device does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpuwatch.core.frames import RowKind
+from gpuwatch.core.recorder import layout
+from gpuwatch.core.values import PENDING
+from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.stats.tensor_stats import TensorStats, measure
+from torch import nn
+
+from ..conftest import Watched
+from ..record.test_native_writer import KINDS, recorded, train
+
+pytestmark = pytest.mark.skipif(
+    native_writer.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
+    reason="worker/native was not built where gpuwatch was installed, or this torch lends it no tensors",
+)
+
+
+class LateReader:
+    """Takes a value for each tensor, and puts the numbers into it when `arrive` is called."""
+
+    def __init__(self, watched: Watched) -> None:
+        self._recorder = watched.recorder
+        self._late: list[tuple[int, TensorStats]] = []
+        self.tensors: list[torch.Tensor] = []
+        self.weights: list[tuple[torch.Tensor, Any]] = []
+        self.counts: set[bool] = set()
+        self.refused: set[int] = set()
+        """ids of tensors that it cannot measure"""
+        self.fails = False
+
+    def _take(self, tensor: torch.Tensor, known: TensorStats | None = None) -> tuple[int | None, TensorStats | None]:
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        with torch.no_grad():
+            stats = known if known is not None else measure(tensor)
+        if id(tensor) in self.refused or stats.kind != RowKind.MEASURED:
+            return None, None
+        index = self._recorder.value(0, 0, PENDING)
+        at = self._recorder._values_at + self._recorder.value_position * layout.VALUE.size
+        self._late.append((at, stats))
+        return index, stats
+
+    def value(self, tensor: torch.Tensor, count: bool) -> int | None:
+        self.tensors.append(tensor)
+        self.counts.add(count)
+        return self._take(tensor)[0]
+
+    def weight(self, parameter: torch.Tensor, known: Any, count: bool) -> tuple[int | None, Any]:
+        self.weights.append((parameter, known))
+        return self._take(parameter, known)
+
+    def arrive(self) -> None:
+        for at, stats in self._late:
+            layout.VALUE.pack_into(self._recorder.memory, at, *stats[:3])
+        self._late.clear()
+
+
+@contextmanager
+def on_device(path: Path, **options: Any) -> Iterator[tuple[Watched, LateReader]]:
+    """Hooks whose native writer takes every tensor for one on a device."""
+    watched = Watched(path, **options)
+    reader = LateReader(watched)
+    hooks = watched.hooks
+    parts = (hooks.progress, hooks.rows, hooks.policy, hooks._gradients)
+    late = {"device_value": reader.value, "device_weight": reader.weight}
+    writer = native_writer.native_writer_of(*parts, **late, reads_host=False)
+    assert writer is not None
+    hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
+    try:
+        yield watched, reader
+    finally:
+        watched.close()
+
+
+def decoded(watched: Watched) -> list[Any]:
+    """All rows of all frames, by what they say and not by where their value stands."""
+    return [
+        [
+            (frame.module, frame.phase, frame.parent, frame.depth, frame.index),
+            [(row.role, row.kind, row.dtype, row.shape, row.abs_min, row.abs_max, row.mark) for row in frame.rows],
+        ]
+        for page in watched.pages
+        for frame in page.frames
+    ]
+
+
+FINITE = [kind for kind in KINDS if kind not in ("overflow", "near", "mask")]
+
+
+@pytest.mark.parametrize("kind", FINITE)
+def test_the_frames_are_those_of_the_host_once_the_numbers_are_there(tmp_path, kind):
+    on_host = Watched(tmp_path / "host.recorder")
+    try:
+        train([kind, "linear", kind], 1, "", steps=12)
+        expected = decoded(on_host)
+        assert on_host.faults == []
+    finally:
+        on_host.close()
+    with on_device(tmp_path / "device.recorder") as (watched, reader):
+        train([kind, "linear", kind], 1, "", steps=12)
+        reader.arrive()
+        assert watched.faults == []
+        assert decoded(watched) == expected
+        assert {type(tensor) for tensor in reader.tensors} == {torch.Tensor}
+        assert len(reader.tensors) > 100
+
+
+def test_values_are_pending_until_they_arrive(tmp_path):
+    with on_device(tmp_path / "x.recorder") as (watched, reader):
+        module = nn.Linear(4, 4)
+        for _ in range(2):
+            module(torch.ones(2, 4)).sum().backward()
+        # Python takes the first gradient of a backward: it takes up the page again
+        assert [[row.kind for row in frame.rows] for frame in watched.last.frames] == [
+            ["pending"] * 4,
+            ["measured"],
+            ["pending"],
+            ["pending"],
+        ]
+        reader.arrive()
+        assert {row.kind for frame in watched.last.frames for row in frame.rows} == {"measured"}
+        assert watched.row("", "input[0]").abs_max == 1.0
+
+
+def test_a_page_of_many_segments(tmp_path):
+    on_host = Watched(tmp_path / "host.recorder")
+    try:
+        train(["norm"] * 60, 1, "")
+        expected = decoded(on_host)
+    finally:
+        on_host.close()
+    with on_device(tmp_path / "device.recorder") as (watched, reader):
+        train(["norm"] * 60, 1, "")
+        reader.arrive()
+        assert watched.reader[layout.Field.SEGMENT] > 8
+        assert decoded(watched) == expected
+
+
+def test_each_tensor_is_read_once_in_a_page_and_a_weight_once_in_a_step(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.same = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.same(self.inner(self.same(x)))
+
+    with on_device(tmp_path / "x.recorder", watch=("forward", "weights")) as (_, reader):
+        model = Twice()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            if number == 2:
+                reader.tensors.clear()
+                reader.weights.clear()
+            out = model(x := torch.ones(2, 4))
+            out.sum().backward()
+            if number == 3:
+                optimizer.step()
+    assert [id(tensor) for tensor in reader.tensors[-2:]] == [id(x), id(out)]
+    assert len(reader.tensors) == 4
+    known = [known is not None for _, known in reader.weights]
+    assert known == [True, True] * 2 + [False, False]  # two batches of one step, then what the optimizer has written
+
+
+def test_a_tensor_that_cannot_be_measured_is_a_row_all_the_same(tmp_path):
+    with on_device(tmp_path / "x.recorder", watch=("forward", "weights")) as (watched, reader):
+        module = nn.Linear(4, 4)
+        x = torch.ones(2, 4)
+        module(x)
+        reader.refused = {id(x), id(module.bias)}
+        for _ in range(2):
+            module(x)
+        assert watched.row("", "input[0]").kind == "not_measurable"
+        assert watched.row("", "bias").kind == "not_measurable"
+        assert watched.faults == []
+
+
+def test_a_reader_that_fails_costs_no_frame(tmp_path):
+    with on_device(tmp_path / "x.recorder") as (watched, reader):
+        module = nn.Linear(4, 4)
+        for _ in range(2):
+            module(torch.ones(2, 4)).sum().backward()
+        reader.fails = True
+        module(torch.ones(2, 4)).sum().backward()
+        assert len(watched.last.frames) == 4
+        assert {row.kind for frame in watched.last.frames for row in frame.rows} == {"measured"}  # read by Python
+        assert watched.faults == []
+
+
+@pytest.mark.parametrize("answer", ["seven", 1.5, object()])
+def test_a_reader_that_answers_nonsense_costs_no_frame(tmp_path, answer):
+    with on_device(tmp_path / "x.recorder") as (watched, reader):
+        module = nn.Linear(4, 4)
+        for _ in range(2):
+            module(torch.ones(2, 4))
+        reader._take = lambda *tensor: (answer, None)  # type: ignore[method-assign]
+        module(torch.ones(2, 4))
+        assert len(watched.last.frames) == 1
+        assert watched.faults == []
+
+
+def test_whether_zeros_are_to_be_counted_depends_on_the_batch(tmp_path):
+    with on_device(tmp_path / "x.recorder", watch=("forward",)) as (_, reader):
+        module = nn.Identity()
+        seen = []
+        for _ in range(12):
+            reader.counts.clear()
+            module(torch.ones(2, 4, dtype=torch.bfloat16))
+            seen.append(set(reader.counts))
+    assert seen == [set()] + [{False}] * 9 + [{True}, {False}]  # the first batch is Python's: the names are new
+
+
+def test_without_a_reader_such_a_frame_is_left_to_python(tmp_path):
+    watched = Watched(tmp_path / "x.recorder")
+    try:
+        hooks = watched.hooks
+        parts = (hooks.progress, hooks.rows, hooks.policy, hooks._gradients)
+        module = nn.Linear(4, 4)
+        out = module(torch.ones(2, 4))
+        info = hooks._roots.enter(module)[0]
+        page = info.root.page
+        watched.recorder.resume_page(page)
+        call = (info, module, (torch.ones(2, 4),), {}, out, page, 0, 0, 0, 0)
+        values = {"device_value": lambda tensor, count: watched.recorder.value(0, 0, PENDING)}
+        assert not native_writer.native_writer_of(*parts, reads_host=False).frame(*call)
+        hooks.rows.forget()
+        hooks.rows.weights.clear()
+        assert not native_writer.native_writer_of(*parts, **values, reads_host=False).frame(*call)
+        assert native_writer.native_writer_of(*parts, **values).frame(*call)  # read by itself
+    finally:
+        watched.close()
+
+
+def test_nested_values_of_several_dtypes(tmp_path):
+    with on_device(tmp_path / "x.recorder", watch=("forward",)) as (watched, reader):
+        module = nn.Identity()
+        for _ in range(2):
+            module((torch.ones(3), torch.full((3,), 2.0, dtype=torch.float64), torch.arange(4)))
+        reader.arrive()
+        rows = watched.last.frames[0].rows
+        assert [(row.abs_min, row.abs_max) for row in rows[:3]] == [(1.0, 1.0), (2.0, 2.0), (0.0, 3.0)]
+        assert [row.value for row in rows] == [0, 1, 2, 0, 1, 2]
+
+
+def test_all_of_it_goes_when_the_hooks_go(tmp_path):
+    import weakref
+
+    with on_device(tmp_path / "x.recorder") as (watched, reader):
+        train(["residual"], 1, "")
+        gone = weakref.ref(watched.hooks), weakref.ref(reader)
+        reader.tensors.clear()
+        reader.weights.clear()
+    del watched, reader
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_recorded_page_is_the_same_bytes_without_a_reader(tmp_path):
+    """A reader that is there and has nothing to do changes nothing."""
+    found = []
+    for with_reader in (False, True):
+        watched = Watched(tmp_path / f"{with_reader}.recorder")
+        try:
+            hooks = watched.hooks
+            if with_reader:
+                parts = (hooks.progress, hooks.rows, hooks.policy, hooks._gradients)
+                readers = {"device_value": lambda *tensor: 1 // 0, "device_weight": lambda *weight: 1 // 0}
+                writer = native_writer.native_writer_of(*parts, **readers)
+                hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
+            train(["residual", "integers", "nested"], 1, "", steps=4)
+            found.append(recorded(watched)[1:])
+        finally:
+            watched.close()
+    assert found[0] == found[1]
