@@ -122,6 +122,7 @@ def environment_of(device: str, folder: str) -> dict[str, str]:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, environment.get("PYTHONPATH", ""))))
     if device == "cpu-late":
         environment.setdefault("GPUWATCH_LATE_DEVICE", "0")
+        environment.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other measure the machine's load
     return environment
 
 
