@@ -56,6 +56,7 @@ def main() -> int:
     options = parse()
     if options.one:
         return one(options.one, options.device)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the line that runs ends with us
     why = "" if options.device == "cpu-late" else why_no_gpu()
     if why:
         print(f"gpuwatch: no GPU here, nothing to do ({why}); without one: --device cpu-late")
