@@ -21,6 +21,7 @@ in Markdown and a JSON file. The exit code is 1 if a line failed, 2 for wrong us
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -161,11 +162,18 @@ def run(line: Line, device: str, environment: dict[str, str]) -> list[Row]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """With all that it has started in its session."""
-    try:
+    """With all that it has started, also in sessions of their own, as ranks are."""
+    left = []
+    if importlib.util.find_spec("psutil"):
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            left = psutil.Process(process.pid).children(recursive=True)
+    for child in left:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
