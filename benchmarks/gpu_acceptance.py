@@ -119,6 +119,8 @@ def why_no_gpu() -> str:
 def environment_of(device: str, folder: str) -> dict[str, str]:
     """Of all that is started: gpuwatch can be imported, cuBLAS gives the same bits twice, a late device is late."""
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    # of this run alone: a compilation elsewhere on the machine may be in the middle of writing a file
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder, "inductor")))
     if importlib.util.find_spec("gpuwatch") is None:
         Path(folder, "gpuwatch").symlink_to(CHECKOUT)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, environment.get("PYTHONPATH", ""))))
