@@ -21,6 +21,7 @@ in Markdown and a JSON file. The exit code is 1 if a line failed, 2 for wrong us
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -56,6 +57,7 @@ def main() -> int:
     options = parse()
     if options.one:
         return one(options.one, options.device)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the line that runs ends with us
     why = "" if options.device == "cpu-late" else why_no_gpu()
     if why:
         print(f"gpuwatch: no GPU here, nothing to do ({why}); without one: --device cpu-late")
@@ -117,11 +119,14 @@ def why_no_gpu() -> str:
 def environment_of(device: str, folder: str) -> dict[str, str]:
     """Of all that is started: gpuwatch can be imported, cuBLAS gives the same bits twice, a late device is late."""
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    # of this run alone: a compilation elsewhere on the machine may be in the middle of writing a file
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(folder, "inductor")))
     if importlib.util.find_spec("gpuwatch") is None:
         Path(folder, "gpuwatch").symlink_to(CHECKOUT)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, environment.get("PYTHONPATH", ""))))
     if device == "cpu-late":
         environment.setdefault("GPUWATCH_LATE_DEVICE", "0")
+        environment.setdefault("OMP_NUM_THREADS", "1")  # threads that wait for each other measure the machine's load
     return environment
 
 
@@ -159,11 +164,18 @@ def run(line: Line, device: str, environment: dict[str, str]) -> list[Row]:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """With all that it has started in its session."""
-    try:
+    """With all that it has started, also in sessions of their own, as ranks are."""
+    left = []
+    if importlib.util.find_spec("psutil"):
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            left = psutil.Process(process.pid).children(recursive=True)
+    for child in left:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -24,7 +24,8 @@ class Net(nn.Module):
         nn.init.constant_(self.up.weight, 4 / 64)
 
     def forward(self, x):
-        return self.up(torch.sigmoid(self.down(x)) * x.abs().amax())
+        largest = x.abs().amax()
+        return self.up(torch.sigmoid(self.down(x / largest)) * largest)
 
 
 def train(net, device, batches=4, bad=None):

@@ -187,7 +187,7 @@ def run_rank(request, rank, port, said):
         return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
 
     child = Child(lambda _, say: call(say))
-    ending = child.run(b"", request.get("deadline_s", 30.0), said.append)
+    ending = child.run(b"", request.get("deadline_s", 60.0), said.append)
     child.close()
     failure = ending.failure
     return {
