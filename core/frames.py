@@ -61,11 +61,6 @@ class RowKind(IntEnum):
     PENDING = 6
 
 
-def is_output(role: str) -> bool:
-    """Whether a row is about what the call returned."""
-    return parse_role(role).kind is RoleKind.OUTPUT
-
-
 class Row(msgspec.Struct, frozen=True):
     """One tensor in a frame.
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ...core.frames import Mark, Phase, RowKind, is_output
+from ...core.frames import Mark, Phase, RowKind
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
-from ...core.roles import role_of_parameter
+from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
 from ..hooks.backward import Gradients
 from ..record.frames import Frames
@@ -106,7 +106,7 @@ class RegionPages:
                     rows.append(self._rows.weight(info, role_of_parameter(name), parameter, self._progress.step))
         for traced in frame.rows:
             row = self._row(frame, traced, seen)
-            rows.append(row if is_output(traced.role) else row._replace(notable=False))
+            rows.append(row if parse_role(traced.role).kind is RoleKind.OUTPUT else row._replace(notable=False))
         parent = frame.parent or under
         self._frames.put(
             page,
@@ -128,7 +128,7 @@ class RegionPages:
         kind = RowKind.MEASURED if source is not None else RowKind.NOT_MEASURABLE  # the graph has not come so far
         row = self._rows.traced(frame.info, traced.role, traced.dtype, kind, source)
         seen[place] = row
-        if not is_output(traced.role):
+        if parse_role(traced.role).kind is not RoleKind.OUTPUT:
             self._handed.append(row)
         return row
 

@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from ...core.errors import JobEnded
 from ...core.frames import Mark, Phase
+from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import Fault, Where
@@ -35,11 +36,11 @@ from ..record.judging import Judging
 from ..record.leaves import inputs_of, outputs_of
 from ..record.names import unwrap
 from ..record.native_writer import native_writer_of
-from ..record.notable import Notable
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
+from ..stats.notable import NotableValue
 from ..without_modes import without_modes
 from .backward import Gradients
 from .grad_scaler import Scalers
@@ -91,7 +92,7 @@ class Hooks:
         selection = Selection(settings.modules, settings.ignore)
         self.progress = Progress(recorder, settings, rank)
         self._roots = Roots(recorder, selection)
-        notable = Notable(settings)
+        notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
         self.rows = Rows(recorder, selection, notable, self._fault)
         self.judging = Judging(self.progress, self.rows)
         self.frames = Frames(self.progress, self.judging)

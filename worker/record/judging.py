@@ -10,15 +10,16 @@ from typing import NamedTuple
 
 from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
-from ...core.frames import Frame, Row
+from ...core.frames import Frame, Row, module_text
 from ...core.judge import Judgement, Limits, PageSoFar, anomaly_at
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages, is_complete
 from ...core.recorder.writer import OpenPage
 from ...core.records import Anomaly, Fault, Ignored, ScalerSkip, Warned
+from ...core.shown import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.device_buffer import DeviceStatsBuffer
-from .notable import near_by_encoding
+from ..stats.notable import near_by_encoding
 from .progress import Progress
 from .rows import Rows
 
@@ -262,10 +263,10 @@ def _judged(page: OpenPage) -> _PageJudged:
 
 def sentence(anomaly: Anomaly) -> str:
     """What the failing rank says in its exception."""
-    module = f"`{anomaly.module}` ({anomaly.cls})" if anomaly.module else f"`{anomaly.cls}`"
+    module = module_text(anomaly.module, anomaly.cls)
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
     return (
-        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {anomaly.role} of {module}, "
+        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}, "
         f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; the combined report follows when all ranks have "
         "ended. To go on training after an overflow: --on-overflow continue"
     )

@@ -20,10 +20,10 @@ from ...core.records import Fault
 from ...core.values import DTYPE_CODES, INF_BITS, Encoding
 from ..hooks.backward import Gradients
 from ..stats.device import late_device
+from ..stats.notable import NotableValue
 from ..stats.tensor_stats import TensorStats
 from .collectives import issued
 from .leaves import KWARGS, leaves_of
-from .notable import Notable
 from .progress import Progress
 from .rows import COUNT_EVERY, Rows
 
@@ -100,7 +100,7 @@ def difference(native: dict[str, int]) -> str:
     return f"not used: it was built for another layout ({found}); install gpuwatch again" if found else ""
 
 
-def native_writer_of(progress: Progress, rows: Rows, notable: Notable, gradients: Gradients) -> Any:
+def native_writer_of(progress: Progress, rows: Rows, notable: NotableValue, gradients: Gradients) -> Any:
     """A FrameWriter for these, or None where there can be none.
 
     Tensors in host memory it reads itself; for those on a device it asks `rows.device_value` and `rows.device_weight`.

@@ -15,10 +15,10 @@ from ...core.records import ShapeDef, SlotDef
 from ...core.values import PENDING
 from ..stats.device import has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
+from ..stats.notable import NotableValue
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
 from ..without_modes import without_modes
 from .collectives import issued
-from .notable import Notable
 from .roots import ModuleInfo
 from .selection import Selection
 
@@ -81,7 +81,7 @@ class Rows:
         self,
         recorder: RecorderWriter,
         selection: Selection,
-        notable: Notable,
+        notable: NotableValue,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._recorder = recorder
