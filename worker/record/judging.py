@@ -123,7 +123,7 @@ class Judging:
             self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
         if buffer.not_seen_in_graphs and not self._graphs_told:
             self._graphs_told = True
-            message = "graph: not seen. Tensors are not read while torch.cuda.graph captures, nor in its replays"
+            message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
             self._recorder.append(Fault(self._progress.where(), "graph", message))
         for number in buffer.collect():
             if number in self._late:

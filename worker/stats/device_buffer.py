@@ -170,7 +170,7 @@ class DeviceStatsBuffer:
         if not self._driver.holds(tensor):
             return None
         if self._driver.is_capturing():  # the reading would become a part of the user's graph
-            self._not_seen()
+            self.not_seen_in_graphs += 1
             return None
         try:
             source = source_of(tensor)
@@ -189,10 +189,6 @@ class DeviceStatsBuffer:
         if limit is not None:
             buffer.limits[position] = limit
         return index
-
-    def _not_seen(self) -> None:
-        self.not_seen_in_graphs += 1
-        self._say("a CUDA graph was captured: what it computes when it is replayed is not seen")
 
     def last(self) -> DeviceRow:
         """What was measured last, for `again`."""
@@ -216,7 +212,7 @@ class DeviceStatsBuffer:
         if row.is_lost:
             return None
         if self._driver.is_capturing():
-            self._not_seen()
+            self.not_seen_in_graphs += 1
             return None
         index = self._next_value()
         position = self._recorder.value_position

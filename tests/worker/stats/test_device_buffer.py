@@ -425,7 +425,6 @@ def test_rows_wait_while_a_graph_is_captured(recorder):
     assert pages.measure(torch.tensor(1.0)) is None
     assert pages.again(row) is None
     assert pages.not_seen_in_graphs == 2
-    assert pages.note.count("a CUDA graph was captured") == 1
     pages.flush()
     pages.finish()
     recorder.end_page(first)
