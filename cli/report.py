@@ -8,31 +8,37 @@ from pathlib import Path
 
 import click
 
-from ..core.errors import UsageError
-from ..core.spool import SUFFIX, read_spool
+from ..core.errors import GpuwatchError, UsageError
+from ..core.spool import SUFFIX
 
 
 @click.command(name="report")
-@click.argument("run", required=False)
+@click.argument("runs", nargs=-1, metavar="[RUN]")
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 @click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
 @click.option(
     "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
 )
 @click.option("--again", is_flag=True, help="Make report.json and report.txt again from the run's store.")
-def command(run: str | None, runs_dir: str, rank: int | None, form: str, again: bool) -> int:
+@click.option(
+    "--merge", is_flag=True, help="Make one report of several spool files and runs of one job, given as RUN RUN..."
+)
+def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, again: bool, merge: bool) -> int:
     """Print the combined report of RUN: a run's folder, its name in the runs' folder, or a spool file.
 
     Without RUN: the latest one.
     """
-    from ..collector.finish import read_report, report_from_messages, report_from_store, write_report
+    from ..collector.finish import merged_report, read_report, report_from_store, write_report
     from ..collector.paths import RunPaths
     from ..collector.report.model import to_json
     from ..collector.report.text import render_text
 
-    path = find_run(run, Path(runs_dir))
-    if path.is_file():
-        report = report_from_messages(read_spool(path), path.stem)
+    if len(runs) > 1 and not merge:
+        raise UsageError(f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge")
+    found = [find_run(run, Path(runs_dir)) for run in runs or (None,)]
+    path = found[0]
+    if merge or path.is_file():
+        report = merged_report(found)
     else:
         paths = RunPaths(path)
         report = report_from_store(paths) if again else read_report(paths)
@@ -47,7 +53,16 @@ def command(run: str | None, runs_dir: str, rank: int | None, form: str, again: 
         return 0
     terminal = sys.stdout.isatty()
     width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
-    click.echo(render_text(report, width=width, color=terminal, rank=rank))
+    try:
+        text = render_text(report, width=width, color=terminal, rank=rank)
+    except Exception as error:  # a report.json that was changed can hold anything that JSON can
+        if merge or again or path.is_file():
+            raise
+        raise GpuwatchError(
+            f"expected a report of gpuwatch in {path / 'report.json'}, found one that cannot be shown "
+            f"({type(error).__name__}: {error}); to make it again from the store: gpuwatch report --again {path}"
+        ) from error
+    click.echo(text)
     return 0
 
 

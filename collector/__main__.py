@@ -6,23 +6,26 @@ import random
 import signal
 import sys
 import time
+import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import zmq
 
+from ..core.errors import GpuwatchError
 from ..core.exits import ExitCode
-from ..core.pipe import Bound, CannotBind, CollectorConfig, read_config, write_line
+from ..core.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
 from .finish import open_store
 from .paths import RunPaths, new_run
 from .run_protocol import RunProtocol
-from .server import Server
+from .server import ReportFailed, Server
 from .store import RunStore
 
 
 def main() -> int:
     """Entry of `python -m gpuwatch.collector`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the job has: after the report is written
+        signal.signal(number, signal.SIG_IGN)  # it ends after the job, when the report is written
     config = read_config(0, CollectorConfig)
     if config is None:
         return int(ExitCode.USAGE)
@@ -32,23 +35,30 @@ def main() -> int:
         write_line(sys.stdout.buffer, CannotBind(error.errno == zmq.EADDRINUSE, str(error)))
         return int(ExitCode.USAGE)
     try:
-        paths = new_run(Path(config.runs_dir), config.run_name)
-        store = open_store(paths, config.max_frames)
-    except OSError as error:
+        paths = RunPaths(Path(config.resume)) if config.resume else new_run(Path(config.runs_dir), config.run_name)
+        fallback = Path(config.fallback) if config.fallback else None
+        store = open_store(paths, config.max_frames, fallback, _tell)
+    except (OSError, GpuwatchError) as error:
         write_line(sys.stdout.buffer, CannotBind(False, f"no folder for the run: {error}"))
         server.close()
         return int(ExitCode.USAGE)
     write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder)))
-    sys.stderr = (paths.logs / "collector.log").open("a", buffering=1)
+    with suppress(OSError):
+        sys.stderr = (paths.logs / "collector.log").open("a", buffering=1)
     serve(server, paths, store, config.rdzv_id)
     return 0
+
+
+def _tell(sentence: str) -> None:
+    """Something that the user should know now."""
+    write_line(sys.stdout.buffer, Notice(sentence))
 
 
 def listen(config: CollectorConfig) -> Server:
     """Bind. Raises zmq.ZMQError when the address cannot be had.
 
-    Two nodes on one host start their collectors at once, and Linux can then refuse both: each sees the other on its
-    way to listening. So a refusal is believed only when it was met again after a pause of random length.
+    If two nodes on one host start their collectors at once, Linux can refuse both. So a refusal counts only after
+    retries with pauses of random length.
     """
     for pause_s in (0.05, 0.1, 0.2, 0.4):
         try:
@@ -63,6 +73,7 @@ def listen(config: CollectorConfig) -> Server:
 def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> None:
     """Run to the end with the launch's pipe as stdin."""
     run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id)
+    run_protocol.restore(store.messages(), 0.0)
     try:
         server.run(
             paths,
@@ -72,6 +83,8 @@ def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> Non
             end_fd=0,
             tell=lambda line: write_line(sys.stdout.buffer, line),
         )
+    except ReportFailed:  # whoever starts it again would meet the same
+        traceback.print_exc()
     finally:
         server.close()
         store.close()

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import zmq
 
-from ..core.errors import UsageError
+from ..core.errors import GpuwatchError, UsageError
 from ..core.keys import derive_keys
 from .exit_code import exit_code
 from .finish import open_store
@@ -32,7 +32,7 @@ def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, ma
     try:
         paths = new_run(runs_dir.absolute())
         store = open_store(paths, max_frames)
-    except OSError as error:
+    except (OSError, GpuwatchError) as error:
         server.close()
         raise UsageError(f"--runs-dir: expected a folder to write to, found {runs_dir}: {error}") from error
     print(
@@ -46,7 +46,7 @@ def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, ma
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
-    run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id, expected_nodes=nodes)
+    run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id, expected_nodes=nodes, by_hand=True)
     try:
         report = server.run(paths, store, run_protocol, run_protocol.end_now, read_end)
     finally:

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.alarm import anomaly_of_page
 from ..core.frames import Page
-from ..core.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
+from ..core.judge import anomaly_of_page
+from ..core.messages import (
+    AgentBody,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    Leaving,
+    PageMessage,
+    RankState,
+    node_of,
+)
 from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
@@ -30,6 +41,9 @@ from ..core.records import (
     WorkerExit,
     Xid,
 )
+from .diagnose.diagnose import diagnose
+from .diagnose.local_diagnosis import LocalDiagnosis
+from .shown_body import shown_body
 
 
 @dataclass
@@ -57,6 +71,8 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    diagnosis: LocalDiagnosis | None = None
+    """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
 
     @property
     def hidden_rows(self) -> int:
@@ -139,7 +155,9 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     facts = RunFacts()
     names: dict[tuple[int, int], Names] = {}
     pages: list[tuple[str, PageMessage]] = []
-    for agent, _, body in messages:
+    for name, _, received in messages:
+        agent = node_of(name)
+        body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
         node = facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
             node.hello = body
@@ -149,6 +167,8 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
             names.setdefault((body.attempt, body.rank), Names()).add(body.entries)
         elif isinstance(body, PageMessage):
             pages.append((agent, body))
+        elif isinstance(body, Leaving):
+            continue
         elif isinstance(body, Beat):
             _take_beat(facts, node, body)
         else:
@@ -160,7 +180,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         if not rank.anomalies:  # it ended before it could look at what came back from its device
             found = (anomaly_of_page(page) for _, page in sorted(rank.pages.items()))
             rank.anomalies = [anomaly for anomaly in found if anomaly is not None][:1]
-    for agent in lost_agents:
+    for agent in map(node_of, lost_agents):
         if agent in facts.nodes:
             facts.nodes[agent].lost = True
     for node in facts.nodes.values():
@@ -173,6 +193,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.diagnosis = diagnose(rank.anomalies, rank.pages)
         rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
     return facts
 
@@ -255,6 +276,7 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
 def _moved(state: RankState) -> tuple[int, ...]:
     """Of two beats the later one, whichever came first: nothing in it runs backwards."""
     return (
+        state.final,
         state.step,
         state.batch,
         state.seq,

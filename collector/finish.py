@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from ..core.errors import GpuwatchError
-from ..core.messages import AgentMessage
+from ..core.spool import agent_of, read_spool
 from .earlier import EarlierLife, earlier_lives
 from .exit_code import exit_code
 from .facts import fold
@@ -16,7 +19,9 @@ from .paths import RunPaths
 from .report.model import Report, build_report, to_json
 from .report.text import render_text
 from .report.timeline import utc
-from .store import RunStore
+from .store import RunStore, Stored
+
+T = TypeVar("T")
 
 
 def report_from_store(paths: RunPaths) -> Report:
@@ -30,22 +35,44 @@ def report_from_store(paths: RunPaths) -> Report:
 
 def build(store: RunStore, run_id: str, extra_counters: dict[str, int] | None = None) -> Report:
     """The report of an open store."""
-    lost = msgspec.json.decode(store.get("lost_agents") or "[]", type=list[str])
-    counters = msgspec.json.decode(store.get("counters") or "{}", type=dict[str, int])
+    kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
+    max_frames = store.get("max_frames") or ""
     return build_report(
-        fold(store.messages(), lost),
+        fold(store.messages(), _fact(store, "lost_agents", list[str], [])),
         run_id=run_id,
         started=store.get("started"),
         ended=store.get("ended"),
-        max_frames=int(store.get("max_frames") or 21),
-        counters={**counters, **(extra_counters or {}), "unwritten": store.unwritten},
-        earlier=msgspec.json.decode(store.get("earlier") or "[]", type=list[EarlierLife]),
+        max_frames=int(max_frames) if re.fullmatch(r"[0-9]{1,6}", max_frames) else 21,
+        counters={**_fact(store, "counters", dict[str, int], {}), **(extra_counters or {}), **kept},
+        earlier=_fact(store, "earlier", list[EarlierLife], []),
     )
 
 
-def report_from_messages(messages: Iterable[AgentMessage], run_id: str) -> Report:
-    """The report of what one agent could not deliver."""
-    return build_report(fold(("spool", m.n, m.body) for m in messages), run_id=run_id, started=None, ended=None)
+def _fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
+    """A fact of the store that was written as JSON; `default` where it is not there, or damaged."""
+    try:
+        return msgspec.json.decode(store.get(key) or "", type=kind)
+    except (msgspec.DecodeError, RecursionError):
+        return default
+
+
+def merged_report(paths: Sequence[Path]) -> Report:
+    """One report of spool files, of what their agents could not deliver, and of runs' folders. Raises GpuwatchError."""
+    messages: list[Stored] = []
+    folders = [path for path in paths if path.is_dir()]
+    for path in paths:
+        if path.is_dir():
+            store = RunStore(RunPaths(path).store)
+            try:
+                messages += store.messages()
+            finally:
+                store.close()
+        else:
+            spool = read_spool(path)
+            name = agent_of(spool, path)
+            messages += ((name, message.n, message.body) for message in spool)
+    run_id = folders[0].name if folders else paths[0].stem
+    return build_report(fold(messages), run_id=run_id, started=None, ended=None)
 
 
 def write_report(paths: RunPaths, report: Report) -> str | None:
@@ -64,12 +91,16 @@ def write_report(paths: RunPaths, report: Report) -> str | None:
     return None
 
 
-def open_store(paths: RunPaths, max_frames: int) -> RunStore:
-    """A new store with the facts that no message brings."""
-    store = RunStore(paths.store, create=True)
-    stamp(store, "started")
-    store.set("max_frames", str(max_frames))
-    store.set("earlier", msgspec.json.encode(earlier_lives(paths)).decode())
+def open_store(
+    paths: RunPaths, max_frames: int, fallback: Path | None = None, say: Callable[[str], object] | None = None
+) -> RunStore:
+    """The run's store with the facts that no message brings; one that is there already goes on."""
+    store = RunStore(paths.store, create=True, fallback=fallback, say=say)
+    if store.get("started") is None:
+        stamp(store, "started")
+        store.set("max_frames", str(max_frames))
+        store.set("earlier", msgspec.json.encode(earlier_lives(paths)).decode())
+    store.commit()
     return store
 
 
@@ -84,7 +115,10 @@ def read_report(paths: RunPaths) -> Report:
         return msgspec.json.decode(paths.report_json.read_bytes(), type=Report)
     except FileNotFoundError:
         return report_from_store(paths)
-    except msgspec.DecodeError as error:
+    except OSError as error:
+        raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise GpuwatchError(
-            f"expected a report of schema 1, found something else in {paths.report_json}: {error}"
+            f"expected a report of schema 1, found something else in {paths.report_json}: {error}; "
+            f"to make it again from the store: gpuwatch report --again {paths.run_id}"
         ) from error

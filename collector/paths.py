@@ -20,7 +20,7 @@ class RunPaths:
 
     @property
     def run_id(self) -> str:
-        """Name of the run: when it began (local time) and four random letters."""
+        """Name of the run: its start (local time) and four random hex digits."""
         return self.folder.name
 
     @property
@@ -40,17 +40,17 @@ class RunPaths:
 
     @property
     def exit_code(self) -> Path:
-        """What the launches exit with, as a number: for scripts."""
+        """The exit code of the launches as a number, for scripts."""
         return self.folder / "exit-code"
 
     @property
     def logs(self) -> Path:
-        """What gpuwatch's own processes wrote."""
+        """The logs of gpuwatch's own processes."""
         return self.folder / "logs"
 
 
 def new_run(runs_dir: Path, name: str = "") -> RunPaths:
-    """Make the folder of a new run and point `latest` at it. Raises OSError when it cannot be made.
+    """Make the private folder of a new run and point `latest` at it. Raises OSError when it cannot be made.
 
     A name that is taken gets a number: `pretrain`, `pretrain-2`.
     """
@@ -60,16 +60,20 @@ def new_run(runs_dir: Path, name: str = "") -> RunPaths:
             chosen = name if number == 1 else f"{name}-{number}"
         paths = RunPaths(runs_dir / chosen)
         try:
-            paths.logs.mkdir(parents=True)
-            break
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            paths.folder.mkdir(mode=0o700)  # never one that is there: somebody may have put links into it
         except FileExistsError:
+            if not runs_dir.is_dir():
+                raise
             continue
+        paths.logs.mkdir()
+        break
     point_latest(runs_dir, paths.run_id)
     return paths
 
 
 def point_latest(runs_dir: Path, run_id: str) -> None:
-    """Let `latest` mean this run. A file system without links does without."""
+    """Point `latest` at this run. Does nothing on a file system without links."""
     link = runs_dir / f".{LATEST}-{os.getpid()}"
     try:
         link.symlink_to(run_id)

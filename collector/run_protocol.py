@@ -1,29 +1,41 @@
 """What the collector does about what it hears: pure decisions, time is an argument, no socket.
 
-hear(agent, message, now) -> actions        tick(now) -> actions
+hear(agent, message, now) -> actions        committed() -> acknowledgements        tick(now) -> actions
+
+A helper that is silent never ends the job: only a rank's own end, the user or the scheduler does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ..core.messages import (
+    SCHEMA,
     Ack,
+    AgentBody,
     AgentMessage,
     Beat,
     Bye,
     CollectorMessage,
     EventMessage,
     Hello,
+    Leaving,
     Refused,
     Stop,
     Want,
     Welcome,
+    node_of,
 )
 from ..core.records import Anomaly, PreflightResult, split_label
+from .claims import Claims
 
 SILENT_S = 20.0
-"""An agent that beats twice a second and has not been heard for this long is lost."""
+"""An agent that beats twice a second and has been silent for so long is taken for lost, until it is heard again."""
+GONE_S = 60.0
+"""So long may an agent be silent before the report is made without it, once another has said goodbye."""
+ABANDONED_S = 600.0
+"""Silence of all agents after which a collector that no launch started makes its report."""
 STOP_AFTER_S = 5.0
 """How long the other nodes have to end by themselves, once the job cannot go on."""
 LINGER_S = 300.0
@@ -42,7 +54,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Keep:
-    """Put the message into the store before it is acknowledged."""
+    """Put the message into the store; it is acknowledged once it is durable there (`committed`)."""
 
     agent: str
     message: AgentMessage
@@ -61,14 +73,20 @@ class _Node:
     hello: Hello
     heard: float
     received: int = 0
+    stored: int = 0
+    """The number up to which everything is durable: what is acknowledged."""
     bye: Bye | None = None
     bye_at: float = 0.0
     lost: bool = False
     stopped: bool = False
+    replaced: bool = False
+    """Its agent had ended, and the launch has started it again under another name."""
+    restored: bool = False
+    """Known from the store of a collector that had ended, and not heard since."""
 
     @property
     def gone(self) -> bool:
-        return self.bye is not None or self.lost
+        return self.bye is not None or self.lost or self.replaced
 
 
 @dataclass
@@ -81,9 +99,14 @@ class RunProtocol:
     nodes: dict[str, _Node] = field(default_factory=dict)
     expected_nodes: int = 1
     """A collector started by hand is told; else the first hello says."""
+    claims: Claims = field(default_factory=Claims)
+    disbelieved: int = 0
+    """Messages about ranks of other nodes."""
     strangers: int = 0
     """Agents that were turned away."""
-    _wanted: set[tuple[int, str, int]] = field(default_factory=set)
+    by_hand: bool = False
+    """No launch started this collector, so none can tell it that the job is over."""
+    _wanted: dict[tuple[int, str, int], list[Want]] = field(default_factory=dict)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
     _ended: bool = False
@@ -100,35 +123,96 @@ class RunProtocol:
             return [Send(agent, Ack(0, resend=True))] if message.n else []
         node.heard = now
         node.lost = False
+        believed = self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
+        if not believed:
+            self.disbelieved += 1
+        actions: list[Action] = []
+        if node.restored:
+            node.restored = False
+            actions += [Send(agent, want) for wants in self._wanted.values() for want in wants]
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
-            return [Keep(agent, message), Send(agent, Ack(node.received, echo_ns=echo))]
+            kept = [Keep(agent, message)] if believed and not isinstance(message.body, Leaving) else []
+            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo))]
         if message.n <= node.received:
-            again: list[Action] = [Send(agent, Ack(node.received))]
             if isinstance(message.body, Hello):  # it has not heard the welcome
-                again.insert(0, Send(agent, Welcome(self.run_id, self.run_dir, node.received)))
-            return again
+                actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))
+            return [*actions, Send(agent, Ack(node.stored))]
         if message.after > node.received:
-            return [Send(agent, Ack(node.received, resend=True))]
+            return [*actions, Send(agent, Ack(node.stored, resend=True))]
         node.received = message.n
-        actions: list[Action] = [Keep(agent, message), Send(agent, Ack(message.n))]
-        return actions + self._react(node, message, now)
+        if not believed or isinstance(message.body, Hello):  # what it said hello with stands
+            return actions
+        return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
+
+    def answer_while_finishing(self, agent: str, message: AgentMessage) -> Ack:
+        """To a beat, while the report is made: somebody is at work here."""
+        node = self.nodes.get(agent)
+        echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
+        return Ack(node.stored if node is not None else 0, echo_ns=echo)
+
+    def committed(self) -> list[Send]:
+        """All that was kept is durable now: acknowledge it."""
+        found = []
+        for agent, node in self.nodes.items():
+            if node.stored < node.received:
+                node.stored = node.received
+                found.append(Send(agent, Ack(node.stored)))
+        return found
+
+    def restore(self, stored: Iterable[tuple[str, int, AgentBody]], now: float) -> None:
+        """Go on where a collector was that had ended: what is in its store has been heard and acknowledged."""
+        for agent, n, body in stored:
+            if isinstance(body, Hello) and agent not in self.nodes:
+                self._enter(agent, body, now)
+            node = self.nodes.get(agent)
+            if node is not None:
+                self.claims.may_say(node_of(agent), node.hello.nproc, body)
+            if node is not None and n:
+                node.received = node.stored = max(node.received, n)
+                node.restored = True
+                self._react(node, body, now)
 
     def _greet(self, agent: str, message: AgentMessage, hello: Hello, now: float) -> list[Action]:
-        if hello.rdzv_id != self.rdzv_id:
+        reason = self._why_not(agent, hello)
+        if reason:
             self.strangers += 1
-            return [
-                Send(agent, Refused(f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"))
-            ]
-        self.nodes[agent] = _Node(hello, now, received=message.n)
-        return [
-            Keep(agent, message),
-            Send(agent, Welcome(self.run_id, self.run_dir, message.n)),
-            Send(agent, Ack(message.n)),
-        ]
+            return [Send(agent, Refused(reason))]
+        self._enter(agent, hello, now).received = message.n
+        return [Keep(agent, message), Send(agent, Welcome(self.run_id, self.run_dir))]
 
-    def _react(self, node: _Node, message: AgentMessage, now: float) -> list[Action]:
-        body = message.body
+    def _why_not(self, agent: str, hello: Hello) -> str:
+        """Why this agent is not one of this job; "" if it is."""
+        if hello.rdzv_id != self.rdzv_id:
+            return f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"
+        if hello.schema != SCHEMA:
+            return (
+                f"this collector speaks version {SCHEMA} of the protocol, found version {hello.schema}; "
+                "install the same gpuwatch on every node"
+            )
+        if hello.agent != agent:
+            return "its hello is another agent's"
+        present = {
+            node_of(name)
+            for name, node in self.nodes.items()
+            if not node.lost and (node.bye is None or node.bye.outcome == "ok")
+        }
+        if present and node_of(agent) not in present and len(present) >= self._most_nodes():
+            return f"all {len(present)} nodes of this job are here already"
+        return ""
+
+    def _most_nodes(self) -> int:
+        """As the first node said."""
+        return next(iter(self.nodes.values())).hello.max_nodes
+
+    def _enter(self, agent: str, hello: Hello, now: float) -> _Node:
+        for other, node in self.nodes.items():
+            if node_of(other) == node_of(agent):
+                node.replaced = True
+        self.nodes[agent] = _Node(hello, now)
+        return self.nodes[agent]
+
+    def _react(self, node: _Node, body: AgentBody, now: float) -> list[Action]:
         if isinstance(body, EventMessage):
             return self._react_to_event(body, now)
         if isinstance(body, Bye):
@@ -150,9 +234,10 @@ class RunProtocol:
         key = (where.attempt, where.root, where.batch)
         if key in self._wanted:
             return []
-        self._wanted.add(key)
-        want = Want(where.attempt, *split_label(where.root), where.batch)
-        return [Send(agent, want) for agent, node in self.nodes.items() if not node.gone]
+        batches = [where.batch, where.batch - 1] if where.batch > 0 else [where.batch]  # the one before: its history
+        wants = [Want(where.attempt, *split_label(where.root), batch) for batch in batches]
+        self._wanted[key] = wants
+        return [Send(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:
@@ -177,8 +262,6 @@ class RunProtocol:
         for node in self.nodes.values():
             if not node.gone and now - node.heard > SILENT_S:
                 node.lost = True
-                if node.hello.min_nodes == node.hello.max_nodes:
-                    self._job_is_over(now)
         if self._over_since is not None and now - self._over_since > STOP_AFTER_S:
             for agent, node in self.nodes.items():
                 if not node.gone and not node.stopped:
@@ -191,29 +274,29 @@ class RunProtocol:
 
     def _why(self) -> str:
         failed = [node.hello.host for node in self.nodes.values() if node.bye is not None and node.bye.outcome != "ok"]
-        lost = [node.hello.host for node in self.nodes.values() if node.lost]
         if failed:
             return f"the job has ended on {', '.join(sorted(set(failed)))}"
-        if lost:
-            return f"node {', '.join(sorted(set(lost)))} is lost"
         return "another rank has aborted the job"
 
     def _may_finish(self, now: float) -> bool:
         if self._ended:
             return True
-        if not self.nodes:
+        nodes = [node for node in self.nodes.values() if not node.replaced]
+        if not nodes:
             return self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
-        if all(node.gone for node in self.nodes.values()):
-            expected = max(self.expected_nodes, *(node.hello.min_nodes for node in self.nodes.values()))
-            if len(self.nodes) >= expected:
-                return True
+        byes = [node.bye_at for node in nodes if node.bye is not None]
+        silent = [node for node in nodes if node.bye is None]
+        if not silent:
+            expected = max(self.expected_nodes, *(node.hello.min_nodes for node in nodes))
             # an agent that has said goodbye goes on beating until it has the verdict
-            last = max(node.bye_at if node.bye is not None else node.heard for node in self.nodes.values())
-            return now - last > STOP_AFTER_S
-        first_bye = min((node.bye_at for node in self.nodes.values() if node.bye is not None), default=None)
-        return first_bye is not None and now - first_bye > LINGER_S
+            return len(nodes) >= expected or now - max(byes) > STOP_AFTER_S
+        since = now - max(node.heard for node in silent)
+        if byes:
+            return now - min(byes) > LINGER_S or since > GONE_S
+        launch_gone = self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
+        return since > SILENT_S and (launch_gone or (self.by_hand and since > ABANDONED_S))
 
     @property
     def lost_agents(self) -> list[str]:
         """Agents that went silent."""
-        return [agent for agent, node in self.nodes.items() if node.lost and node.bye is None]
+        return [a for a, node in self.nodes.items() if node.lost and node.bye is None and not node.replaced]

@@ -6,15 +6,30 @@ messages is counted and not answered.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from threading import Thread
 
 import zmq
 from msgspec import structs
 from msgspec.json import encode as to_json
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..core.messages import MAX_MESSAGE_BYTES, Ack, CollectorMessage, Final, WireError, decode_agent, encode
+from ..core.exits import ExitCode
+from ..core.messages import (
+    MAX_MESSAGE_BYTES,
+    Ack,
+    AgentMessage,
+    CollectorMessage,
+    Final,
+    Leaving,
+    WireError,
+    decode_agent,
+    encode,
+)
+from ..core.own_clock import OwnClock
 from ..core.pipe import PreflightOver, StageLine
 from .exit_code import exit_code
 from .finish import build, stamp, write_report
@@ -22,11 +37,14 @@ from .paths import RunPaths
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
+from .report.timeline import utc
 from .run_protocol import Action, Finish, Keep, RunProtocol, Send
 from .store import RunStore
 
 TICK_MS = 100
-_FAREWELL_MS = 3000
+_FAREWELL_MS = 10_000
+"""For agents that have to connect again before they hear the verdict."""
+_LINGER_MS = 3000
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
@@ -43,8 +61,15 @@ class _OnlyThisKey:
 
     def callback(self, domain: str, key: bytes) -> bool:
         allowed = key == self._key
-        self.refused += not allowed
+        if not allowed:
+            self.refused += 1
+            if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th ...: one who knocks for ever fills no disk
+                print(f"{utc(time.time())} refused a stranger with another key, {self.refused} so far", file=sys.stderr)
         return allowed
+
+
+class ReportFailed(Exception):
+    """The report could not be made; every agent has been told so."""
 
 
 class Server:
@@ -58,7 +83,7 @@ class Server:
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._credentials)
         self._socket = self._context.socket(zmq.ROUTER)
         try:
-            self._socket.linger = _FAREWELL_MS
+            self._socket.linger = _LINGER_MS
             self._socket.ipv6 = True
             self._socket.maxmsgsize = MAX_MESSAGE_BYTES
             self._socket.rcvhwm = 1000
@@ -93,55 +118,56 @@ class Server:
         lines of the preflight while it runs.
         """
         self._tell = tell or (lambda line: None)
+        clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if end_fd is not None:
             poller.register(end_fd, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(TICK_MS))
-            now = time.monotonic()
+            now = clock.now()
             if end_fd is not None and end_fd in ready:
                 poller.unregister(end_fd)
                 end_fd = None
                 on_end(now)
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
+            if store.commit():  # an acknowledgement means: it is on the disk
+                self._act(run_protocol.committed())
             self._count_failed_handshakes()
             for line in self._lines.due():
                 self._tell(line)
-            if self._act(store, run_protocol.tick(now)):
+            if self._act(run_protocol.tick(now)):
                 return self._finish(paths, store, run_protocol)
 
     def _receive(self, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
-        answers: list[Action] = []
-        store.begin()
-        for _ in range(_BATCH):
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(parts) != 2:
-                self.malformed += 1
-                continue
-            try:
-                message = decode_agent(parts[1])
-                agent = parts[0].decode()
-            except (WireError, UnicodeDecodeError):
-                self.malformed += 1
-                continue
+        for agent, message, data in self._messages():
             for action in run_protocol.hear(agent, message, now):
                 if isinstance(action, Keep):
                     self._lines.hear(message.body)
                     if message.n:
-                        store.add(agent, message, parts[1])
+                        store.add(agent, message, data)
                     else:
-                        store.beat(agent, parts[1])
+                        store.beat(agent, data)
                 else:
-                    answers.append(action)
-        store.commit()
-        self._act(store, answers)  # an acknowledgement means: it is in the store
+                    self._act([action])
 
-    def _act(self, store: RunStore, actions: list[Action]) -> bool:
+    def _messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
+        """What has come, without what is malformed; a bounded number, so that the store is written in between."""
+        for _ in range(_BATCH):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) != 2:
+                self.malformed += 1
+                continue
+            try:
+                yield parts[0].decode(), decode_agent(parts[1]), parts[1]
+            except (WireError, UnicodeDecodeError):
+                self.malformed += 1
+
+    def _act(self, actions: Sequence[Action]) -> bool:
         """Do what the run_protocol says; True when it says that the run is over."""
         for action in actions:
             if isinstance(action, Send):
@@ -162,25 +188,47 @@ class Server:
             self.handshakes_failed += 1
 
     def _finish(self, paths: RunPaths, store: RunStore, run_protocol: RunProtocol) -> Report:
+        """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
         counters = {
             "refused": self._credentials.refused + run_protocol.strangers,
             "failed_handshakes": self.handshakes_failed,
             "malformed": self.malformed,
+            "disbelieved": run_protocol.disbelieved,
         }
         store.set("counters", to_json(counters).decode())
-        report = build(store, paths.run_id)
-        trouble = write_report(paths, report)
-        text = render_text(report)
-        text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"
-        kind = report.verdict.kind
-        final = Final(exit_code(report), kind, text, str(paths.report_json))
+        store.commit()
+        made: Future[tuple[Report, Final]] = Future()
+        Thread(target=_make, args=(made, paths, store), name="gpuwatch-report").start()
+        while not made.done():
+            if self._socket.poll(TICK_MS):
+                for agent, message, _ in self._messages():
+                    if message.n == 0:
+                        self._send(agent, run_protocol.answer_while_finishing(agent, message))
         for line in self._lines.end():
             self._tell(line)
-        for agent in run_protocol.nodes:
+        error = made.exception()
+        final = made.result()[1] if error is None else _no_report(paths, error)
+        self._bid_farewell(run_protocol, final)
+        if error is not None:
+            raise ReportFailed(str(error)) from error
+        return made.result()[0]
+
+    def _bid_farewell(self, run_protocol: RunProtocol, final: Final) -> None:
+        """Until every agent has said that it has the verdict. One that was not connected gets it when it is heard."""
+        waiting = {agent for agent, node in run_protocol.nodes.items() if not node.replaced}
+        for agent in waiting:
             self._send(agent, final)
-        return report
+        present = {agent for agent in waiting if not run_protocol.nodes[agent].lost}
+        clock, ends = OwnClock(), _FAREWELL_MS / 1000
+        while present and clock.now() < ends:
+            if self._socket.poll(TICK_MS):
+                for agent, message, _ in self._messages():
+                    if isinstance(message.body, Leaving):
+                        present.discard(agent)
+                    elif agent in waiting:
+                        self._send(agent, final)
 
     def close(self) -> None:
         """Let the last messages out, then close everything."""
@@ -190,3 +238,26 @@ class Server:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
+
+
+def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore) -> None:
+    """In a thread: build the report and write it; where the run's folder takes no file, beside the store."""
+    try:
+        report = build(store, paths.run_id)
+        trouble = write_report(paths, report)
+        if trouble and store.path.parent != paths.folder:
+            paths = RunPaths(store.path.parent)
+            trouble = write_report(paths, report)
+        text = render_text(report)
+        text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"
+        made.set_result((report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))))
+    except BaseException as error:
+        made.set_exception(error)
+
+
+def _no_report(paths: RunPaths, error: BaseException) -> Final:
+    text = (
+        f"gpuwatch: the report could not be made ({type(error).__name__}: {error}); what was received is in "
+        f"{paths.store}; to try again: gpuwatch report --again {paths.run_id}"
+    )
+    return Final(int(ExitCode.UNKNOWN), "unknown", text, str(paths.report_json))

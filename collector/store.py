@@ -1,19 +1,24 @@
 """The run store: every message as it came, in one SQLite file, so that any later version can make the report again.
 
-A disk that fills up must not cost the run its report: what cannot be written is kept in memory and counted.
+What was added is durable once `commit` has said so, and is acknowledged only then. A disk that fills up costs the run
+nothing: what cannot be written stays in memory, `commit` tries again, and once more in another folder.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ..core.errors import GpuwatchError
-from ..core.messages import AgentBody, AgentMessage, WireError, decode_agent
+from ..core.messages import AgentBody, AgentMessage, EventMessage, WireError, decode_agent
 
 SCHEMA = 1
+MEMORY_BYTES = 256 << 20
+"""What cannot be written may take so much memory; beyond it pages are dropped and counted, oldest first."""
+_RETRY_S = 1.0
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -27,6 +32,10 @@ CREATE TABLE IF NOT EXISTS message (
 ) STRICT;
 CREATE TABLE IF NOT EXISTS beat (agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL) STRICT;
 """
+_ADD = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?)"
+_BEAT = "INSERT OR REPLACE INTO beat VALUES (?, ?, ?)"
+_SET = "INSERT OR REPLACE INTO run VALUES (?, ?)"
+_Row = tuple[str, int, int, str, bytes]
 
 Stored = tuple[str, int, AgentBody]
 """agent, number, body"""
@@ -35,87 +44,227 @@ Stored = tuple[str, int, AgentBody]
 class RunStore:
     """The store of one run, open for writing or reading."""
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        create: bool = False,
+        fallback: Path | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        """`fallback` is another folder, tried when `path` cannot be written; `say` is told one sentence about that.
+
+        Raises GpuwatchError when there is no store to read, or something else in its place.
+        """
         self.path = path
-        self.unwritten = 0
-        """Messages that are in memory only."""
-        self._memory: list[Stored] = []
+        self.dropped = 0
+        """Pages that were neither written nor kept."""
+        self._fallback = fallback
+        self._say = say or (lambda sentence: None)
+        self._new: dict[tuple[str, int], _Row] = {}
+        self._new_bytes = 0
+        self._new_beats: dict[str, tuple[str, int, bytes]] = {}
+        self._facts: dict[str, str] = {}
+        self._unsynced = False
+        self._failed = False
+        self._tried_at = 0.0
+        self._older: list[sqlite3.Connection] = []
+        """Stores that could not be written any more; what they hold is still read."""
         if not create and not path.exists():
             raise GpuwatchError(f"expected a run store, found no file {path}")
-        self._db = sqlite3.connect(path, isolation_level=None)
+        self._db = self._open_either() if create else self._open(path, False)
+
+    def _open_either(self) -> sqlite3.Connection:
+        """The file in the run's folder, or in the other one; in both, if a collector before this one had to move."""
+        moved = self._fallback is not None and (self._fallback / self.path.name).exists()
+        try:
+            db = self._open(self.path, True)
+        except GpuwatchError:
+            if self._fallback is None:
+                raise
+            db = None
+        if db is not None and not moved:
+            return db
+        assert self._fallback is not None
+        self._older += [db] if db is not None else []
+        return self._open_other(self._fallback)
+
+    def _open_other(self, folder: Path) -> sqlite3.Connection:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        db = self._open(folder / self.path.name, True)
+        self._say(f"the run's store {self.path} cannot be written; it goes on in {folder}")
+        self.path = folder / self.path.name
+        self._fallback = None
+        return db
+
+    @property
+    def unwritten(self) -> int:
+        """Messages that are in memory only."""
+        return len(self._new) if self._failed else 0
+
+    def _open(self, path: Path, create: bool) -> sqlite3.Connection:
+        try:
+            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise GpuwatchError(f"expected a run store, found something else in {path}: {error}") from error
         try:
             if create:
-                self._db.executescript(_TABLES)
-                # The report is made from here even after a crash of the collector; a power cut may cost a second.
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=NORMAL")
-                self.set("schema", str(SCHEMA))
-            elif int(self.get("schema") or 0) > SCHEMA:
-                raise GpuwatchError(
-                    f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster"
-                )
-        except sqlite3.Error as error:
-            self._db.close()
+                db.execute("PRAGMA journal_mode=WAL")
+                db.executescript(_TABLES)
+                db.execute(_SET, ("schema", str(SCHEMA)))
+            else:
+                row = db.execute("SELECT value FROM run WHERE key = 'schema'").fetchone()
+                _expect_schema(path, row[0] if row else "0")
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            db.close()
             raise GpuwatchError(f"expected a run store, found something else in {path}: {error}") from error
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    # -- writing ------------------------------------------------------------------------------------------------
 
     def set(self, key: str, value: str) -> None:
-        """Store a fact about the run."""
-        try:
-            self._db.execute("INSERT OR REPLACE INTO run VALUES (?, ?)", (key, value))
-        except sqlite3.Error:
-            self.unwritten += 1
-
-    def get(self, key: str) -> str | None:
-        """A fact about the run."""
-        row = self._db.execute("SELECT value FROM run WHERE key = ?", (key,)).fetchone()
-        return row[0] if row else None
+        """Store a fact about the run, with the next commit."""
+        self._facts[key] = value
 
     def add(self, agent: str, message: AgentMessage, data: bytes) -> None:
-        """Store a numbered message, once."""
+        """Take a numbered message, once; `commit` writes it."""
+        key = (agent, message.n)
+        if key in self._new:
+            return
         kind = str(message.body.__struct_config__.tag)
-        try:
-            self._db.execute(
-                "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?)", (agent, message.n, time.time_ns(), kind, data)
-            )
-        except (sqlite3.Error, OverflowError):
-            self.unwritten += 1
-            self._memory.append((agent, message.n, message.body))
+        self._new[key] = (agent, message.n, time.time_ns(), kind, data)
+        self._new_bytes += len(data)
+        self._unsynced |= isinstance(message.body, EventMessage)
+        if self._new_bytes > MEMORY_BYTES:
+            self._drop_pages()
+
+    def _drop_pages(self) -> None:
+        for key, row in list(self._new.items()):
+            if self._new_bytes <= MEMORY_BYTES // 2:
+                return
+            if row[3] == "page":
+                del self._new[key]
+                self._new_bytes -= len(row[4])
+                self.dropped += 1
 
     def beat(self, agent: str, data: bytes) -> None:
         """Keep the last beat of an agent."""
+        self._new_beats[agent] = (agent, time.time_ns(), data)
+
+    def commit(self) -> bool:
+        """Make durable what was added: only when it is True may it be acknowledged.
+
+        While the disk fails it is tried once a second, first here, then in the other folder.
+        """
+        if not (self._new or self._new_beats or self._facts):
+            return True
+        now = time.monotonic()
+        if self._failed and now - self._tried_at < _RETRY_S:
+            return False
+        self._tried_at = now
+        error = self._write()
+        if error is not None and self._move():
+            error = self._write()
+        if error is None:
+            if self._failed:
+                self._say(f"the run's store can be written again: {self.path}")
+            self._failed = False
+            self._new.clear()
+            self._new_bytes = 0
+            self._new_beats.clear()
+            self._facts.clear()
+            self._unsynced = False
+        elif not self._failed:
+            self._failed = True
+            self._say(f"the run's store {self.path} cannot be written ({error}); what comes is kept in memory")
+        return error is None
+
+    def _write(self) -> Exception | None:
+        """All that is new, in one transaction; an event is on the disk itself before this returns."""
         try:
-            self._db.execute("INSERT OR REPLACE INTO beat VALUES (?, ?, ?)", (agent, time.time_ns(), data))
-        except sqlite3.Error:
-            self.unwritten += 1
+            self._db.execute(f"PRAGMA synchronous={'FULL' if self._unsynced else 'NORMAL'}")
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany(_SET, list(self._facts.items()))
+            self._db.executemany(_ADD, list(self._new.values()))
+            self._db.executemany(_BEAT, list(self._new_beats.values()))
+            self._db.execute("COMMIT")
+        except (sqlite3.Error, OverflowError) as error:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            return error
+        return None
 
-    def begin(self) -> None:
-        """Begin a transaction over what is received in one go."""
-        self._quietly("BEGIN")
-
-    def commit(self) -> None:
-        """Make it durable: only then is it acknowledged."""
-        self._quietly("COMMIT")
-
-    def _quietly(self, statement: str) -> None:
+    def _move(self) -> bool:
+        """Go on in the other folder, once. Copies nothing: what is in the first file is read from there."""
+        folder = self._fallback
+        if folder is None:
+            return False
+        older = self._db
         try:
-            self._db.execute(statement)
-        except sqlite3.Error:
-            self.unwritten += 1
+            self._db = self._open_other(folder)
+        except (OSError, GpuwatchError):
+            return False
+        with suppress(sqlite3.Error):
+            for key, value in older.execute("SELECT key, value FROM run").fetchall():
+                self._facts.setdefault(key, value)
+        self._older.append(older)
+        return True
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def get(self, key: str) -> str | None:
+        """A fact about the run; None if it is not known, or cannot be read."""
+        if key in self._facts:
+            return self._facts[key]
+        for db in (self._db, *self._older):
+            with suppress(sqlite3.Error, UnicodeDecodeError):
+                row = db.execute("SELECT value FROM run WHERE key = ?", (key,)).fetchone()
+                if row and isinstance(row[0], str):
+                    return row[0]
+        return None
 
     def messages(self) -> Iterator[Stored]:
-        """Everything that was received, beats last. A message that cannot be read is left out."""
-        for agent, n, data in self._db.execute("SELECT agent, n, body FROM message ORDER BY agent, n"):
-            try:
-                yield agent, n, decode_agent(data).body
-            except WireError:
-                continue
-        yield from self._memory
-        for agent, data in self._db.execute("SELECT agent, body FROM beat ORDER BY agent"):
-            try:
+        """Everything that was received, by agent and number, beats last. What cannot be read is left out."""
+        seen: set[tuple[str, int]] = set()
+        sources = [_rows(db, "SELECT agent, n, body FROM message ORDER BY agent, n") for db in (*self._older, self._db)]
+        sources.append((agent, n, data) for (agent, n), (_, _, _, _, data) in sorted(self._new.items()))
+        for source in sources:
+            for agent, n, data in source:
+                if (agent, n) not in seen:
+                    seen.add((agent, n))
+                    with suppress(WireError):
+                        yield agent, n, decode_agent(data).body
+        beats: dict[str, bytes] = {}
+        for db in (*self._older, self._db):
+            beats.update((agent, data) for agent, _, data in _rows(db, "SELECT agent, 0, body FROM beat"))
+        beats.update((agent, data) for agent, _, data in self._new_beats.values())
+        for agent, data in sorted(beats.items()):
+            with suppress(WireError):
                 yield agent, 0, decode_agent(data).body
-            except WireError:
-                continue
 
     def close(self) -> None:
-        """Close the file."""
-        self._db.close()
+        """Write what is left, if that can be, and close the file."""
+        with suppress(sqlite3.Error):
+            self.commit()
+        for db in (self._db, *self._older):
+            db.close()
+
+
+def _rows(db: sqlite3.Connection, query: str) -> Iterator[tuple[str, int, bytes]]:
+    """Rows of a table as far as they can be read: behind a damaged page of the file there may be none."""
+    try:
+        for agent, n, data in db.execute(query):
+            if isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes):
+                yield agent, n, data
+    except (sqlite3.Error, UnicodeDecodeError):
+        return
+
+
+def _expect_schema(path: Path, schema: object) -> None:
+    if not isinstance(schema, str) or not schema.isascii() or not schema.isdigit():
+        raise GpuwatchError(f"expected a run store, found something else in {path}: its schema is {str(schema)[:40]!r}")
+    if int(schema[:9]) > SCHEMA:
+        raise GpuwatchError(f"{path} was written by a later gpuwatch; update with: pip install -U gpuwatch-cluster")

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a caller may branch on. A run that a signal ended exits with 128 + its number, as shells have it."""
+    """What a caller may branch on. As in a shell, a run that signal N ended exits with 128 + N."""
 
     CLEAN = 0
     SCRIPT_FAILED = 1
@@ -14,6 +14,7 @@ class ExitCode(IntEnum):
     PREFLIGHT_FAILED = 3
     OVERFLOW = 4
     LOST = 5
+    UNKNOWN = 6
     SIGNAL = 128
 
 
@@ -24,4 +25,8 @@ EXIT_OF_KIND = {
     "overflow": ExitCode.OVERFLOW,
     "hang": ExitCode.LOST,
     "lost": ExitCode.LOST,
+    "unknown": ExitCode.UNKNOWN,
 }
+
+RANK_OVERFLOW = 94
+"""What a rank ends with that gpuwatch ends because of an overflow: no script is likely to use it."""

@@ -3,8 +3,9 @@
     launch --JSON lines--> agent --ZeroMQ, CURVE--> collector
     recorders (mapped) -----^
 
-It never blocks on the network: what the collector has not acknowledged waits in the outbox, and what it never comes
-back for is written to a spool file.
+It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is
+in its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
+recorders are files, so it reads them from the beginning, and what has come twice is told once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import signal
 import sys
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,7 @@ import psutil
 import zmq
 
 from ..core import host
+from ..core.errors import GpuwatchError
 from ..core.exits import ExitCode
 from ..core.gpu_health.child import KILLED_S
 from ..core.messages import (
@@ -33,6 +36,8 @@ from ..core.messages import (
     EventMessage,
     Final,
     Hello,
+    Leaving,
+    PageMessage,
     RankState,
     Refused,
     Stop,
@@ -42,34 +47,43 @@ from ..core.messages import (
     decode_collector,
     encode,
 )
+from ..core.own_clock import OwnClock
 from ..core.pipe import (
     AgentConfig,
     LaunchDone,
     Notice,
     StopRequest,
     Verdict,
+    Waiting,
     WorkersEnded,
     WorkersStarted,
     read_config,
     read_to_agent,
     write_line,
 )
-from ..core.records import Anomaly, NodeSignal, PreflightResult, WorkerExit
-from ..core.spool import write_spool
+from ..core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
+from ..core.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
-from .scratch import adopt_scratch, remove_scratch
+from .scratch import adopt_scratch, keep_rescued, remove_scratch
 
 TICK_S = 0.02
 BEAT_S = 0.5
 RESEND_S = 3.0
+LONGEST_RESEND_S = 60.0
+"""Twice as long each time, while nothing is acknowledged."""
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
-GONE_S = 15.0
-"""Silence after which, at the end, the collector is given up."""
-FINAL_WAIT_S = 400.0
+KEPT_ATTEMPTS = 2
+"""Recorders of so many attempts that have ended are kept."""
+NEVER_CAME_S = 15.0
+"""After the job has ended, so long is waited for a collector that was never heard."""
+GONE_S = 60.0
+"""Silence after which, at the end, a collector that was heard before is given up: it may be started again."""
+WAITING_S = 5.0
+"""How often, at the end, the launch is told that its agent is alive."""
 
 
 class Agent:
@@ -79,10 +93,14 @@ class Agent:
         self._config = config
         self._to_launch = to_launch
         self._folder = Path(config.recorder_dir)
-        self._id = uuid.uuid4().hex
+        self._name = config.agent or uuid.uuid4().hex
+        self._id = f"{self._name}.{config.life}"
         self._outbox = Outbox()
+        self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
-        self._gpus = GpuWatch(time.monotonic())
+        self._time = OwnClock()
+        self._now = self._time.now()
+        self._gpus = GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._done: LaunchDone | None = None
         self._said_goodbye = False
@@ -91,12 +109,13 @@ class Agent:
         self._welcomed = False
         self._refused = False
         self._worst = ExitCode.CLEAN
-        self._began = self._heard = self._last_send = time.monotonic()
-        self._last_beat = 0.0
+        self._began = self._heard = self._last_send = self._now
+        self._last_beat = self._last_waiting = 0.0
+        self._resend_s = RESEND_S
         self._told_unreachable = False
         self._context = zmq.Context()
         self._socket = self._connect()
-        self._outbox.put(
+        self._put(
             Hello(
                 agent=self._id,
                 host=host.host_name(),
@@ -110,11 +129,24 @@ class Agent:
                 cwd=str(Path.cwd()),
                 trace_batches=config.trace_batches,
                 check_only=config.check_only,
-                slurm_job=config.slurm_job,
-                slurm_node=config.slurm_node,
-                slurm_nodes=config.slurm_nodes,
+                job=config.job,
             )
         )
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """What an agent before this one has seen of the GPUs is in its spool, and nowhere else."""
+        for spool in self._spools()[:-1]:
+            with suppress(GpuwatchError):
+                for message in read_spool(spool):
+                    body = message.body
+                    if isinstance(body, EventMessage) and isinstance(body.event, Xid | GpuCounters | GpuHealth):
+                        self._put(body)
+
+    def _spools(self) -> list[Path]:
+        """Of all agents of this launch, in their order; the last is ours."""
+        lives = [self._folder / f"{self._name}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
+        return [path for path in lives if path.exists()]
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -143,9 +175,9 @@ class Agent:
         if self._gpus.fd is not None:
             poller.register(self._gpus.fd, zmq.POLLIN)
         try:
-            while not self._finished(time.monotonic()):
+            while not self._finished(self._now):
                 ready = dict(poller.poll(int(TICK_S * 1000)))
-                now = time.monotonic()
+                now = self._now = self._time.now()
                 if launch.fd in ready:
                     for line in launch.lines():
                         self._hear_launch(line, now)
@@ -158,14 +190,17 @@ class Agent:
                 self._poll_gpus(poller, ready, now)
                 self._say_goodbye(now)
                 self._send(now)
+                self._say_waiting(now)
             self._conclude()
         finally:
             for watch in self._ranks.values():
                 watch.close()
             self._gpus.close(KILLED_S)
+            self._spool.close()
             self._socket.close(linger=1000)
             self._context.term()
             if self._launch_gone:
+                keep_rescued(self._folder)
                 remove_scratch(self._folder)
 
     def _finished(self, now: float) -> bool:
@@ -174,13 +209,19 @@ class Agent:
         if self._final is not None or self._refused:
             return True
         silent = now - max(self._heard, self._done_at)
-        return silent > GONE_S or now - self._done_at > FINAL_WAIT_S
+        return silent > (GONE_S if self._welcomed else NEVER_CAME_S)
+
+    def _say_waiting(self, now: float) -> None:
+        if self._done is not None and now - self._last_waiting > WAITING_S:
+            self._last_waiting = now
+            self._tell(Waiting())
 
     # -- the launch ---------------------------------------------------------------------------------------------
 
     def _hear_launch(self, line: bytes, now: float) -> None:
         message = read_to_agent(line)
         if isinstance(message, WorkersStarted):
+            self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
             for rank, pid in message.pids.items():
                 self._ranks[rank, message.attempt] = RankWatch(
                     self._folder,
@@ -197,8 +238,17 @@ class Agent:
         elif isinstance(message, LaunchDone):
             self._launch_done(message, now)
 
+    def _free_recorders(self, last: int) -> None:
+        """Of attempts up to `last`: what they held has been read. A job that restarts often would fill the memory."""
+        for key, watch in list(self._ranks.items()):
+            if watch.attempt <= last and watch.ended:
+                watch.remove()
+                del self._ranks[key]
+
     def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
         watch = self._ranks.get((rank, attempt))
+        if watch is not None and watch.was_removed and self._config.life:
+            watch.ended = True  # the agent before this one has told of its end
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
                 self._put(body)
@@ -210,7 +260,7 @@ class Agent:
             if not watch.ended:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
         if done.signal:
-            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes)))
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
         self._done = done
         self._done_at = now
         self._gpus.end(now)
@@ -255,13 +305,13 @@ class Agent:
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):
             self._note(body)
-        self._outbox.put(body)
+        self._spool.append(self._outbox.put(body), is_page=isinstance(body, PageMessage))
 
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
         event = message.event
         if isinstance(event, Anomaly):
-            self._gpus.anomaly(time.monotonic())
+            self._gpus.anomaly(self._now)
         if isinstance(event, PreflightResult) and event.stops:
             self._worst = ExitCode.PREFLIGHT_FAILED
         elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
@@ -286,13 +336,14 @@ class Agent:
                 self._tell(Notice(f"the collector sent what this agent does not understand: {error}"))
                 continue
             self._heard = now
+            self._welcomed = True
             if isinstance(message, Welcome):
-                self._welcomed = True
                 if self._told_unreachable:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                self._outbox.acknowledged(message.n)
+                if self._outbox.acknowledged(message.n):
+                    self._resend_s = RESEND_S
                 if message.resend:
                     self._outbox.send_again()
             elif isinstance(message, Want):
@@ -302,6 +353,7 @@ class Agent:
                 self._tell(StopRequest(message.reason))
             elif isinstance(message, Final):
                 self._final = message
+                self._try_send(encode(AgentMessage(0, Leaving())))
             elif isinstance(message, Refused):
                 self._refused = True
                 self._tell(Notice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
@@ -309,7 +361,8 @@ class Agent:
     def _send(self, now: float) -> None:
         if self._refused:
             return
-        if not self._outbox.empty and now - self._last_send > RESEND_S:
+        if not self._outbox.empty and now - self._last_send > self._resend_s:
+            self._resend_s = min(2 * self._resend_s, LONGEST_RESEND_S)
             self._outbox.send_again()
         for number, data in self._outbox.due():
             if not self._try_send(data):
@@ -354,10 +407,12 @@ class Agent:
         if final is not None:
             self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
             return
-        spool = write_spool(Path(self._config.spool_dir), self._id, self._outbox.unacknowledged())
+        more = self._outbox.unacknowledged() if self._spool.left_out else []
+        spool = keep_spools(self._spools(), Path(self._config.spool_dir), self._name, more)
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None
-        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(self._worst)
+        worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
+        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)
         text = f"gpuwatch: no verdict: the collector at {self._config.collector} did not answer{kept}"
         self._tell(Verdict(code, "unknown", text, ""))
 

@@ -29,39 +29,32 @@ from ..core.keys import JobKeys
 from ..core.pipe import (
     AgentConfig,
     Bound,
-    CannotBind,
     CollectorConfig,
     LaunchDone,
-    Notice,
     PreflightOver,
     StageLine,
-    StopRequest,
     Verdict,
     WorkersEnded,
     WorkersStarted,
-    read_from_agent,
-    read_from_collector,
-    write_line,
 )
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from .children import Child
-from .cluster import Job
 from .elastic import run_torchrun
+from .head_collector import HeadCollector
+from .job import Job
 from .live_lines import live_lines
+from .node_agent import NodeAgent
 from .options import check_together, get_check_parser, get_parser
+from .overflows import Overflows
 from .plan import Plan, limit_rendezvous, make_plan
 from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
-from .scratch import make_scratch, remove_scratch
+from .scratch import RESCUED, keep_rescued, lack_of_room, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
-from .slurm_word import ask_slurm
 from .stuck import PATIENCE_S, watch_torchrun
 from .worker_settings import worker_settings
 
-_VERDICT_WAIT_S = 420.0
 _CHILD_END_S = 20.0
-_BIND_WAIT_S = 30.0
 _LAST_LINE_S = 2.0
 """For the collector's last line, which was written before the verdict was sent."""
 
@@ -92,8 +85,8 @@ def check(arguments: list[str]) -> int:
 def _run(args: argparse.Namespace, plan: Plan, command: list[str], job: Job | None) -> int:
     nproc = number_of_ranks(args)
     keys = job_keys(args, plan)
-    with signals_raise():
-        return _Launch(args, plan, keys, nproc, command, job).run()
+    with signals_raise() as signals:
+        return _Launch(args, plan, keys, nproc, command, job, signals).run()
 
 
 class _Launch:
@@ -107,18 +100,18 @@ class _Launch:
         nproc: int,
         command: list[str],
         job: Job | None,
+        signals: signals_raise,
     ) -> None:
+        self._signals = signals
         self._args = args
         self._plan = plan
         self._keys = keys
         self._nproc = nproc
         self._command = command
         self._job = job
-        self._collector: Child | None = None
-        self._agent: Child | None = None
-        self._verdict: Verdict | None = None
+        self._collector: HeadCollector | None = None
+        self._agent: NodeAgent | None = None
         self._stop = threading.Event()
-        self._answered = threading.Event()
         self._any_started = False
         self._hurry = False
         self._ranks: list[psutil.Process] = []
@@ -126,28 +119,46 @@ class _Launch:
         self._finishing = threading.Lock()
         self._run_dir: Path | None = None
         self._live = live_lines(check_only=args.check_only)
-        self._live_over = threading.Event()
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
         self._scratch = make_scratch(self._nproc)
+        self._overflows = Overflows(self._scratch)
+        lack = lack_of_room(self._scratch, self._nproc)
+        if lack:
+            say(lack)
         try:
-            address = self._start_collector()
-            logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
-            self.settings = worker_settings(self._args, self._scratch, logs)
-            self._start_agent(address)
-            say(self._what_runs())
-            outcome = self._run_torchrun()
+            outcome = self._until_it_ends()
             with self._finishing:
                 return self._finish(outcome)
         finally:
             _ignore_signals()  # from here on it is a matter of seconds, and must be done
             self._clear_up()
 
+    def _until_it_ends(self) -> LaunchDone:
+        """Children up, and torchrun to its end. A signal ends both, and is told to the collector in every case."""
+        try:
+            with self._signals.held():  # an early one is in the report, too, and leaves no child behind
+                address = self._start_collector()
+                logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
+                self.settings = worker_settings(self._args, self._scratch, logs)
+                self._start_agent(address)
+            say(self._what_runs())
+            return self._run_torchrun()
+        except TimeLimitNear:
+            return LaunchDone("signal", int(signal.SIGUSR2))
+        except SignalException as error:
+            return LaunchDone("signal", int(error.sigval))
+        except KeyboardInterrupt:
+            return LaunchDone("signal", int(signal.SIGINT))
+
     def _clear_up(self) -> None:
         self._live.close()
         self._kill_ranks()
         self._end_children()
+        rescued = keep_rescued(self._scratch)
+        if rescued is not None:
+            say(f"the runs' folder took no more: the store is in {rescued}, read it with: gpuwatch report {rescued}")
         remove_scratch(self._scratch)
 
     def _leave_torchrun(self) -> None:
@@ -188,12 +199,12 @@ class _Launch:
             rdzv_id=plan.job,
             max_frames=self._args.max_frames,
             run_name=self._args.run_name or "",
+            fallback=str(self._scratch / RESCUED),
         )
-        self._collector = Child("collector", config)
-        answer = self._first_word(self._collector)
+        self._collector = HeadCollector(config, say, self._show)
+        answer = self._collector.answer
         if isinstance(answer, Bound):
             self._run_dir = Path(answer.run_dir)
-            threading.Thread(target=self._follow, args=(self._collector,), daemon=True, name="gpuwatch-live").start()
             say(f"the report will be in {_relative(answer.run_dir)}")
             return plan.connect or answer.address
         if answer is None:
@@ -211,35 +222,12 @@ class _Launch:
             )
         return plan.connect
 
-    def _first_word(self, child: Child) -> Bound | CannotBind | None:
-        """What the collector says first; None if it died or says nothing in time."""
-        timer = threading.Timer(_BIND_WAIT_S, child.kill)
-        timer.start()
-        try:
-            for line in child.stdout:
-                message = read_from_collector(line)
-                if isinstance(message, Notice):
-                    say(message.text)
-                elif isinstance(message, Bound | CannotBind):
-                    return message
-            return None
-        finally:
-            timer.cancel()
-
-    def _follow(self, collector: Child) -> None:
-        """Show the preflight's lines, until the collector has said the last one or has ended."""
-        try:
-            for line in collector.stdout:
-                message = read_from_collector(line)
-                if isinstance(message, StageLine):
-                    self._live.show(message)
-                elif isinstance(message, PreflightOver):
-                    self._live.over(message)
-                    break
-        except (msgspec.DecodeError, ValueError):  # a later collector, or its pipe was closed meanwhile
-            pass
-        finally:
-            self._live_over.set()
+    def _show(self, line: StageLine | PreflightOver) -> None:
+        """A line of the preflight."""
+        if isinstance(line, StageLine):
+            self._live.show(line)
+        else:
+            self._live.over(line)
 
     def _is_our_collector(self, address: str) -> bool:
         """Whether who listens at `address` has the private key of this job's collector: the handshake tells."""
@@ -274,28 +262,13 @@ class _Launch:
             rdzv_id=plan.job,
             trace_batches=self._args.trace_batches,
             check_only=self._args.check_only,
-            slurm_job=(job.job_id or "") if job is not None else "",
-            slurm_node=(job.node or "") if job is not None else "",
-            slurm_nodes=list(job.hosts) if job is not None else [],
+            job=job.on_the_wire if job is not None else None,
         )
-        self._agent = Child("launcher.agent", config)
-        threading.Thread(target=self._listen, args=(self._agent,), daemon=True, name="gpuwatch-listen").start()
+        self._agent = NodeAgent(config, say, self._stop_ranks)
 
-    def _listen(self, agent: Child) -> None:
-        """Read what the node agent says, until it ends."""
-        for line in agent.stdout:
-            try:
-                message = read_from_agent(line)
-            except msgspec.DecodeError:
-                continue
-            if isinstance(message, Notice):
-                say(message.text)
-            elif isinstance(message, StopRequest):
-                say(f"stopping the ranks of this node: {message.reason}")
-                self._stop.set()
-            elif isinstance(message, Verdict):
-                self._verdict = message
-        self._answered.set()
+    def _stop_ranks(self, reason: str) -> None:
+        say(f"stopping the ranks of this node: {reason}")
+        self._stop.set()
 
     def _kill_ranks(self) -> None:
         """Only after a second signal has torn torchrun out of its own shutdown is there anything to do."""
@@ -323,12 +296,8 @@ class _Launch:
         watch_torchrun(lambda: self._unseen, self._leave_torchrun, PATIENCE_S + 2 * self._args.monitor_interval)
         try:
             run_torchrun(self._args, self)
-        except TimeLimitNear:
-            return LaunchDone("signal", int(signal.SIGUSR2))
-        except SignalException as error:
-            return LaunchDone("signal", int(error.sigval))
-        except KeyboardInterrupt:
-            return LaunchDone("signal", int(signal.SIGINT))
+        except SignalException:
+            raise
         except ChildFailedError as error:
             if not self._args.check_only:  # there, no script has failed, and the report says what has
                 traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
@@ -361,6 +330,7 @@ class _Launch:
     def ended(self, attempt: int, codes: dict[int, int | None], failed: list[int]) -> None:
         """The ranks of this node have ended."""
         self._unseen = []
+        self._overflows.look(attempt, codes)
         self._tell(WorkersEnded(attempt, codes, failed))
 
     def notice(self, text: str) -> None:
@@ -377,7 +347,7 @@ class _Launch:
 
     def _tell(self, message: msgspec.Struct) -> None:
         if self._agent is not None:
-            write_line(self._agent.stdin, message)
+            self._agent.tell(message)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -389,43 +359,60 @@ class _Launch:
             say(f"got {signal.Signals(done.signal).name}; writing the report (Ctrl-C: leave at once)")
             done = self._with_reason(done)
         self._tell(done)
-        fallback = {"ok": int(ExitCode.CLEAN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
+        fallback = {"ok": int(ExitCode.UNKNOWN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
             done.outcome, int(ExitCode.SIGNAL) + done.signal
         )
+        if self._agent is None:  # a second signal came before it was started
+            self._hurry = True
+            return fallback
         try:
-            self._answered.wait(_VERDICT_WAIT_S)
+            if self._agent is not None:
+                self._agent.wait()
             if self._collector is not None:
-                self._live_over.wait(_LAST_LINE_S)
+                self._collector.told_all.wait(_LAST_LINE_S)
         except (SignalException, KeyboardInterrupt):
             if self._verdict is None:
                 self._hurry = True
-                return fallback
+                return self._exit_code(fallback, "unknown")
         _ignore_signals()  # srun ends all others as soon as the first node has left with the answer that all have
         self._live.close()
         verdict = self._verdict
         if verdict is None:
             say("no verdict: the node agent ended without one")
-            return self._exit_code(fallback)
+            return self._exit_code(fallback, "unknown")
         self._print(verdict)
-        return self._exit_code(verdict.exit_code)
+        return self._exit_code(verdict.exit_code, verdict.kind)
+
+    @property
+    def _verdict(self) -> Verdict | None:
+        return self._agent.verdict if self._agent is not None else None
 
     def _with_reason(self, done: LaunchDone) -> LaunchDone:
         """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
         if not self._plan.hosts or done.signal != signal.SIGTERM:
             return done
-        word = ask_slurm(self._job)
-        return msgspec.structs.replace(done, reason=word.reason, down_nodes=list(word.down_nodes))
+        if self._job is None or self._job.scheduler is None:
+            return done
+        end = self._job.scheduler.why_it_ends(self._job)
+        return msgspec.structs.replace(done, reason=end.reason, down_nodes=list(end.down_nodes), told_by=end.told_by)
 
-    def _exit_code(self, code: int) -> int:
-        """A check has no script that could fail by itself: whatever went wrong, it has failed."""
+    def _exit_code(self, code: int, kind: str) -> int:
+        """What a rank has said itself counts more than a verdict that knows nothing of it.
+
+        A check has no script that could fail by itself: whatever went wrong, it has failed.
+        """
+        own = self._overflows.sentence
+        if own and kind not in ("overflow", "preflight") and code < ExitCode.SIGNAL:
+            say(f"{own}; no report has it: its event was lost on the way")
+            return int(ExitCode.OVERFLOW)
         failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
         return int(ExitCode.PREFLIGHT_FAILED) if failed else code
 
     def _print(self, verdict: Verdict) -> None:
         """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
         job = self._job
-        if job is not None and job.scheduler == "slurm" and job.in_step and job.node_rank:
-            return  # SLURM puts the output of all nodes into one file: once is enough
+        if job is not None and job.scheduler is not None and job.in_step and job.node_rank:
+            return  # a scheduler puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
             print(verdict.text, file=sys.stderr, flush=True)
         elif self._args.format == "text":

@@ -27,8 +27,8 @@ class Outbox:
         self.pages_dropped: dict[int, int] = {}
         """rank -> pages that were dropped"""
 
-    def put(self, body: AgentBody) -> None:
-        """Number a message and keep it."""
+    def put(self, body: AgentBody) -> bytes:
+        """Number a message and keep it. Returns it as it goes over the wire if nothing before it was dropped."""
         data = encode_body(body)
         rank = body.rank if isinstance(body, PageMessage) else None
         self._kept[self._next] = (data, rank)
@@ -36,6 +36,7 @@ class Outbox:
         if rank is not None:
             self._page_bytes += len(data)
             self._drop_pages()
+        return envelope(self._next - 1, self._next - 2, data)
 
     def _drop_pages(self) -> None:
         if self._page_bytes <= self._page_limit:
@@ -67,13 +68,15 @@ class Outbox:
         """Everything up to `number` is on its way."""
         self._sent = max(self._sent, number)
 
-    def acknowledged(self, number: int) -> None:
-        """The collector has everything up to `number`."""
+    def acknowledged(self, number: int) -> bool:
+        """The collector has everything up to `number`. Returns whether that is news."""
+        news = number > self._acknowledged
         self._acknowledged = max(self._acknowledged, number)
         while self._kept and next(iter(self._kept)) <= number:
             _, (data, rank) = self._kept.popitem(last=False)
             if rank is not None:
                 self._page_bytes -= len(data)
+        return news
 
     def send_again(self) -> None:
         """Whatever is not acknowledged may have been lost on the way."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.messages import AgentBody, Definitions, EventMessage, PageMessage, RankState, Want
+from msgspec.structs import replace
+
+from ..core.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
 from ..core.recorder.layout import FRAME, VALUE, Field, file_name
 from ..core.recorder.reader import HeldPage, NotReady, RecorderReader
-from ..core.records import Anomaly, Definition, Where, WorkerEvent, WorkerExit, split_label
+from ..core.records import Anomaly, Definition, Fault, Where, WorkerEvent, WorkerExit, split_label
 from ..core.values import PENDING
 
 PAGE_WAIT_S = 5.0
@@ -56,9 +59,24 @@ class RankWatch:
         self._traced = frozenset(traced)
         self._sent: dict[int, _Copy] = {}
         """by number of the page, as long as the ring holds something of it"""
+        self._anomaly_sent = False
+        self._broken = False
 
     def poll(self, now: float) -> list[AgentBody]:
         """What this rank has recorded since the last call."""
+        if self._broken:
+            return []
+        try:
+            return self._poll(now)
+        except Exception as error:  # whatever is in the file, the other ranks of this node must be read on
+            return [self._give_up(error)]
+
+    def _give_up(self, error: Exception) -> AgentBody:
+        self._broken = True
+        note = f"the recorder of rank {self.rank} is damaged and is read no further: {type(error).__name__}: {error}"
+        return EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note))
+
+    def _poll(self, now: float) -> list[AgentBody]:
         reader = self._open()
         if reader is None:
             return []
@@ -77,15 +95,23 @@ class RankWatch:
             self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _Wanted(now + PAGE_WAIT_S))
 
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
-        """The process has ended: read the rest, and send its last pages and where it was."""
+        """The process has ended: read the rest, and send its last pages, its last state and where it was."""
         messages = self.poll(now)
         self.ended = True
+        bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
-        if reader is None:
-            return [*messages, EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))]
-        messages += self._due_pages(reader, now)
+        if reader is None or self._broken:
+            return [*messages, bare]
+        try:
+            return [*messages, *self._end(reader, code, by, now)]
+        except Exception as error:
+            return [*messages, self._give_up(error), bare]
+
+    def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
+        messages = self._due_pages(reader, now)
         messages += self._last_pages(reader)
-        state = reader.state()
+        messages += self._unlogged_anomaly(reader)
+        state = replace(reader.state(), final=True, pending=_pending_in_ring(reader))
         root = reader.roots.get(reader[Field.ROOT])
         where = Where(
             rank=self.rank,
@@ -96,11 +122,30 @@ class RankWatch:
             page=reader[Field.PAGE],
             seq=state.seq,
         )
-        return [*messages, EventMessage(WorkerExit(where, code, by, state.phase, state.module, state.cls))]
+        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls)
+        return [*messages, Beat([state], {}), EventMessage(exit_)]
+
+    def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
+        """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
+        anomaly = reader.first_anomaly() if not self._anomaly_sent else None
+        if anomaly is None or (anomaly.where.rank, anomaly.where.attempt) != (self.rank, self.attempt):
+            return []
+        return [EventMessage(anomaly)]
 
     def state(self) -> RankState | None:
         """Where the rank is, for a beat."""
-        return self._reader.state() if self._reader is not None else None
+        return self._reader.state() if self._reader is not None and not self._broken else None
+
+    @property
+    def was_removed(self) -> bool:
+        """Whether there is no recorder, or none any more."""
+        return self._reader is None and not self._path.exists()
+
+    def remove(self) -> None:
+        """Free the recorder's memory."""
+        self.close()
+        with suppress(OSError):
+            self._path.unlink()
 
     def close(self) -> None:
         """Let go of the recorder."""
@@ -110,9 +155,13 @@ class RankWatch:
     def _open(self) -> RecorderReader | None:
         if self._reader is None:
             try:
-                self._reader = RecorderReader(self._path)
+                reader = RecorderReader(self._path)
             except (OSError, NotReady):
                 return None
+            if (reader.rank, reader.attempt) != (self.rank, self.attempt):
+                reader.close()
+                raise ValueError(f"it says that it is of rank {reader.rank}, attempt {reader.attempt}")
+            self._reader = reader
         return self._reader
 
     def _definitions(self, entries: list[Definition]) -> list[AgentBody]:
@@ -120,6 +169,7 @@ class RankWatch:
 
     def _react(self, event: WorkerEvent, now: float) -> None:
         if isinstance(event, Anomaly):
+            self._anomaly_sent = True
             self._wanted.setdefault((*split_label(event.where.root), event.where.batch), _Wanted(now + PAGE_WAIT_S))
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
@@ -177,6 +227,11 @@ class RankWatch:
             return []
         self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
+
+
+def _pending_in_ring(reader: RecorderReader) -> int:
+    """Numbers of all batches in the ring that have not come back from their device."""
+    return sum(_pending(page) for held in reader.held() if (page := reader.page(held.number)) is not None)
 
 
 def _extent(page: PageMessage) -> tuple[int, int, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ..core.recorder.layout import file_bytes
 _PREFIX = "gpuwatch-"
 _SHARED_MEMORY = Path("/dev/shm")
 _OWNER = "owner"
+RESCUED = "rescued"
+"""Folder in the scratch for what the runs' folder took no more of."""
 
 
 def make_scratch(ranks: int) -> Path:
@@ -29,8 +32,24 @@ def make_scratch(ranks: int) -> Path:
     return folder
 
 
+def lack_of_room(folder: Path, ranks: int) -> str:
+    """What to tell the user when the folder cannot hold the recorders of so many ranks; "" when it can."""
+    stat_ = os.statvfs(folder)
+    free, needed = stat_.f_bavail * stat_.f_frsize, ranks * file_bytes()
+    if free >= needed:
+        return ""
+    return (
+        f"{folder.parent} has {free >> 20} MiB free, and the recorders of {ranks} ranks need {needed >> 20} MiB: ranks "
+        f"that find no room go on unwatched; make room in {_SHARED_MEMORY}, or set TMPDIR to a disk that has it"
+    )
+
+
 def _sign(folder: Path) -> None:
-    (folder / _OWNER).write_text(f"{os.getpid()} {psutil.Process().create_time()} {_pid_namespace()}")
+    new = folder / f".{_OWNER}-{os.getpid()}"
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(f"{os.getpid()} {psutil.Process().create_time()} {_pid_namespace()}")
+    new.replace(folder / _OWNER)
 
 
 def _pid_namespace() -> int:
@@ -46,12 +65,28 @@ def remove_scratch(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def keep_rescued(scratch: Path) -> Path | None:
+    """Move what the runs' folder took no more of to where it stays; None if there is nothing."""
+    source = scratch / RESCUED
+    if not source.is_dir():
+        return None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="gpuwatch-rescued-"))
+        for path in source.iterdir():
+            shutil.move(path, folder / path.name)
+    except OSError:
+        return None
+    return folder
+
+
 def remove_stale() -> None:
     """Remove folders of this user whose launch is gone (it and its agent were killed), as far as can be told here."""
     for base in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
             try:
-                pid_text, created_text, namespace = (folder / _OWNER).read_text().split()
+                if not _is_ours(folder):
+                    continue
+                pid_text, created_text, namespace = _read_owner(folder / _OWNER).split()
                 pid, created = int(pid_text), float(created_text)
                 if int(namespace) != _pid_namespace():
                     continue
@@ -63,6 +98,23 @@ def remove_stale() -> None:
                 alive = False
             if not alive:
                 remove_scratch(folder)
+
+
+def _is_ours(folder: Path) -> bool:
+    """A folder itself, no link to one, of this user: anybody may put anything into the machine's temporary folders."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _read_owner(path: Path) -> str:
+    """Never follows a link and never waits, as a FIFO would have us do."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is no file")
+        return os.read(fd, 200).decode("ascii", "replace")
+    finally:
+        os.close(fd)
 
 
 def adopt_scratch(folder: Path) -> None:

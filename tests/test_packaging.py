@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
+pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
 NOT_SHIPPED = {"tests", "examples", "benchmarks", "build", "dist"}
 
 
@@ -24,7 +25,6 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
         env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -59,6 +59,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
     assert wheel.name.startswith("gpuwatch_cluster-")
     names = zipfile.ZipFile(wheel).namelist()
@@ -68,6 +69,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_wheel_holds_the_compiled_loops_and_the_sources_hold_the_code(wheel, installed, tmp_path):
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
@@ -75,6 +77,7 @@ def test_the_wheel_holds_the_compiled_loops_and_the_sources_hold_the_code(wheel,
     assert Path(where.strip()).parent == installed / "gpuwatch" / "worker" / "native"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_sdist_holds_the_native_sources_and_builds_from_them(sources, tmp_path):
     copy = tmp_path / "checkout"
@@ -92,6 +95,7 @@ def test_the_sdist_holds_the_native_sources_and_builds_from_them(sources, tmp_pa
     assert [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
     copy = tmp_path / "checkout"
     shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("*.so", "build", "dist"))
@@ -106,6 +110,7 @@ def test_the_root_of_the_checkout_ships_one_module_only(sources):
     assert [file.name for file in shipped(sources) if len(file.parts) == 1] == ["__init__.py"]
 
 
+@pytest.mark.slow
 def test_it_runs_where_it_was_installed(installed, tmp_path):
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
 
@@ -120,5 +125,6 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
     assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")
 
 
+@pytest.mark.slow
 def test_type_checkers_find_the_types(installed):
     assert (installed / "gpuwatch" / "py.typed").exists()

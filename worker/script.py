@@ -18,6 +18,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from ..core.errors import JobEnded, OverflowDetected
+from ..core.exits import RANK_OVERFLOW
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _die_of(error: BaseException) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     if isinstance(error, OverflowDetected):
-        _leave(1)
+        _leave(RANK_OVERFLOW)
     sys.exit(1)
 
 

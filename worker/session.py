@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from ..core.recorder.layout import Field, RankPhase
+from ..core.recorder.layout import Field, HooksState, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, Where
 from ..core.settings import WorkerSettings
@@ -82,5 +82,7 @@ class Session:
             hooks = Hooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
+            self.recorder.fields[Field.HOOKS] = HooksState.ATTACHED
         except Exception as error:
+            self.recorder.fields[Field.HOOKS] = HooksState.FAILED
             self.recorder.append(Fault(self.where(), "attach", f"{type(error).__name__}: {error}"))

@@ -1,19 +1,60 @@
-"""The verdict of a run in which nothing went wrong: what was looked at, and how close it came."""
+"""The verdict of a run in which nothing went wrong: what was looked at, and how close it came.
+
+"Clean" needs proof (missing.py). Without it the verdict is `unknown`, with what is missing.
+"""
 
 from __future__ import annotations
 
 from ..facts import RankFacts, RunFacts
 from ..report.notices import warning_text, worst_first
+from .missing import batches_of, missing, nothing_watched
 from .verdict_model import Verdict
 from .words import ranks_text
 
+_MOST_EVIDENCE = 12
+
 
 def clean_verdict(facts: RunFacts) -> Verdict:
-    """No overflow; says no more than what was looked at."""
+    """No overflow, where that is proven; else what is missing for the proof."""
+    if nothing_watched(facts):
+        return _nothing_watched(facts)
+    lacking = missing(facts)
+    return _unproven(facts, lacking) if lacking else _clean(facts)
+
+
+def _nothing_watched(facts: RunFacts) -> Verdict:
+    """Nothing is missing, and there was nothing to look at: the exit code is that of a clean run."""
     ranks = facts.of_attempt(facts.last_attempt)
-    batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
+    return Verdict(
+        kind="unknown",
+        statement=f"Nothing was watched: no module was called on {_ranks(len(ranks))}.",
+        certainty="unknown",
+        attempt=facts.last_attempt,
+        evidence=[
+            "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; "
+            "what other processes do that a script starts is not watched"
+        ],
+    )
+
+
+def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
+    more = f", and {len(lacking) - 1} more (below)" if len(lacking) > 1 else ""
+    return Verdict(
+        kind="unknown",
+        statement=f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}.",
+        certainty="unknown",
+        attempt=facts.last_attempt,
+        evidence=lacking[:_MOST_EVIDENCE] if more else [],
+        missing=lacking[:_MOST_EVIDENCE],
+    )
+
+
+def _clean(facts: RunFacts) -> Verdict:
+    """Says no more than what was looked at."""
+    ranks = facts.of_attempt(facts.last_attempt)
+    batches = max(map(batches_of, ranks), default=0)
     idle = max((rank.batches_skipped for rank in ranks), default=0)
-    scope = f"{len(ranks)} rank{'s' if len(ranks) != 1 else ''}, {batches} batches"
+    scope = f"{_ranks(len(ranks))}, {batches} batch{'es' if batches != 1 else ''}"
     if idle:
         scope += f" ({_looked_at(batches, idle)})"
         finite = "every tensor that was looked at was finite"
@@ -28,10 +69,33 @@ def clean_verdict(facts: RunFacts) -> Verdict:
     return Verdict(
         kind="clean",
         statement=statement,
-        certainty="established" if all(rank.script_exit is not None for rank in ranks) and ranks else "supported",
+        certainty="established" if all(rank.script_exit is not None for rank in ranks) else "supported",
         attempt=facts.last_attempt,
         next=["Look into every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else [],
     )
+
+
+def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
+    """A rank says that it has seen an overflow, and its record of where has not come through."""
+    ranks = [rank for rank in facts.ranks.values() if rank.state is not None and rank.state.overflow]
+    if not ranks:
+        return None
+    attempt = min(rank.attempt for rank in ranks)
+    numbers = sorted(rank.rank for rank in ranks if rank.attempt == attempt)
+    alone = len(numbers) == 1
+    return Verdict(
+        kind="overflow",
+        statement=f"{ranks_text(numbers).capitalize()} saw an overflow; which module it was in is unknown.",
+        certainty="unknown",
+        rank=numbers[0] if alone else None,
+        host=(facts.host(facts.ranks[attempt, numbers[0]]) or None) if alone else None,
+        attempt=attempt,
+        evidence=["the header of the recorder says so, and the event itself was lost"],
+    )
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' if number != 1 else ''}"
 
 
 def _looked_at(batches: int, idle: int) -> str:

@@ -1,13 +1,13 @@
-"""The answer: which rank and module was first, why we know, and how sure we are. A pure function of the facts.
+"""The verdict: which rank and module was first, why we know, and how sure we are. A pure function of the facts.
 
-Clocks of different hosts are not compared (order.py): between two matching collectives only local order exists, so two
-origins there are concurrent.
+Clocks of different hosts are not compared (order.py). Between two matching collectives there is only local order, so
+two origins there are concurrent.
 """
 
 from __future__ import annotations
 
 from ..facts import RunFacts
-from .clean_verdict import clean_verdict
+from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .drain import with_drain
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .gpu_evidence import with_gpu
@@ -21,6 +21,7 @@ def decide(facts: RunFacts) -> Verdict:
     for rule in (
         preflight_verdict,
         overflow_verdict,
+        unnamed_overflow_verdict,
         ending_verdict,
         lost_node_verdict,
         interrupted_verdict,

@@ -1,6 +1,7 @@
 """The bytes of a recorder file.
 
-    header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`Field`)
+    header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`Field`); from ANOMALY_AT on
+                           the rank's first anomaly: length, crc32, msgpack
     log       LOG_BYTES    definitions and events, append only: length, crc32, msgpack, padded to 8
     segments  n x 16384    a ring; a batch (page) is a run of segments, the oldest are overwritten
 
@@ -20,6 +21,10 @@ HEADER_BYTES = 4096
 LOG_BYTES = 2 << 20
 SEGMENT_BYTES = 16384
 SEGMENTS = 256
+
+ANOMALY_AT = 1024
+"""Where the header holds the rank's first anomaly: it is there even if the log is full."""
+ANOMALY_BYTES = HEADER_BYTES - ANOMALY_AT
 
 SEGMENT_HEADER_BYTES = 256
 FRAMES_PER_SEGMENT = 128
@@ -77,6 +82,8 @@ class Field(IntEnum):
     SCALER_SKIPS = 31
     WARNED = 32
     BATCHES_SKIPPED = 33
+    ANOMALY = 34
+    HOOKS = 35
 
 
 class SegmentField(IntEnum):
@@ -117,6 +124,24 @@ class RankPhase(IntEnum):
     UNWATCHED = 6
     BACKWARD = 7
     OPTIMIZER = 8
+
+
+class FirstAnomaly(IntEnum):
+    """What the header's ANOMALY says."""
+
+    NONE = 0
+    SEEN = 1
+    """Which one was too long to write down, or the rank died while it did."""
+    WRITTEN = 2
+
+
+class HooksState(IntEnum):
+    """Whether the rank's modules are watched, in the header's HOOKS."""
+
+    NONE = 0
+    """torch has not been imported."""
+    ATTACHED = 1
+    FAILED = 2
 
 
 def file_bytes(log_bytes: int = LOG_BYTES, segments: int = SEGMENTS) -> int:

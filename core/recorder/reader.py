@@ -6,16 +6,27 @@ import mmap
 import time
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from ..messages import PageMessage, RankState, Segment
-from ..records import Definition, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
+from ..records import Anomaly, Definition, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
 from . import layout
-from .layout import Closed, Field, RankPhase, SegmentField
+from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
 
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
+_NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+_SEARCH_BYTES = 32 << 20
+"""So many bytes are checked at most to find the next whole entry behind a damaged one."""
+_MAX_ENTRY = 64 << 10
+"""What is longer is not found again behind a damaged entry."""
+
+
+_HOOKS: dict[int, Literal["none", "attached", "failed"]] = {
+    HooksState.ATTACHED: "attached",
+    HooksState.FAILED: "failed",
+}
 
 
 class NotReady(Exception):
@@ -34,7 +45,10 @@ class HeldPage(NamedTuple):
 
 
 class RecorderReader:
-    """One recorder file, open for reading. Raises NotReady while its writer has not finished making it."""
+    """One recorder file, open for reading. Raises NotReady while its writer has not finished making it.
+
+    Any bytes may be in the file: what is whole is read, what is damaged is counted and left out.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,9 +63,10 @@ class RecorderReader:
             self.close()
             raise NotReady(f"{path} is not a recorder of version {layout.VERSION}")
         self._log_at = layout.HEADER_BYTES
-        self._segments = self._fields[Field.SEGMENTS]
-        self._segments_at = self._log_at + self._fields[Field.LOG_BYTES]
+        self._log_bytes, self._segments = self._sizes(size)
+        self._segments_at = self._log_at + self._log_bytes
         self._log_read = 0
+        self._searched = 0
         self._decoder: msgspec.msgpack.Decoder[LogEntry] = msgspec.msgpack.Decoder(LogEntry)
         self.rank = self._fields[Field.RANK]
         self.local_rank = self._fields[Field.LOCAL_RANK]
@@ -62,6 +77,15 @@ class RecorderReader:
         self.damaged = 0
         """Log entries that could not be read: the writer died in the middle of one, or is of a later version."""
 
+    def _sizes(self, size: int) -> tuple[int, int]:
+        """(bytes of the log, segments), as the header says, or as the file's size has it where that is damaged."""
+        log_bytes, segments = self._fields[Field.LOG_BYTES], self._fields[Field.SEGMENTS]
+        if log_bytes >= 0 and segments >= 0 and layout.file_bytes(log_bytes, segments) == size:
+            return log_bytes, segments
+        if size == layout.file_bytes():
+            return layout.LOG_BYTES, layout.SEGMENTS
+        raise NotReady(f"{self.path} has {size} bytes, which are not those of a recorder")
+
     def __getitem__(self, field: Field) -> int:
         return self._fields[field]
 
@@ -71,19 +95,17 @@ class RecorderReader:
         """What was appended to the log since the last call."""
         definitions: list[Definition] = []
         events: list[WorkerEvent] = []
-        end = self._fields[Field.LOG_END]
-        while self._log_read < end:
-            at = self._log_at + self._log_read
-            size, checksum = layout.ENTRY.unpack_from(self._bytes, at)
-            start = at + layout.ENTRY.size
-            payload = bytes(self._bytes[start : start + size])
-            self._log_read += (layout.ENTRY.size + size + 7) & ~7
-            if zlib.crc32(payload) != checksum:
+        end = min(self._fields[Field.LOG_END], self._log_bytes)
+        while self._log_read + layout.ENTRY.size <= end:
+            payload = self._entry(self._log_read, end)
+            if payload is None:
                 self.damaged += 1
+                self._log_read = self._next_entry(self._log_read + 8, end)
                 continue
+            self._log_read += (layout.ENTRY.size + len(payload) + 7) & ~7
             try:
                 entry = self._decoder.decode(payload)
-            except msgspec.DecodeError:  # of a later version
+            except _NOT_AN_ENTRY:  # of a later version
                 self.damaged += 1
                 continue
             if isinstance(entry, _DEFINITIONS):
@@ -95,6 +117,46 @@ class RecorderReader:
             else:
                 events.append(entry)
         return definitions, events
+
+    def _entry(self, position: int, end: int) -> bytes | None:
+        """The payload at `position` in the log; None where there is no whole one."""
+        size, checksum = layout.ENTRY.unpack_from(self._bytes, self._log_at + position)
+        start = position + layout.ENTRY.size
+        if not size or start + size > end:
+            return None
+        payload = bytes(self._bytes[self._log_at + start : self._log_at + start + size])
+        return payload if zlib.crc32(payload) == checksum else None
+
+    def _next_entry(self, position: int, end: int) -> int:
+        """Where the next whole entry begins; the end of the log if none is found."""
+        while position + layout.ENTRY.size <= end and self._searched < _SEARCH_BYTES:
+            size, _ = layout.ENTRY.unpack_from(self._bytes, self._log_at + position)
+            if 0 < size <= _MAX_ENTRY:
+                self._searched += size
+                if self._entry(position, end) is not None:
+                    return position
+            position += 8
+        return end
+
+    def first_anomaly(self) -> Anomaly | None:
+        """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
+        if self._fields[Field.ANOMALY] != FirstAnomaly.WRITTEN:
+            return None
+        size, checksum = layout.ENTRY.unpack_from(self._bytes, layout.ANOMALY_AT)
+        start = layout.ANOMALY_AT + layout.ENTRY.size
+        payload = bytes(self._bytes[start : min(start + size, layout.HEADER_BYTES)])
+        if zlib.crc32(payload) != checksum:
+            return None
+        try:
+            entry = self._decoder.decode(payload)
+        except _NOT_AN_ENTRY:
+            return None
+        return entry if isinstance(entry, Anomaly) else None
+
+    @property
+    def overflow_seen(self) -> bool:
+        """Whether the rank says that it has seen an anomaly, readable or not."""
+        return self._fields[Field.ANOMALY] != FirstAnomaly.NONE
 
     # -- where the rank is --------------------------------------------------------------------------------------
 
@@ -131,6 +193,9 @@ class RecorderReader:
             warned=fields[Field.WARNED],
             batches_skipped=fields[Field.BATCHES_SKIPPED],
             age_s=max(0.0, (time.monotonic_ns() - fields[Field.MOVED_NS]) / 1e9),
+            world_size=fields[Field.WORLD_SIZE],
+            hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
+            overflow=self.overflow_seen,
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -145,7 +210,7 @@ class RecorderReader:
         last: dict[int, list[int]] = {}
         for position in range(self._segments):
             head = self._head(position)
-            if self._used(head) and self._head(position)[SegmentField.GENERATION] == head[SegmentField.GENERATION]:
+            if _is_whole(head) and self._head(position)[SegmentField.GENERATION] == head[SegmentField.GENERATION]:
                 known = last.get(head[SegmentField.PAGE])
                 if known is None or known[SegmentField.INDEX] < head[SegmentField.INDEX]:
                     last[head[SegmentField.PAGE]] = head
@@ -166,7 +231,7 @@ class RecorderReader:
         found: dict[int, tuple[list[int], Segment]] = {}
         for position in range(self._segments):
             head = self._head(position)
-            if head[SegmentField.PAGE] != number or not self._used(head):
+            if head[SegmentField.PAGE] != number or not _is_whole(head):
                 continue
             segment = self._copy(position, head)
             if segment is not None:
@@ -189,11 +254,6 @@ class RecorderReader:
     def _head(self, position: int) -> list[int]:
         at = self._segments_at + position * layout.SEGMENT_BYTES
         return self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q").tolist()
-
-    @staticmethod
-    def _used(head: list[int]) -> bool:
-        generation = head[SegmentField.GENERATION]
-        return generation > 0 and generation % 2 == 0
 
     def _copy(self, position: int, head: list[int]) -> Segment | None:
         at = self._segments_at + position * layout.SEGMENT_BYTES
@@ -218,3 +278,22 @@ class RecorderReader:
             self._fields.release()
             self._bytes.release()
             self._map.close()
+
+
+_TABLES = (
+    (SegmentField.FRAMES, layout.FRAMES_PER_SEGMENT),
+    (SegmentField.ROWS, layout.ROWS_PER_SEGMENT),
+    (SegmentField.VALUES, layout.VALUES_PER_SEGMENT),
+)
+_COUNTERS = (SegmentField.PAGE, SegmentField.INDEX, SegmentField.FRAME_BASE, SegmentField.VALUE_BASE)
+
+
+def _is_whole(head: list[int]) -> bool:
+    """Whether a segment is in use, not just being recycled, and its header says what can be."""
+    generation = head[SegmentField.GENERATION]
+    return (
+        generation > 0
+        and generation % 2 == 0
+        and all(0 <= head[field] <= most for field, most in _TABLES)
+        and all(head[field] >= 0 for field in _COUNTERS)
+    )

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import msgspec
 
-from ..records import LogEntry
+from ..pages import Names
+from ..records import Anomaly, Definition, LogEntry
 from . import layout
-from .layout import Closed, Field, RankPhase, SegmentField
+from .layout import Closed, Field, FirstAnomaly, RankPhase, SegmentField
 
 _EVENT_RESERVE = 256 << 10
 """Bytes of the log that names may not take, so that an event always finds room."""
@@ -43,7 +44,19 @@ def _rows_of(count: int) -> struct.Struct:
 class OpenPage:
     """The rows of one batch so far. Whoever holds it may write on in it: the backward comes after other pages."""
 
-    __slots__ = ("batch", "ended", "frames", "number", "root", "segment", "segments", "step", "values")
+    __slots__ = (
+        "batch",
+        "ended",
+        "frames",
+        "held",
+        "judged",
+        "number",
+        "root",
+        "segment",
+        "segments",
+        "step",
+        "values",
+    )
 
     def __init__(self, number: int, root: int, batch: int, step: int) -> None:
         self.number = number
@@ -56,6 +69,10 @@ class OpenPage:
         self.segments = 0
         self.segment = -1
         """Its last segment, counted from the beginning of the run."""
+        self.held: list[int] = []
+        """All its segments, counted likewise."""
+        self.judged: object = None
+        """How far it has been judged: for whoever does that."""
         self.ended = False
 
 
@@ -99,6 +116,8 @@ class RecorderWriter:
         self._segments = segments
         self._segment = -1
         self._pages = 0
+        self.names = Names()
+        """The definitions so far, for whoever reads pages in this process."""
         self.page: OpenPage | None = None
         """The page that is being written."""
         self.cursor = array("q", [-1])
@@ -139,6 +158,17 @@ class RecorderWriter:
         return self._map
 
     @property
+    def view(self) -> memoryview:
+        """The whole file."""
+        return self._bytes
+
+    def segment_at(self, number: int) -> int | None:
+        """Offset in the file of a segment, counted from the beginning of the run; None if it was overwritten."""
+        if not 0 <= self._segment - number < self._segments:
+            return None
+        return self._segments_at + (number % self._segments) * layout.SEGMENT_BYTES
+
+    @property
     def value_position(self) -> int:
         """Position of the last value in its segment."""
         return self._seg[_VALUES] - 1
@@ -151,7 +181,14 @@ class RecorderWriter:
     # -- the log ------------------------------------------------------------------------------------------------
 
     def append(self, record: LogEntry, *, name: bool = False) -> bool:
-        """Append a definition (`name=True`) or an event; False, and counted, when the log is full."""
+        """Append a definition (`name=True`) or an event; False, and counted, when the log is full.
+
+        The first anomaly is written into the header as well, see `note_first_anomaly`.
+        """
+        if isinstance(record, Definition):
+            self.names.add((record,))
+        if isinstance(record, Anomaly):
+            self.note_first_anomaly(record)
         payload = self._encode(record)
         if payload is None:
             self.fields[Field.RECORDS_LOST] += 1
@@ -168,6 +205,27 @@ class RecorderWriter:
         self._log_end += size
         self.fields[Field.LOG_END] = self._log_end
         return True
+
+    def note_first_anomaly(self, anomaly: Anomaly) -> None:
+        """Write the rank's first anomaly into the header, in place: no log that is full, and no reader that is gone,
+        makes it unseen. A later one changes nothing. `append` calls it for every Anomaly."""
+        fields = self.fields
+        if fields[Field.ANOMALY] != FirstAnomaly.NONE:
+            return
+        fields[Field.ANOMALY] = FirstAnomaly.SEEN
+        room = layout.ANOMALY_BYTES - layout.ENTRY.size
+        try:
+            payload = self._encode(anomaly)
+            if payload is None or len(payload) > room:
+                payload = self._encode(_shortened(anomaly))
+        except UnicodeEncodeError:
+            return
+        if payload is None or len(payload) > room:
+            return
+        start = layout.ANOMALY_AT + layout.ENTRY.size
+        layout.ENTRY.pack_into(self._bytes, layout.ANOMALY_AT, len(payload), zlib.crc32(payload))
+        self._bytes[start : start + len(payload)] = payload
+        fields[Field.ANOMALY] = FirstAnomaly.WRITTEN  # last: a reader waits for it
 
     def _encode(self, record: LogEntry) -> bytes | None:
         """Bytes of a record; None for one that cannot be written at all (an integer beyond 64 bits)."""
@@ -300,6 +358,7 @@ class RecorderWriter:
         seg[SegmentField.STARTED_NS] = time.time_ns()
         seg[SegmentField.GENERATION] = generation + 2
         page.segment = self._segment
+        page.held.append(self._segment)
         page.segments += 1
         self._frames_at = at + layout.FRAMES_AT
         self._rows_at = at + layout.ROWS_AT
@@ -320,6 +379,13 @@ class RecorderWriter:
             self._seg.release()
         self._bytes.release()
         self._map.close()
+
+
+def _shortened(anomaly: Anomaly) -> Anomaly:
+    """With texts that fit into the header."""
+    where = msgspec.structs.replace(anomaly.where, root=anomaly.where.root[:100], clock={})
+    texts = {name: value[:150] for name, value in msgspec.structs.asdict(anomaly).items() if isinstance(value, str)}
+    return msgspec.structs.replace(anomaly, where=where, shape=None, **texts)
 
 
 def _with_plain_text(record: LogEntry) -> LogEntry:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from gpuwatch.core.alarm import alarm_of, anomaly_of, first_expected_gradient
 from gpuwatch.core.frames import Mark, Phase, RowKind
+from gpuwatch.core.judge import alarm_of, anomaly_of, first_expected_gradient
 from gpuwatch.core.messages import (
     AgentBody,
     Beat,
@@ -213,8 +213,8 @@ class Batch:
         assert found is not None
         self._alarm(*found, cause)
 
-    def unlooked(self, cause="not looked into: --every 5"):
-        """The root's output was bad, in a batch that was left out."""
+    def skipped_batch(self, cause="not looked into: --every 5"):
+        """The root's output was bad, in a batch that `--every` skips."""
         assert self.anomaly is not None
         self.anomaly = msgspec.structs.replace(self.anomaly, cause=cause)
 
@@ -253,8 +253,15 @@ def ended(rank, code=0, by="itself", *, phase="script", module=None, cls=None, *
     return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls))
 
 
-def finished(rank, **place) -> list[EventMessage]:
-    return [EventMessage(ScriptExit(where(rank, **place), 0)), ended(rank, 0, phase="finished", **place)]
+def finished(rank, *, last=None, **place) -> list[AgentBody]:
+    """Its script and its process ended well; `last` are fields of its recorder's last state."""
+    at = where(rank, **place)
+    final = {"phase": "finished", "attempt": at.attempt, "step": at.step, "batch": at.batch, **(last or {})}
+    return [
+        EventMessage(ScriptExit(at, 0)),
+        Beat([state(rank, **{"final": True, "hooks": "attached", **final})], {}),
+        ended(rank, 0, phase="finished", **place),
+    ]
 
 
 def raised(rank, error="ValueError", message="boom", *, module=None, peer=False, **place) -> EventMessage:

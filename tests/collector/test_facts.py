@@ -32,8 +32,8 @@ def test_everything_finds_its_place(make, batch):
         EventMessage(make.Inventory(make.where(1), "cpu", {"torch": "2"})),
         make.raised(1),
         EventMessage(Fault(make.where(1), "hook", "x")),
-        *make.finished(1),
-        make.Beat([make.state(1, batch=4)], {1: 3}),
+        *make.finished(1, batch=4),
+        make.Beat([make.state(1, batch=2)], {1: 3}),
         EventMessage(NodeSignal(15)),
         make.Bye("ok"),
     )

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from gpuwatch.collector.run_protocol import LINGER_S, NOBODY_S, SILENT_S, STOP_AFTER_S, Finish, Keep, RunProtocol, Send
+from gpuwatch.collector.run_protocol import (
+    ABANDONED_S,
+    GONE_S,
+    LINGER_S,
+    NOBODY_S,
+    SILENT_S,
+    STOP_AFTER_S,
+    Finish,
+    Keep,
+    RunProtocol,
+    Send,
+)
 from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Definitions, EventMessage, Refused, Stop, Want, Welcome
 from gpuwatch.core.records import Anomaly, NodeSignal, RootDef, Where
 
@@ -68,11 +80,8 @@ def anomaly(rank=0, batch=3, root="Net", aborts=False) -> EventMessage:
 def test_a_hello_is_kept_welcomed_and_acknowledged(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     message = AgentMessage(1, make.hello())
-    assert run_protocol.hear("a0", message, 0) == [
-        Keep("a0", message),
-        Send("a0", Welcome("run", "/runs/run", 1)),
-        Send("a0", Ack(1)),
-    ]
+    assert run_protocol.hear("a0", message, 0) == [Keep("a0", message), Send("a0", Welcome("run", "/runs/run"))]
+    assert run_protocol.committed() == [Send("a0", Ack(1))]
 
 
 def test_an_agent_of_another_job_is_refused_and_counted(make):
@@ -84,24 +93,83 @@ def test_an_agent_of_another_job_is_refused_and_counted(make):
     assert run_protocol.nodes == {}
 
 
-def test_a_message_is_kept_before_it_is_acknowledged(two):
-    actions = two.say("a0", event())
-    assert [type(action) for action in actions] == [Keep, Send]
-    assert actions[1].message == Ack(2)
+@pytest.mark.parametrize(
+    ("agent", "hello", "reason"),
+    [
+        ("a9", {"schema": 99}, "version 99; install the same gpuwatch on every node"),
+        ("a9", {"agent": "a1"}, "another agent's"),
+        ("a9", {}, "all 2 nodes of this job are here already"),
+    ],
+)
+def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, agent, hello, reason):
+    greeting = make.hello(**{"agent": agent, "nproc": 1, "nodes": 2, **hello})
+    ((_, refused),) = sent(two.run_protocol.hear(agent, AgentMessage(1, greeting), 0), Refused)
+    assert reason in refused.reason
+    two.run_protocol.hear(agent, AgentMessage(2, Bye("failed"), 1), 0)
+    two.beat(100, "a0", "a1")
+    assert two.tick(100) == []
+    assert two.run_protocol.strangers == 1
+    assert set(two.run_protocol.nodes) == {"a0", "a1"}
+
+
+def test_a_node_that_has_failed_or_is_silent_makes_room_for_another(two, make):
+    two.say("a1", Bye("failed"))
+    two.run_protocol.hear("a9", AgentMessage(1, make.hello("a9", "h9", 1, 2)), 0)
+    assert "a9" in two.run_protocol.nodes
+
+
+def test_what_a_node_says_of_another_nodes_rank_is_not_believed(two, make):
+    two.say("a0", make.Beat([make.state(0)], {}))
+    two.say("a1", make.Beat([make.state(1)], {}))
+    assert two.say("a1", anomaly(rank=0, aborts=True)) == []
+    beat = AgentMessage(0, make.Beat([make.state(1), make.state(0)], {}))
+    assert not any(isinstance(action, Keep) for action in two.run_protocol.hear("a1", beat, 0))
+    assert two.run_protocol.disbelieved == 2
+    two.beat(STOP_AFTER_S + 1, "a0", "a1")
+    assert two.tick(STOP_AFTER_S + 1) == []
+    assert [type(a) for a in two.say("a1", anomaly(rank=1))] == [Keep, Send, Send], "it goes on being heard"
+    assert two.run_protocol.committed()[-1] == Send("a1", Ack(3))
+
+
+def test_a_node_speaks_of_no_more_ranks_than_it_said_hello_with(two, make):
+    assert two.say("a0", anomaly(rank=5)) != []
+    assert two.say("a0", anomaly(rank=6)) == []
+    later = anomaly(rank=6).event
+    again = EventMessage(msgspec.structs.replace(later, where=msgspec.structs.replace(later.where, attempt=1)))
+    assert two.say("a0", again) != [], "in another attempt its ranks are others"
+
+
+def test_a_second_hello_of_an_agent_changes_nothing(two, make):
+    assert two.say("a0", make.hello("a0", "another host", 100, 1)) == []
+    assert two.run_protocol.nodes["a0"].hello.host == "h0"
+
+
+def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):
+    two.run_protocol.committed()
+    assert [type(action) for action in two.say("a0", event())] == [Keep]
+    beat = AgentMessage(0, Beat([], {}))
+    assert two.run_protocol.hear("a0", beat, 0)[1] == Send("a0", Ack(1))
+    again = AgentMessage(2, event(), after=1)
+    assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(1))]
+    assert two.run_protocol.committed() == [Send("a0", Ack(2))]
+    assert two.run_protocol.committed() == []
 
 
 def test_a_gap_is_not_kept_and_asked_for_again(two):
+    two.run_protocol.committed()
     lost = AgentMessage(4, event(), after=3)
     assert two.run_protocol.hear("a0", lost, 0) == [Send("a0", Ack(1, resend=True))]
 
 
 def test_a_page_that_the_agent_dropped_is_no_gap(two):
     dropped = AgentMessage(9, event(), after=1)
-    assert two.run_protocol.hear("a0", dropped, 0) == [Keep("a0", dropped), Send("a0", Ack(9))]
+    assert two.run_protocol.hear("a0", dropped, 0) == [Keep("a0", dropped)]
+    assert two.run_protocol.committed()[0] == Send("a0", Ack(9))
 
 
 def test_a_duplicate_is_acknowledged_and_not_kept_again(two):
     two.say("a0", event())
+    two.run_protocol.committed()
     again = AgentMessage(2, event(), after=1)
     assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(2))]
 
@@ -116,6 +184,7 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     message = AgentMessage(1, make.hello())
     run_protocol.hear("a0", message, 0)
+    run_protocol.committed()
     again = run_protocol.hear("a0", message, 1)
     assert sent(again, Welcome) == [("a0", Welcome("run", "/runs/run", 1))]
     assert not any(isinstance(action, Keep) for action in again)
@@ -123,6 +192,7 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
 
 def test_a_beat_is_kept_and_answered_with_what_there_is(two):
     two.say("a0", event())
+    two.run_protocol.committed()
     beat = AgentMessage(0, Beat([], {}))
     assert two.run_protocol.hear("a0", beat, 0) == [Keep("a0", beat), Send("a0", Ack(2))]
 
@@ -132,18 +202,20 @@ def test_a_beat_is_kept_and_answered_with_what_there_is(two):
 
 def test_the_first_anomaly_asks_every_node_for_that_batch_once(two):
     two.say("a1", Definitions(1, 0, [RootDef(3, "Net", 1)]))
-    want = Want(0, "Net", 1, 3)
-    assert sent(two.say("a1", anomaly(rank=1, root="Net#2")), Want) == [("a0", want), ("a1", want)]
+    wants = [Want(0, "Net", 1, 3), Want(0, "Net", 1, 2)]
+    expected = [(agent, want) for want in wants for agent in ("a0", "a1")]
+    assert sent(two.say("a1", anomaly(rank=1, root="Net#2")), Want) == expected
     assert sent(two.say("a0", anomaly(rank=0, root="Net#2")), Want) == []
 
 
 def test_other_batches_are_asked_for_too(two):
-    assert len(sent(two.say("a0", anomaly(batch=3)), Want)) == 2
-    assert len(sent(two.say("a0", anomaly(batch=4)), Want)) == 2
+    assert len(sent(two.say("a0", anomaly(batch=3)), Want)) == 4
+    assert len(sent(two.say("a0", anomaly(batch=4)), Want)) == 4
+    assert len(sent(two.say("a0", anomaly(batch=0)), Want)) == 2, "there is no batch before the first"
 
 
 def test_the_second_root_of_a_class_is_told_by_its_name_even_if_its_definition_is_missing(two):
-    ((_, want), _) = sent(two.say("a0", anomaly(root="Net#3")), Want)
+    ((_, want), *_) = sent(two.say("a0", anomaly(root="Net#3")), Want)
     assert (want.root_cls, want.root_ordinal) == ("Net", 2)
 
 
@@ -187,15 +259,83 @@ def test_an_elastic_job_goes_on_without_a_node_that_failed(make):
     assert cluster.tick(20.5) == []
 
 
-def test_a_silent_node_is_lost_and_the_others_are_stopped(two):
+def test_a_silent_node_ends_nobodys_job(two):
     two.beat(SILENT_S, "a0")
-    assert two.tick(SILENT_S) == []
     assert two.tick(SILENT_S + 0.1) == []
     assert two.run_protocol.lost_agents == ["a1"]
-    ((agent, stop),) = sent(two.tick(SILENT_S + STOP_AFTER_S + 0.2), Stop)
-    assert (agent, stop.reason) == ("a0", "node h1 is lost")
-    two.say("a0", Bye("failed"), SILENT_S + 8)
-    assert two.tick(SILENT_S + 8) == [Finish()]
+    for later in range(1, 100):
+        two.beat(SILENT_S + 10 * later, "a0")
+        assert two.tick(SILENT_S + 10 * later + 0.1) == []
+
+
+def test_all_nodes_silent_end_nobodys_job_while_the_launch_lives(two):
+    assert two.tick(10_000) == []
+    assert two.run_protocol.lost_agents == ["a0", "a1"]
+
+
+def test_a_silent_node_is_waited_for_after_a_goodbye_but_not_for_ever(two):
+    two.beat(100, "a1")
+    two.say("a0", Bye("ok"), 100)
+    assert two.tick(100 + GONE_S) == []
+    assert two.tick(101 + GONE_S) == [Finish()]
+    assert two.run_protocol.lost_agents == ["a1"]
+
+
+def test_when_the_launch_and_all_agents_are_gone_the_report_is_made(two):
+    two.run_protocol.launch_gone(100)
+    two.beat(100, "a0", "a1")
+    assert two.tick(100 + SILENT_S) == []
+    assert two.tick(101 + SILENT_S) == [Finish()]
+
+
+def test_a_collector_without_a_launch_gives_up_after_a_long_silence(make):
+    cluster = Cluster(make)
+    cluster.run_protocol.by_hand = True
+    assert cluster.tick(ABANDONED_S) == []
+    assert cluster.tick(ABANDONED_S + 1) == [Finish()]
+
+
+def test_an_agent_that_was_started_again_takes_the_place_of_the_one_before(make):
+    cluster = Cluster(make, nodes=0)
+    cluster.say("a.0", make.hello("a.0", nproc=1, nodes=1))
+    cluster.say("a.1", make.hello("a.1", nproc=1, nodes=1), 5)
+    assert cluster.tick(SILENT_S + 1) == []
+    assert cluster.run_protocol.lost_agents == []
+    cluster.say("a.1", Bye("ok"), SILENT_S + 2)
+    assert cluster.tick(SILENT_S + 2) == [Finish()]
+
+
+# -- a collector that was started again ---------------------------------------------------------------------------
+
+
+def restored(make, *bodies, nodes=2):
+    """A protocol that goes on from what another had stored of a0."""
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    hello = make.hello("a0", "h0", 1, nodes)
+    run_protocol.restore([("a0", n, body) for n, body in enumerate([hello, *bodies], 1)], 0.0)
+    return run_protocol
+
+
+def test_it_goes_on_where_the_one_before_it_was(make):
+    run_protocol = restored(make, event())
+    beat = AgentMessage(0, Beat([], {}))
+    assert run_protocol.hear("a0", beat, 1) == [Keep("a0", beat), Send("a0", Ack(2))]
+    lost = AgentMessage(4, event(), after=3)
+    assert run_protocol.hear("a0", lost, 1) == [Send("a0", Ack(2, resend=True))]
+    assert run_protocol.hear("a0", AgentMessage(3, event(), after=2), 1) == [Keep("a0", AgentMessage(3, event(), 2))]
+
+
+def test_it_asks_again_for_the_batches_that_the_one_before_it_wanted(make):
+    run_protocol = restored(make, anomaly(rank=1, root="Net#2"))
+    beat = AgentMessage(0, Beat([], {}))
+    asked = sent(run_protocol.hear("a0", beat, 1), Want)
+    assert asked == [("a0", Want(0, "Net", 1, 3)), ("a0", Want(0, "Net", 1, 2))]
+    assert sent(run_protocol.hear("a0", beat, 2), Want) == []
+
+
+def test_it_knows_who_has_said_goodbye(make):
+    run_protocol = restored(make, Bye("ok"), nodes=1)
+    assert run_protocol.tick(0.1) == [Finish()]
 
 
 def test_a_node_that_is_heard_again_is_not_lost(two):

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 
+import gpuwatch.collector.server as server_module
 import msgspec
 import pytest
 import zmq
@@ -17,11 +18,11 @@ from gpuwatch.collector.run_protocol import RunProtocol
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.keys import derive_keys
-from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Final, Welcome, decode_collector, encode
+from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Final, Leaving, Welcome, decode_collector, encode
 
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")
-WAIT_MS = 5000
+WAIT_MS = 300_000
 
 
 class Running:
@@ -59,13 +60,14 @@ class Running:
         os.close(self._end)
 
     def join(self):
-        self._thread.join(10)
+        self._thread.join(300)
         assert not self._thread.is_alive()
         return self.report
 
 
 @pytest.fixture
-def running(tmp_path):
+def running(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpuwatch.collector.server._FAREWELL_MS", 500)  # for agents of a test that say nothing more
     made = Running(tmp_path)
     yield made
     made.end()
@@ -86,6 +88,8 @@ def connect(running):
 
     yield make_socket
     for socket in sockets:
+        if socket.closed:
+            continue
         socket.disable_monitor()
         socket.close(linger=0)
     context.destroy(linger=0)
@@ -102,6 +106,15 @@ def acknowledged(socket) -> int:
     return answer.n
 
 
+def say_goodbye(agent) -> Final:
+    """As an agent does when its launch has ended: Bye, and Leaving once it has the verdict."""
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    while not isinstance(message := receive(agent), Final):
+        pass
+    agent.send(encode(AgentMessage(0, Leaving())))
+    return message
+
+
 def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
@@ -111,19 +124,20 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
     answer = receive(agent)
     assert (answer.n, answer.echo_ns) == (1, before)
     assert before <= answer.time_ns <= time.time_ns()
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    say_goodbye(agent)
 
 
 def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
-    assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder), 1)
+    assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder))
     assert acknowledged(agent) == 1
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
     assert acknowledged(agent) == 2
     final = receive(agent)
     assert isinstance(final, Final)
-    assert (final.exit_code, final.kind) == (0, "clean")
+    agent.send(encode(AgentMessage(0, Leaving())))
+    assert (final.exit_code, final.kind) == (6, "unknown"), "no rank was ever heard"
     report = running.join()
     assert report.verdict.statement in final.text
     assert running.paths.report_json.exists()
@@ -149,7 +163,7 @@ def test_a_client_with_other_keys_is_refused_and_counted(running, connect, make)
     monitor.close()
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    say_goodbye(agent)
     report = running.join()
     assert report.collector["refused"] >= 1
     assert "stranger" not in running.protocol.nodes
@@ -165,7 +179,7 @@ def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(runnin
     agent.send(encode(AgentMessage(0, make.Beat([], {}))))
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
     assert isinstance(receive(agent), Welcome)
-    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    say_goodbye(agent)
     report = running.join()
     assert report.collector["malformed"] >= 3
 
@@ -197,10 +211,73 @@ def test_a_port_that_is_taken_is_an_error_at_once_and_leaves_nothing_open(runnin
         ("hang", None, 5),
         ("interrupted", "SIGTERM", 143),
         ("interrupted", "signal 37", 165),
+        ("unknown", None, 6),
         ("a kind of a later version", None, 1),
     ],
 )
 def test_exit_codes_are_a_contract(make, kind, signal, code):
     report = build_report(fold([]), run_id="x", started=None, ended=None)
-    verdict = msgspec.structs.replace(report.verdict, kind=kind, signal=signal)
+    verdict = msgspec.structs.replace(report.verdict, kind=kind, signal=signal, missing=["rank 1 was never heard"])
     assert exit_code(msgspec.structs.replace(report, verdict=verdict)) == code
+
+
+def test_a_run_that_called_no_module_exits_like_a_clean_one(make):
+    ended = [body for rank in range(2) for body in make.finished(rank, batch=-1, page=-1)]
+    messages = [("a0", n, body) for n, body in enumerate([make.hello(), *ended, Bye("ok")], 1)]
+    report = build_report(fold(messages), run_id="x", started=None, ended=None)
+    assert (report.verdict.kind, exit_code(report)) == ("unknown", 0)
+
+
+def test_beats_are_answered_while_a_report_is_made(running, connect, make, monkeypatch):
+    release = threading.Event()
+    build = server_module.build
+
+    def slow(*arguments):
+        assert release.wait(WAIT_MS / 1000)
+        return build(*arguments)
+
+    monkeypatch.setattr(server_module, "build", slow)
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    while acknowledged_of(receive(agent)) < 2:
+        pass
+    for sent_ns in range(1, 6):
+        agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=sent_ns))))
+        answer = receive(agent)
+        assert (answer.n, answer.echo_ns) == (2, sent_ns)
+    release.set()
+    assert isinstance(receive(agent), Final)
+    agent.send(encode(AgentMessage(0, Leaving())))
+
+
+def acknowledged_of(message) -> int:
+    return message.n if isinstance(message, Ack) else 0
+
+
+def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, make, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(server_module, "build", broken)
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    final = say_goodbye(agent)
+    assert (final.exit_code, final.kind) == (6, "unknown")
+    assert "RuntimeError: no such thing" in final.text
+    assert "gpuwatch report --again" in final.text
+
+
+def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, make):
+    first = connect()
+    first.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    receive(first)
+    first.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    first.close(linger=1000)  # it was stopped, or the network was
+    again = connect()
+    deadline = time.monotonic() + WAIT_MS / 1000
+    told = None
+    while not isinstance(told, Final) and time.monotonic() < deadline:
+        again.send(encode(AgentMessage(0, Beat([], {}))))
+        told = decode_collector(again.recv()) if again.poll(50) else None
+    assert isinstance(told, Final)

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+import subprocess
+import time
 
 import pytest
+from gpuwatch.collector.finish import report_from_store
+from gpuwatch.collector.paths import RunPaths
+from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.store import SCHEMA, RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.messages import AgentMessage, Beat, Bye, EventMessage, encode
+from gpuwatch.core.messages import AgentMessage, Beat, Bye, EventMessage, PageMessage, Segment, encode
 from gpuwatch.core.records import NodeSignal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -50,7 +56,6 @@ def test_of_beats_the_last_one_is_kept_and_comes_last(store):
 
 def test_a_store_is_read_again_by_another_process(store):
     store.set("started", "now")
-    store.begin()
     add(store, "a", message(1))
     store.commit()
     again = RunStore(store.path)
@@ -60,16 +65,16 @@ def test_a_store_is_read_again_by_another_process(store):
 
 
 def test_what_was_not_committed_is_not_there_for_others(store):
-    store.begin()
     add(store, "a", message(1))
     again = RunStore(store.path)
     assert list(again.messages()) == []
     again.close()
-    store.commit()
+    assert store.commit()
 
 
 def test_a_store_of_a_later_version_is_refused_with_the_mend(store):
     store.set("schema", str(SCHEMA + 1))
+    store.commit()
     with pytest.raises(GpuwatchError, match="later gpuwatch; update with: pip install"):
         RunStore(store.path)
 
@@ -93,13 +98,90 @@ def test_a_message_that_cannot_be_read_is_left_out(store):
     assert [n for _, n, _ in store.messages()] == [2]
 
 
-def test_a_full_disk_keeps_the_message_in_memory_and_counts_it(store):
-    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
-    store._db.execute(f"PRAGMA max_page_count = {pages}")
-    big = AgentMessage(1, Bye("x" * 200_000))
-    add(store, "a", big)
-    assert store.unwritten == 1
-    assert list(store.messages()) == [("a", 1, big.body)]
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 400 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("cannot mount a small file system here: not root, or in a container without the right to")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(store: RunStore, many: int = 400) -> list[int]:
+    """Add messages of 5 kB, each in a commit of its own. Returns the numbers of those that were said to be durable."""
+    durable: list[int] = []
+    waiting: list[int] = []
+    for n in range(1, many + 1):
+        add(store, "a", AgentMessage(n, Bye("x" * 5000)))
+        waiting.append(n)
+        if store.commit():
+            durable += waiting
+            waiting = []
+    return durable
+
+
+def readable(path) -> list[int]:
+    again = RunStore(path)
+    try:
+        return [n for _, n, _ in again.messages()]
+    finally:
+        again.close()
+
+
+def test_on_a_full_disk_only_what_can_be_read_again_is_called_durable(small_disk):
+    said: list[str] = []
+    store = RunStore(small_disk / "run.sqlite", create=True, say=said.append)
+    durable = fill(store)
+    assert 0 < len(durable) < 400
+    assert store.unwritten == 400 - len(durable)
+    assert readable(store.path) == durable
+    assert [n for _, n, _ in store.messages()] == list(range(1, 401)), "what could not be written is kept in memory"
+    assert len(said) == 1
+    assert "cannot be written" in said[0]
+    store.close()
+
+
+def test_a_store_on_a_full_disk_goes_on_in_the_other_folder(small_disk, tmp_path):
+    said: list[str] = []
+    store = RunStore(small_disk / "run.sqlite", create=True, fallback=tmp_path / "other", say=said.append)
+    store.set("started", "now")
+    assert fill(store) == list(range(1, 401))
+    assert (store.unwritten, store.path) == (0, tmp_path / "other" / "run.sqlite")
+    assert sorted(readable(small_disk / "run.sqlite") + readable(store.path)) == list(range(1, 401))
+    assert [n for _, n, _ in store.messages()] == list(range(1, 401))
+    assert f"it goes on in {tmp_path / 'other'}" in said[0]
+    assert ((tmp_path / "other").stat().st_mode & 0o777, RunStore(store.path).get("started")) == (0o700, "now")
+    store.close()
+
+
+def test_a_disk_that_has_room_again_is_written_again(small_disk):
+    ballast = small_disk / "ballast"
+    store = RunStore(small_disk / "run.sqlite", create=True)
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+    assert len(fill(store, 10)) < 10
+    ballast.unlink()
+    deadline = time.monotonic() + 30
+    while not store.commit() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert store.unwritten == 0
+    assert readable(store.path) == list(range(1, 11))
+    store.close()
+
+
+def test_pages_that_no_disk_takes_are_dropped_before_memory_is_full_and_events_are_not(store, monkeypatch):
+    monkeypatch.setattr("gpuwatch.collector.store.MEMORY_BYTES", 20_000)
+    add(store, "a", message(1))
+    for n in range(2, 12):
+        segment = Segment(0, 0, 0, b"", b"", b"x" * 4000)
+        add(store, "a", AgentMessage(n, PageMessage(0, 0, n, 0, 0, 0, True, [segment])))
+    numbers = [n for _, n, _ in store.messages()]
+    assert (numbers[0], numbers[-1], len(numbers) + store.dropped) == (1, 11, 11)
+    assert store.dropped
 
 
 @pytest.mark.parametrize("n", [1 << 63, (1 << 64) - 1])
@@ -115,11 +197,40 @@ def test_any_order_with_duplicates_is_the_same_store(tmp_path_factory, arrivals)
     path = tmp_path_factory.mktemp("store") / "run.sqlite"
     made = RunStore(path, create=True)
     try:
-        made._db.execute("PRAGMA synchronous=OFF")
-        made.begin()
         for agent, n in arrivals:
             add(made, agent, message(n))
         made.commit()
         assert [(agent, n) for agent, n, _ in made.messages()] == sorted(set(arrivals))
     finally:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "run.sqlite"
+    made = RunStore(path, create=True)
+    made.set("started", "now")
+    made.set("max_frames", "7")
+    for n in range(1, 40):
+        add(made, "a", AgentMessage(n, Bye("x" * 300)))
+    made.beat("a", encode(AgentMessage(0, Beat([], {}))))
+    made.close()
+    return path.read_bytes()
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_damage_is_a_sentence_or_what_is_left(whole, tmp_path_factory, data):
+    at = data.draw(st.integers(0, len(whole) - 1))
+    new = data.draw(st.binary(min_size=1, max_size=64))
+    cut = data.draw(st.one_of(st.none(), st.integers(0, len(whole))))
+    folder = tmp_path_factory.mktemp("damaged") / "20261121-000000-aaaa"
+    folder.mkdir()
+    paths = RunPaths(folder)
+    paths.store.write_bytes((whole[:at] + new + whole[at + len(new) :])[:cut])
+    try:
+        report = report_from_store(paths)
+    except GpuwatchError as error:
+        assert "\n" not in str(error)
+    else:
+        assert len(to_json(report)) < 1 << 20

@@ -8,6 +8,7 @@ import pytest
 from gpuwatch.core import messages, records
 from gpuwatch.core.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, Hello, WireError
 from gpuwatch.core.preflight import BandwidthRow
+from gpuwatch.core.scheduler_job import SchedulerJob
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -52,7 +53,18 @@ EVENTS = [
 ]
 BODIES = [
     Hello(
-        "a" * 32, "host", 1, 2, 1, 4, ["gpuwatch", "launch"], {"python": "3.11"}, "none", cwd="/x", trace_batches=[0]
+        "a" * 32,
+        "host",
+        1,
+        2,
+        1,
+        4,
+        ["gpuwatch", "launch"],
+        {"python": "3.11"},
+        "none",
+        cwd="/x",
+        trace_batches=[0],
+        job=SchedulerJob("SLURM", "17", "n1", ["n1", "n2"], "drain {nodes} {reason}", "--exclude={nodes}", "slurmd"),
     ),
     *map(EventMessage, EVENTS),
     Definitions(3, 1, list(ENTRIES)),
@@ -65,6 +77,7 @@ BODIES = [
         9,
     ),
     Bye("failed", 15),
+    messages.Leaving(),
 ]
 ANSWERS = [
     messages.Welcome("run", "/runs/run", 4),

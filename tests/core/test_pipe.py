@@ -34,6 +34,7 @@ FROM_AGENT = [
     pipe.Notice("one\nsentence"),
     pipe.StopRequest("why"),
     pipe.Verdict(4, "overflow", "té\nxt", "r.json"),
+    pipe.Waiting(),
 ]
 FROM_COLLECTOR = [
     pipe.Bound("tcp://0.0.0.0:1", "runs/x"),

@@ -9,7 +9,7 @@ from gpuwatch.launcher.outbox import Outbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-HELLO = Hello("a", "host", 1, 1, 1, 1, [], {}, "job")
+HELLO = Hello("a", "host", 1, 3, 1, 1, [], {}, "job")
 
 
 def event(number: int) -> EventMessage:
@@ -40,6 +40,7 @@ class Link:
                     self.stored.append(action.message)
                 elif isinstance(action, Send) and isinstance(action.message, Ack):
                     self.acks.append(action.message)
+        self.acks += [send.message for send in self.run_protocol.committed() if isinstance(send.message, Ack)]
 
     def hear(self, losses: list[bool]) -> None:
         for position, ack in enumerate(self.acks):

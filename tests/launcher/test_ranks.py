@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.core.messages import Definitions, EventMessage, PageMessage, Want
+from gpuwatch.core.messages import Beat, Definitions, EventMessage, PageMessage, Want
 from gpuwatch.core.recorder.layout import FRAME, NOTHING, VALUE, Field, RankPhase, file_name
 from gpuwatch.core.recorder.writer import OpenPage, RecorderWriter
 from gpuwatch.core.records import Anomaly, ModuleDef, RootDef, ScriptExit, Where, WorkerExit
@@ -414,8 +414,10 @@ def test_the_end_says_where_the_rank_was_and_brings_its_last_page(writer, make_w
     writer.fields[Field.PHASE] = RankPhase.FORWARD
     writer.fields[Field.MODULE] = 7
     writer.fields[Field.SEQ] = 33
-    definitions, page, last = watch.end(-9, "itself", 0)
+    definitions, page, final, last = watch.end(-9, "itself", 0)
     assert isinstance(definitions, Definitions)
+    (state,) = final.ranks
+    assert (state.final, state.world_size, state.batch, state.overflow) == (True, 8, 6, False)
     assert pages([page]) == [(0, 6, False)]
     exit_ = last.event
     assert (exit_.code, exit_.by, exit_.phase, exit_.module, exit_.cls) == (
@@ -428,6 +430,41 @@ def test_the_end_says_where_the_rank_was_and_brings_its_last_page(writer, make_w
     assert (exit_.where.step, exit_.where.batch, exit_.where.page, exit_.where.seq) == (6, 6, 0, 33)
     assert exit_.where.root == "Net#2", "as every other event names its root"
     assert watch.ended
+
+
+def test_numbers_that_never_came_back_are_counted_at_the_end(writer, make_watch):
+    watch = make_watch()
+    page = writer.begin_page(0, 0, 0)
+    for meta in (PENDING, Encoding.FLOAT32 << 8, PENDING):
+        writer.value(0, 0, meta)
+    writer.end_page(page)
+    batch(writer, 1)
+    state = next(m for m in watch.end(0, "itself", 0) if isinstance(m, Beat)).ranks[0]
+    assert state.pending == 2
+
+
+def test_an_anomaly_that_found_no_room_in_the_log_is_told_at_the_end(writer, make_watch):
+    watch = make_watch()
+    writer.note_first_anomaly(anomaly(3))
+    told = [m.event for m in watch.end(1, "itself", 0) if isinstance(m, EventMessage)]
+    assert told[0] == anomaly(3)
+
+
+def test_an_anomaly_of_the_log_is_told_once(writer, make_watch):
+    watch = make_watch()
+    writer.append(anomaly(3))
+    told = watch.poll(0) + watch.end(1, "itself", 0)
+    assert [m.event for m in told if isinstance(m, EventMessage) and isinstance(m.event, Anomaly)] == [anomaly(3)]
+
+
+def test_a_recorder_of_another_rank_is_not_believed(writer, make_watch):
+    writer.fields[Field.RANK] = RANK + 1
+    watch = make_watch()
+    (fault,) = watch.poll(0)
+    assert f"of rank {RANK + 1}" in fault.event.message
+    assert (fault.event.where.rank, watch.poll(1), watch.state()) == (RANK, [], None)
+    (last,) = watch.end(0, "itself", 2)
+    assert last.event == WorkerExit(Where(RANK, ATTEMPT), 0, "itself", "starting")
 
 
 def test_a_damaged_recorder_does_not_end_the_agent(writer, make_watch):

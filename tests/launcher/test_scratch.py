@@ -108,3 +108,61 @@ def test_removing_twice_does_no_harm(bases):
     scratch.remove_scratch(folder)
     scratch.adopt_scratch(folder)
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("what", ["fifo", "link", "folder", "long", "bytes"])
+def test_whatever_somebody_has_put_in_place_of_an_owner_file_a_launch_goes_on(bases, what, tmp_path):
+    """Run in a process of its own: one that waits is killed, and the test fails."""
+    trap = bases[1] / f"gpuwatch-{os.getuid()}-trap"
+    trap.mkdir()
+    owner = trap / "owner"
+    if what == "fifo":
+        os.mkfifo(owner)
+    elif what == "link":
+        owner.symlink_to("/dev/zero")
+    elif what == "folder":
+        owner.mkdir()
+    else:
+        owner.write_bytes(b"1" * 10_000_000 if what == "long" else b"\xff\xfe \0")
+    code = (
+        "import tempfile; from pathlib import Path; from gpuwatch.launcher import scratch\n"
+        f"scratch._SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
+        "scratch.remove_stale()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert trap.exists()
+
+
+def test_a_link_to_another_folder_is_not_removed_through(bases, tmp_path):
+    target = folder_of(tmp_path, "target", dead_pid(), 1.0)
+    (bases[1] / f"gpuwatch-{os.getuid()}-link").symlink_to(target)
+    scratch.remove_stale()
+    assert (target / "owner").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder another user's")
+def test_a_folder_of_another_user_is_not_believed(bases):
+    folder = folder_of(bases[1], "other", dead_pid(), 1.0)
+    os.chown(folder, 12345, 12345)
+    scratch.remove_stale()
+    assert folder.exists()
+
+
+def test_what_the_runs_folder_took_no_more_of_is_kept(bases):
+    made = scratch.make_scratch(1)
+    assert scratch.keep_rescued(made) is None
+    (made / scratch.RESCUED).mkdir()
+    (made / scratch.RESCUED / "run.sqlite").write_text("x")
+    kept = scratch.keep_rescued(made)
+    assert kept is not None
+    assert [path.name for path in kept.iterdir()] == ["run.sqlite"]
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def test_a_disk_without_room_for_the_recorders_is_told_before_the_training_starts(small_disk, tmp_path):
+    folder = small_disk / "scratch"
+    folder.mkdir()
+    sentence = scratch.lack_of_room(folder, 8)
+    assert "has 0 MiB free, and the recorders of 8 ranks need 48 MiB" in sentence
+    assert "TMPDIR" in sentence
+    assert scratch.lack_of_room(tmp_path, 1) == ""

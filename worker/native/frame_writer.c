@@ -111,7 +111,7 @@ int write_frame(FrameWriter *self, const ModuleCall *module_call)
     PyObject *info = module_call->info;
     Call call = {.parent = module_call->parent, .depth = module_call->depth, .phase = module_call->phase,
                  .rank_phase = -1, .rank_module = module_call->rank_module};
-    if (!begin_frame(self, &frame) || PySet_GET_SIZE(self->waived) || !may_look(self))
+    if (!begin_frame(self, &frame) || !may_look(self))
         return 0;
     if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &call.seq))
         return 0;
@@ -318,7 +318,6 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 #define IS_DICT(NAME) expect(self->NAME, PyDict_CheckExact(self->NAME), #NAME " must be a dict")
     if (parsed && IS_DICT(seen) && IS_DICT(by_memory) && IS_DICT(weights) && IS_DICT(shapes) && IS_DICT(ignored) &&
         IS_DICT(watched) && IS_DICT(local) && IS_DICT(kwargs) && IS_DICT(compiler) &&
-        expect(self->waived, PySet_Check(self->waived), "waived must be a set") &&
         expect(self->tensor, PyType_Check(self->tensor), "tensor must be a class") &&
         expect(self->numbers, PyType_Check(self->numbers), "numbers must be a class") &&
         expect(near, PyDict_Check(near), "near must be a dict") && set_near(self, near) &&

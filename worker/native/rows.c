@@ -150,6 +150,9 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
         return from_memory(seen, row);
     if (!place_of(self, row))
         return 0;
+    if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
+        is_for_device(self, row) == 1)
+        return 0; /* changed in place: the Python path shows what it was before */
     if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
         row->dtype < FLOATS_END) {
         row->address = row->view.address;

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,10 +19,11 @@ from ...core.recorder.layout import Field, RankPhase, SegmentField
 from ...core.records import Fault
 from ...core.values import DTYPE_CODES, INF_BITS, Encoding
 from ..hooks.backward import Gradients
+from ..stats.device import late_device
+from ..stats.notable import NotableValue
 from ..stats.tensor_stats import TensorStats
 from .collectives import issued
 from .leaves import KWARGS, leaves_of
-from .policy import Policy
 from .progress import Progress
 from .rows import COUNT_EVERY, Rows
 
@@ -100,24 +100,10 @@ def difference(native: dict[str, int]) -> str:
     return f"not used: it was built for another layout ({found}); install gpuwatch again" if found else ""
 
 
-def native_writer_of(
-    progress: Progress,
-    rows: Rows,
-    policy: Policy,
-    gradients: Gradients,
-    *,
-    device_value: Callable[[torch.Tensor, bool], int | None] | None = None,
-    device_weight: Callable[[torch.Tensor, Any, bool], tuple[int | None, Any]] | None = None,
-    reads_host: bool = True,
-) -> Any:
+def native_writer_of(progress: Progress, rows: Rows, notable: NotableValue, gradients: Gradients) -> Any:
     """A FrameWriter for these, or None where there can be none.
 
-    It calls `device_value(tensor, count)` for a tensor that lies on a device, and takes what it returns for the index
-    of the tensor's value in the page that is open; None says that the tensor cannot be measured. `count` asks for the
-    shares of zeros and subnormals. For a weight it calls `device_weight(parameter, numbers, count)`, which returns
-    (index, numbers): these numbers are handed to it again until the weight changes or an optimizer steps, and None is
-    not remembered. Both may be called with gradients on, and both may raise: then the frame is left to Python. Without
-    them frames of such tensors are left to Python. `reads_host=False` hands tensors in host memory to them, too.
+    Tensors in host memory it reads itself; for those on a device it asks `rows.device_value` and `rows.device_weight`.
     """
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
@@ -136,7 +122,6 @@ def native_writer_of(
             weights=rows.weights,
             shapes=rows.shapes,
             ignored=rows.ignored,
-            waived=rows.waived,
             watched=gradients.parameters,
             local=gradients.local,
             kwargs=KWARGS,
@@ -154,13 +139,13 @@ def native_writer_of(
             next_segment=progress.recorder._continue_segment,
             tracing=torch._C._get_tracing_state,
             exchange=exchange,
-            near=policy.near,
+            near=notable.near,
             forward="forward" in settings.watch,
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,
-            device_value=device_value,
-            device_weight=device_weight,
-            reads_host=reads_host,
+            device_value=rows.device_value,
+            device_weight=rows.device_weight,
+            reads_host=late_device() is None,
         )
     except (AttributeError, TypeError, ValueError):  # a torch that has changed
         return None

@@ -8,7 +8,7 @@ import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.messages import Definitions, EventMessage, PageMessage
-from gpuwatch.core.records import NodeSignal
+from gpuwatch.core.records import Fault, NodeSignal, Where
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -250,10 +250,23 @@ def test_a_rank_that_torchrun_stopped_is_not_blamed(make):
     assert verdict.rank == 1
 
 
-def test_a_node_that_went_silent_is_undetermined_and_only_supported(make):
+def silent_node(make, outcome):
     messages = [("a0", 1, make.hello("a0", "alpha", 1, 2)), ("a1", 1, make.hello("a1", "beta", 1, 2))]
-    messages += [("a1", 0, make.Beat([make.state(1)], {})), ("a0", 2, make.Bye("ok"))]
+    return [*messages, ("a1", 0, make.Beat([make.state(1, batch=41)], {})), ("a0", 2, make.Bye(outcome))]
+
+
+def test_a_node_that_went_silent_while_the_job_ended_well_is_not_lost_and_not_clean(make):
+    messages = silent_node(make, "ok")
+    messages += [("a0", n, body) for n, body in enumerate(make.finished(0, last={"world_size": 2}), 3)]
     verdict = decide(fold(messages, ["a1"]))
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("unknown", "unknown", None)
+    assert verdict.missing == ["rank 1 was not heard after batch 41"]
+    assert "No overflow seen" in verdict.statement
+    assert verdict.missing[0] in verdict.statement
+
+
+def test_a_node_that_went_silent_is_undetermined_and_only_supported(make):
+    verdict = decide(fold(silent_node(make, "failed"), ["a1"]))
     assert (verdict.kind, verdict.host, verdict.rank, verdict.certainty) == ("lost", "beta", 1, "supported")
     assert "or the link" in verdict.statement
 
@@ -319,9 +332,65 @@ def test_a_clean_run(make, ranks, words):
     assert words in verdict.statement
 
 
-def test_a_rank_without_a_word_keeps_a_clean_run_from_being_established(make):
+def test_a_rank_without_a_recorder_keeps_a_run_from_being_clean(make):
     bodies = [*make.finished(0), make.ended(1, 0, phase="starting"), make.Bye("ok")]
-    assert judge(make.hello(), *bodies).certainty == "supported"
+    verdict = judge(make.hello(), *bodies)
+    assert (verdict.kind, verdict.missing) == ("unknown", ["rank 1 had no recorder"])
+
+
+FAULT = EventMessage(Fault(Where(1), "hook", "TypeError: x"))
+
+
+@pytest.mark.parametrize(
+    ("end_of_rank_1", "lacking"),
+    [
+        (lambda make: [], "rank 1 was never heard"),
+        (lambda make: [make.Beat([make.state(1, batch=41)], {})], "rank 1 was not heard after batch 41"),
+        (lambda make: [make.ended(1, None, batch=41)], "rank 1 was not heard after batch 41"),
+        (lambda make: [make.ended(1, None, batch=-1)], "rank 1 was not heard to its end"),
+        (lambda make: [make.ended(1, 0, phase="unwatched")], "rank 1 ran a program that is not watched"),
+        (lambda make: make.finished(1, last={"final": False}), "rank 1 was not heard to the end of its recorder"),
+        (lambda make: make.finished(1, last={"hooks": "failed"}), "rank 1 could not be watched: the hooks failed"),
+        (lambda make: make.finished(1, batch=-1, page=-1), "rank 1 called no module"),
+        (lambda make: make.finished(1, page=-1), "rank 1 left out every batch"),
+        (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had come back"),
+        (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
+        (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error of gpuwatch itself (hook: TypeError: x)"),
+        (lambda make: make.finished(1, last={"world_size": 4}), "ranks 2, 3 were never heard"),
+        (lambda make: make.finished(1, last={"world_size": (1 << 63) - 1}), "ranks 2-65 were never heard"),
+    ],
+)
+def test_what_could_hold_an_overflow_and_was_not_heard_keeps_a_run_from_being_clean(make, end_of_rank_1, lacking):
+    verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *end_of_rank_1(make), make.Bye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("unknown", "unknown")
+    assert any(clause.startswith(lacking) for clause in verdict.missing), verdict.missing
+
+
+def test_a_node_that_was_never_heard_keeps_a_run_from_being_clean(make):
+    verdict = judge(make.hello(nproc=1, nodes=2), *make.finished(0), make.Bye("ok"))
+    assert (verdict.kind, verdict.missing[0]) == ("unknown", "1 of 2 nodes was never heard")
+
+
+def test_ranks_that_lack_the_same_share_a_clause(make):
+    bodies = [body for rank in range(4) for body in make.finished(rank, last={"pending": 2})]
+    verdict = judge(make.hello(nproc=4), *bodies, make.Bye("ok"))
+    assert verdict.missing == ["ranks 0-3 ended before 2 numbers had come back from the device"]
+
+
+def test_a_script_without_any_module_is_unknown_and_nothing_is_missing(make):
+    bodies = [body for rank in range(2) for body in make.finished(rank, batch=-1, page=-1)]
+    verdict = judge(make.hello(), *bodies, make.Bye("ok"))
+    assert (verdict.kind, verdict.missing) == ("unknown", [])
+    assert verdict.statement == "Nothing was watched: no module was called on 2 ranks."
+
+
+def test_a_rank_that_says_overflow_and_no_more_is_believed_and_no_module_is_named(make):
+    verdict = judge(make.hello(), *make.finished(0), *make.finished(1, last={"overflow": True}), make.Bye("ok"))
+    assert (verdict.kind, verdict.rank, verdict.module, verdict.certainty) == ("overflow", 1, None, "unknown")
+
+
+def test_nobody_at_all_is_not_clean():
+    assert decide(fold([])).kind == "unknown"
 
 
 # -- preflight ----------------------------------------------------------------------------------------------------
@@ -416,3 +485,66 @@ def test_missing_pages_never_make_a_wrong_name_an_established_one(make, name):
         assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
     verdict = decide(fold(m for m in messages if m not in pages))
     assert verdict.certainty != "established"
+
+
+# -- ranks that are alike, and the first step ---------------------------------------------------------------------
+
+
+def test_where_all_ranks_are_alike_that_is_said(make):
+    ranks = [leaf_origin(make, rank, batch=4, seq=9) for rank in range(3)]
+    verdict = judge(make.hello(nproc=3), *(body for batch in ranks for body in batch.messages()))
+    assert verdict.statement == "All 3 ranks overflowed alike: +inf in the output of `fc2` (Linear), forward, batch 4."
+    assert any("look at what they share" in line for line in verdict.evidence)
+    assert (verdict.certainty, len(verdict.concurrent)) == ("supported", 2)
+
+
+def test_some_ranks_that_are_alike_are_named(make):
+    ranks = [leaf_origin(make, 0, seq=9), leaf_origin(make, 2, seq=9), clean(make, 1, seq=9)]
+    verdict = judge(make.hello(nproc=3), *(body for batch in ranks for body in batch.messages()))
+    assert verdict.statement.startswith("Ranks 0 and 2 overflowed alike: ")
+    assert not any("look at what they share" in line for line in verdict.evidence)
+
+
+def test_a_rank_that_met_something_else_at_the_same_time_is_not_said_to_have_met_the_same(make):
+    left, right = leaf_origin(make, 0, seq=9), leaf_origin(make, 1, seq=9, module="other")
+    statement = judge(make.hello(host="alpha"), *left.messages(), *right.messages()).statement
+    assert statement == (
+        "Rank 0 on alpha overflowed: +inf in the output of `fc2` (Linear), forward, batch 0; concurrently, rank 1 met "
+        "a non-finite value elsewhere."
+    )
+
+
+def test_all_ranks_were_fed_the_same(make):
+    ranks = [bad_input(make, rank, seq=2) for rank in range(2)]
+    verdict = judge(make.hello(), *(body for batch in ranks for body in batch.messages()))
+    assert verdict.statement.startswith("All 2 ranks were fed nan: ")
+
+
+def never_initialised(make, number, **place):
+    """`torch.empty` in front of the module that overflows."""
+    batch = make.Batch(0, **place)
+    x, h, y = batch.tensor(), batch.tensor(1e31), batch.tensor(make.INF)
+    batch.call("fc1", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor(number)})
+    batch.call("fc2", "Linear", given=[h], returned=[y], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x], returned=[y])
+    return batch
+
+
+def test_before_the_first_step_no_learning_rate_is_to_blame(make):
+    verdict = judge(make.hello(nproc=1), *never_initialised(make, 1e31, batch=0, step=0).messages())
+    told = " ".join([*verdict.evidence, *verdict.next])
+    assert "learning rate" not in told
+    assert "the largest weight up to there: weight of `fc1` (Linear), abs max 1.00e+31" in verdict.evidence
+    assert "No optimizer step has run yet" in verdict.next[0]
+    assert "weight of `fc1` (Linear)" in verdict.next[0]
+    ordinary = judge(make.hello(nproc=1), *never_initialised(make, 0.5, batch=0, step=0).messages())
+    assert "learning rate" not in " ".join(ordinary.next)
+    assert not any("largest weight" in line for line in ordinary.evidence)
+    later = judge(make.hello(nproc=1), *never_initialised(make, 1e31, batch=9, step=9).messages())
+    assert "learning rate" in " ".join(later.next)
+
+
+def test_a_weight_that_was_bad_before_the_first_step_was_not_made_by_a_step(make):
+    verdict = judge(make.hello(nproc=1), *bad_weight(make, 0, batch=0, step=0).messages())
+    assert "step before" not in " ".join(verdict.next)
+    assert "initialised" in verdict.next[0]

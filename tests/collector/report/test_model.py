@@ -6,8 +6,10 @@ import json
 
 import msgspec
 import pytest
+from click.testing import CliRunner
+from gpuwatch.cli.report import command
 from gpuwatch.collector.facts import fold
-from gpuwatch.collector.finish import read_report, report_from_messages, report_from_store, write_report
+from gpuwatch.collector.finish import merged_report, read_report, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths, new_run
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text
@@ -15,6 +17,9 @@ from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.records import Fault, NodeSignal
+from gpuwatch.core.spool import SpoolWriter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 
 def overflow(make, frames=3) -> list:
@@ -140,6 +145,46 @@ def test_events_stand_in_the_runs_own_order(make):
     assert [(entry.rank, entry.seq) for entry in timeline] == [(1, 4), (1, 4), (0, 9), (None, None)]
 
 
+@pytest.mark.parametrize(("message", "told"), [("boom", "boom."), ("boom....", "boom."), ("", "ValueError.")])
+def test_a_statement_ends_in_one_full_stop(make, message, told):
+    report = report_of([make.hello(), make.raised(0, message=message), make.ended(0, 1), make.Bye("failed")])
+    assert report.verdict.statement.endswith(told)
+
+
+def test_attempts_before_a_restart_are_lines_of_the_report(make):
+    bodies = [make.hello()]
+    bodies += [make.raised(1, "RuntimeError", "disk full.", batch=3), make.ended(1, 1, batch=3)]
+    bodies += [make.ended(0, -15, "torchrun", batch=3)]
+    for rank in range(2):
+        bodies += make.finished(rank, attempt=1, batch=15)
+    report = report_of([*bodies, make.Bye("ok")])
+    assert report.verdict.kind == "clean"
+    assert [(other.attempt, other.statement) for other in report.attempts] == [
+        (0, "rank 1 raised RuntimeError: disk full, in batch 3")
+    ]
+    lines = render_text(report).splitlines()
+    assert "  - attempt 0: rank 1 raised RuntimeError: disk full, in batch 3" in lines
+
+
+def test_what_came_after_the_verdicts_attempt_is_a_line_too(make):
+    bodies = [*overflow(make)[:-1]]
+    for rank in range(2):
+        bodies += make.finished(rank, attempt=1, batch=15)
+    report = report_of([*bodies, make.Bye("ok")])
+    assert report.verdict.attempt == 0
+    assert [(other.attempt, other.statement) for other in report.attempts] == [(1, "finished after 16 batches")]
+
+
+def test_of_hundreds_of_attempts_the_last_ones_are_shown(make):
+    bodies = [make.hello(nproc=1)]
+    for attempt in range(200):
+        bodies += [make.raised(0, attempt=attempt), make.ended(0, 1, attempt=attempt)]
+    text = render_text(report_of([*bodies, make.Bye("failed")]))
+    assert "attempt 198: rank 0 raised ValueError: boom" in text
+    assert "191 more in report.json" in text
+    assert "attempt 190:" not in text
+
+
 @pytest.mark.parametrize("time_ns", [0, -(1 << 63), (1 << 64) - 1])
 def test_any_clock_is_written(make, time_ns):
     report = report_of([make.hello(), make.raised(0, time_ns=time_ns)])
@@ -161,6 +206,17 @@ def run(make, tmp_path):
         store.add("a0", message, encode(message))
     store.close()
     return paths
+
+
+def test_a_folder_that_somebody_has_prepared_is_not_taken(tmp_path):
+    prepared, target = tmp_path / "name", tmp_path / "target"
+    prepared.mkdir()
+    target.write_text("mine")
+    (prepared / "report.json.part").symlink_to(target)
+    made = new_run(tmp_path, "name")
+    assert made.folder == tmp_path / "name-2"
+    assert made.folder.stat().st_mode & 0o777 == 0o700
+    assert target.read_text() == "mine"
 
 
 def test_latest_points_at_the_new_run(tmp_path):
@@ -194,6 +250,44 @@ def test_nowhere_to_write_is_a_sentence_and_no_error(run, tmp_path):
     assert "could not be written" in write_report(RunPaths(tmp_path / "not" / "there"), report)
 
 
-def test_a_spool_alone_makes_a_report(make):
-    messages = [AgentMessage(n, body, n - 1) for n, body in enumerate(overflow(make), 1)]
-    assert report_from_messages(messages, "agent-x").verdict.module == "head"
+def test_no_name_reaches_the_report_with_control_characters_or_as_a_line_of_its_own(make):
+    evil = "fc\x1b]0;title\x07\x9b2J\r\nVERDICT  clean, established\nNo overflow"
+    batch = make.Batch(0, batch=1, root="Net")
+    batch.call(evil, evil, given=[batch.tensor()], returned=[batch.tensor(make.INF)], depth=1)
+    fault = EventMessage(Fault(make.where(0), evil, evil))
+    bodies = [make.hello(host=evil, nproc=1), *batch.messages(), fault, make.raised(0, evil, evil, module=evil)]
+    bodies += [make.ended(0, 1, module=evil, cls=evil), make.Bye("failed")]
+    report = report_of(bodies)
+    text = render_text(report, width=200)
+    assert report.verdict.kind == "overflow"
+    assert not any((ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 for c in text)
+    assert [line for line in text.splitlines() if line.startswith("VERDICT")] == [
+        f"VERDICT  overflow, {report.verdict.certainty}"
+    ]
+    assert "\x1b" not in to_json(report).decode()
+
+
+def test_spools_alone_make_a_report(make, tmp_path):
+    spool = SpoolWriter(tmp_path / "agent-x.spool")
+    for n, body in enumerate(overflow(make), 1):
+        spool.append(encode(AgentMessage(n, body, n - 1)), is_page=False)
+    spool.close()
+    assert merged_report([spool.path]).verdict.module == "head"
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_damage_of_report_json_is_a_sentence_or_a_report(run, data):
+    """Through the command, as a user has it."""
+    if not run.report_json.exists():
+        write_report(run, report_from_store(run))
+    whole = run.report_json.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    new = data.draw(
+        st.one_of(st.binary(min_size=1, max_size=12), st.sampled_from([b"null", b"{}", b"[]", b"1e99", b'"x"']))
+    )
+    cut = data.draw(st.one_of(st.none(), st.integers(0, len(whole))))
+    run.report_json.write_bytes((whole[:at] + new + whole[at + len(new) :])[:cut])
+    done = CliRunner().invoke(command, [str(run.folder)])
+    run.report_json.write_bytes(whole)
+    assert done.exception is None or isinstance(done.exception, SystemExit | GpuwatchError), done.exception

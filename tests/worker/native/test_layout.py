@@ -31,9 +31,8 @@ def test_no_constant_of_the_layout_is_left_out():
     declared = re.findall(r"\bDO\((\w+), ", (SOURCES / "include" / "layout.h").read_text())
     dtypes = {name for name in declared if name.lower() in DTYPE_CODES}
     floats = dtypes & set(Encoding.__members__)
-    expected = {f"DTYPE_{name}" for name in dtypes} | {
-        f"{kind}_{name}" for name in floats for kind in ("ENCODING", "INF")
-    }
+    expected = {f"DTYPE_{name}" for name in dtypes}
+    expected |= {f"{kind}_{name}" for name in floats for kind in ("ENCODING", "INF")}
     assert set(native_writer.LAYOUT) == expected | (set(declared) - dtypes) | {"NOTHING"}
     assert len(declared) > 30
 

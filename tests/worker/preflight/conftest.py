@@ -23,7 +23,7 @@ def run_ranks() -> Iterator[Callable[..., Outcomes]]:
     def run(call: str, ranks: list[int], faults: dict[int, str] | None = None, **more: Any) -> Outcomes:
         assert process.stdin is not None
         assert process.stdout is not None
-        request = {"call": call, "ranks": ranks, "faults": faults or {}, "timeout_s": 15.0, **more}
+        request = {"call": call, "ranks": ranks, "faults": faults or {}, "timeout_s": 40.0, **more}
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         return {int(rank): outcome for rank, outcome in json.loads(process.stdout.readline()).items()}
@@ -32,5 +32,5 @@ def run_ranks() -> Iterator[Callable[..., Outcomes]]:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=300) == 0
     process.stdout.close()

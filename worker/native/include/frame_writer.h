@@ -12,7 +12,7 @@
 
 /* The dictionaries and callables of the Python path, which this one shares. */
 #define EACH_OBJECT(DO)                                                                                       \
-    DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(waived) DO(watched)    \
+    DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(watched)    \
     DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
     DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment) DO(tracing)
 /* None, or what has a tensor read that is not in host memory, or may not be read there:

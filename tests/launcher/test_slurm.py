@@ -3,8 +3,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from gpuwatch.launcher.cluster import Job
-from gpuwatch.launcher.slurm_word import TIME_LIMIT, SlurmWord, ask_slurm, down_nodes, is_over_time
+from gpuwatch.launcher.job import EndReason, Job
+from gpuwatch.launcher.slurm import SLURM, TIME_LIMIT, down_nodes, is_over_time, why_it_ends
 
 
 @pytest.fixture
@@ -15,14 +15,13 @@ def no_commands(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("seconds", "reason"), [(-1, TIME_LIMIT), (3600, "")])
 def test_without_scontrol_the_environment_tells_of_the_time_limit(no_commands, seconds, reason):
-    job = Job("slurm", job_id="7", hosts=("gpu-1",), ends=int(time.time()) + seconds)
-    assert ask_slurm(job) == SlurmWord(reason)
+    job = Job(SLURM, job_id="7", hosts=("gpu-1",), ends=int(time.time()) + seconds)
+    assert why_it_ends(job) == EndReason(reason)
 
 
 def test_where_nobody_tells_there_is_no_reason(no_commands):
-    assert ask_slurm(Job("slurm", job_id="7", hosts=("gpu-1",))) == SlurmWord()
-    assert ask_slurm(Job("plain", ends=1)) == SlurmWord()
-    assert ask_slurm(None) == SlurmWord()
+    assert why_it_ends(Job(SLURM, job_id="7", hosts=("gpu-1",))) == EndReason()
+    assert why_it_ends(Job(SLURM, ends=1)) == EndReason()
 
 
 @pytest.fixture
@@ -42,31 +41,31 @@ def commands(monkeypatch, tmp_path):
 SINFO = "--noheader --Node --nodes=gpu-1,gpu-2 --format=%N %T"
 SCONTROL = "--oneliner show job 7"
 OVER = "JobId=7 RunTime=00:01:01 TimeLimit=00:01:00"
-JOB = Job("slurm", job_id="7", hosts=("gpu-1", "gpu-2"), ends=int(time.time()) + 3600)
+JOB = Job(SLURM, job_id="7", hosts=("gpu-1", "gpu-2"), ends=int(time.time()) + 3600)
 
 
 def test_a_node_that_is_down_comes_before_the_time_limit(commands):
     commands("sinfo", SINFO, "gpu-1 mixed\ngpu-2 down*\n")
     commands("scontrol", SCONTROL, OVER)
-    assert ask_slurm(JOB) == SlurmWord("SLURM: a node of the job is down", ("gpu-2",))
+    assert why_it_ends(JOB) == EndReason("SLURM: a node of the job is down", ("gpu-2",), "sinfo")
 
 
 def test_the_time_limit_is_told(commands):
     commands("sinfo", SINFO, "gpu-1 mixed\ngpu-2 mixed\n")
     commands("scontrol", SCONTROL, OVER)
-    assert ask_slurm(JOB) == SlurmWord(TIME_LIMIT)
+    assert why_it_ends(JOB) == EndReason(TIME_LIMIT)
 
 
 def test_scontrol_knows_of_a_time_limit_that_was_changed(commands):
     commands("sinfo", SINFO, "")
     commands("scontrol", SCONTROL, "JobId=7 RunTime=00:01:01 TimeLimit=00:09:00")
-    assert ask_slurm(Job("slurm", job_id="7", hosts=("gpu-1", "gpu-2"), ends=1)) == SlurmWord()
+    assert why_it_ends(Job(SLURM, job_id="7", hosts=("gpu-1", "gpu-2"), ends=1)) == EndReason()
 
 
 def test_commands_that_fail_or_print_nonsense_say_nothing(commands):
     commands("sinfo", SINFO, "gpu-2 down*\n", code=1)
     commands("scontrol", SCONTROL, "\udcff\udcfe")
-    assert ask_slurm(JOB) == SlurmWord()
+    assert why_it_ends(JOB) == EndReason()
 
 
 @pytest.mark.parametrize(

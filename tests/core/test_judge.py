@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
-from gpuwatch.core.alarm import alarm_of, alarms, anomaly_of, anomaly_of_page, first_alarm, first_expected_gradient
 from gpuwatch.core.frames import Frame, Mark, Page, Row
+from gpuwatch.core.judge import (
+    Limits,
+    PageSoFar,
+    alarm_of,
+    anomaly_of,
+    anomaly_of_page,
+    first_alarm,
+    first_expected_gradient,
+    judge,
+)
 from gpuwatch.core.records import Anomaly, Where
 from gpuwatch.core.values import NonFinite
 
@@ -118,22 +128,91 @@ def test_the_row_of_a_frame_that_is_an_alarm(rows, role):
     assert (found.role if found is not None else None) == role
 
 
+def around(role: str, flags: int, mark: int, has_weights: bool, input_flags: int) -> Frame:
+    """A frame with one row to be judged."""
+    rows = [row("input[0]", input_flags), row(role, flags, mark=mark)]
+    return frame(*([row("weight")] if has_weights else []), *rows)
+
+
 @pytest.mark.parametrize("mark", [m for m in map(Mark, range(8)) if m])
 @pytest.mark.parametrize("flags", range(1, 16))
 def test_whatever_is_expected_is_no_alarm_in_any_row(flags, mark):
-    for is_output, has_weights, input_flags in itertools.product((False, True), (False, True), (0, NAN)):
-        what = {"is_output": is_output, "has_weights": has_weights, "input_flags": input_flags}
-        assert not alarms(flags, mark=mark, **what)
-        assert alarms(flags, mark=8, **what) == alarms(flags, **what), "a mark of a later version hides nothing"
+    for role, has_weights, input_flags in itertools.product(("output", "grad bias"), (False, True), (0, NAN)):
+        what = {"role": role, "flags": flags, "has_weights": has_weights, "input_flags": input_flags}
+        assert alarm_of(around(mark=mark, **what)) is None
+        later, plain = alarm_of(around(mark=16, **what)), alarm_of(around(mark=0, **what))
+        assert (later is None) == (plain is None), "a mark of a later version hides nothing"
 
 
 @pytest.mark.parametrize("flags", range(16))
 def test_only_neginf_in_an_output_depends_on_where_it_came_from(flags):
-    for is_output, has_weights, input_flags in itertools.product((False, True), (False, True), (0, NEGINF)):
+    for role, has_weights, input_flags in itertools.product(("output", "grad bias"), (False, True), (0, NEGINF)):
         expected = bool(flags)
-        if flags == NEGINF and is_output:
+        if flags == NEGINF and role == "output":
             expected = has_weights and not input_flags
-        assert alarms(flags, is_output=is_output, has_weights=has_weights, input_flags=input_flags) == expected
+        assert (alarm_of(around(role, flags, 0, has_weights, input_flags)) is not None) == expected
+
+
+# -- changed in place, waived, warned of ---------------------------------------------------------------------------
+
+
+CHANGED = {
+    "it was finite before": (
+        [row("input[0]", NAN, value=4), row("output", NAN, value=4), row("before input[0]")],
+        True,
+    ),
+    "it was bad before": (
+        [row("input[0]", NAN, value=4), row("output", NAN, value=4), row("before input[0]", NAN)],
+        False,
+    ),
+    "another argument was": (
+        [
+            row("input[0]"),
+            row("input[1]", NAN, value=4),
+            row("output", NAN, value=4),
+            row("before input[0]", value=1),
+        ],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "alarms"), CHANGED.values(), ids=CHANGED)
+def test_an_argument_that_the_call_changed_in_place(rows, alarms):
+    assert (alarm_of(frame(*rows)) is not None) == alarms
+
+
+def test_what_a_rule_covers_is_hidden_and_passing_it_on_is_no_alarm():
+    so_far = PageSoFar()
+    made = so_far.judge(frame(row("input[0]"), row("output", NAN, value=7, mark=IGNORED)))
+    passed_on = so_far.judge(frame(row("input[0]"), row("output", NAN, value=7)))
+    other = so_far.judge(frame(row("input[0]"), row("output", NAN, value=8)))
+
+    assert (made.alarm, [hidden.role for hidden in made.hidden]) == (None, ["output"])
+    assert (passed_on.alarm, passed_on.hidden) == (None, ())
+    assert other.alarm is not None
+
+
+def test_a_row_of_an_argument_is_never_hidden():
+    assert judge(frame(row("input[0]", NAN, mark=IGNORED), row("output"))).hidden == ()
+
+
+def test_a_warning_is_given_where_the_value_was_first_returned():
+    limits = Limits(near_overflow=1.0, underflow_share=0.1)
+    near = msgspec.structs.replace(row("output", value=3), abs_max=40000.0, headroom=0.7)
+    so_far = PageSoFar()
+
+    assert [kind for kind, _ in so_far.judge(frame(near), limits).warnings] == ["near overflow"]
+    assert so_far.judge(frame(near, module="parent"), limits).warnings == ()
+    assert judge(frame(near)).warnings == (), "nobody asked"
+
+
+def test_a_gradient_that_a_scaler_catches_is_told_apart():
+    found = judge(frame(row("grad weight"), row("grad bias", POSINF, mark=SCALED)))
+
+    assert found.alarm is None
+    assert found.scaled is not None
+    assert found.scaled.role == "grad bias"
 
 
 # -- pages --------------------------------------------------------------------------------------------------------

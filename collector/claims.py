@@ -1,0 +1,49 @@
+"""Which node may speak of which rank: the first that does, and no more ranks than it said hello with.
+
+Who has the job's key is no stranger, and may still be wrong, or somebody else's: what one node says of another's ranks
+is not believed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..core.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage
+from ..core.records import GpuCounters, GpuHealth, NodeSignal, Xid
+
+_MAX_CLAIMS = 1 << 20
+"""Of all nodes and attempts together."""
+
+
+@dataclass
+class Claims:
+    """By (attempt, rank): the node that it is on."""
+
+    _node_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
+    _ranks_of_node: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
+        """Whether a node that said hello with so many ranks may say this. Binds ranks that nobody has spoken of."""
+        spoken_of = _ranks(body)
+        if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
+            return False
+        for attempt, rank in dict.fromkeys(spoken_of):
+            if (attempt, rank) in self._node_of_rank:
+                continue
+            known = self._ranks_of_node.get((attempt, node), 0)
+            if attempt < 0 or rank < 0 or known >= num_ranks or len(self._node_of_rank) >= _MAX_CLAIMS:
+                return False
+            self._ranks_of_node[attempt, node] = known + 1
+            self._node_of_rank[attempt, rank] = node
+        return True
+
+
+def _ranks(body: AgentBody) -> list[tuple[int, int]]:
+    """(attempt, rank) of all that a message is about."""
+    if isinstance(body, Beat):
+        return [(state.attempt, state.rank) for state in body.ranks]
+    if isinstance(body, Definitions | PageMessage):
+        return [(body.attempt, body.rank)]
+    if isinstance(body, EventMessage) and not isinstance(body.event, NodeSignal | Xid | GpuCounters | GpuHealth):
+        return [(body.event.where.attempt, body.event.where.rank)]
+    return []

@@ -1,0 +1,111 @@
+"""What keeps a run in which nothing bad was seen from being clean: what could hold an overflow and was not heard."""
+
+from __future__ import annotations
+
+from itertools import count, islice
+
+from ...core.ranks_text import ranks_text
+from ..facts import RankFacts, RunFacts
+
+_HARMLESS = ("preflight", "hooks", "device note")
+"""Parts whose faults cost no frame: the last two are notes about how frames are read."""
+_MOST_NAMED = 64
+"""Ranks that were never heard are named up to this many."""
+
+
+def missing(facts: RunFacts) -> list[str]:
+    """One clause per reason, the ranks that share it together; [] if every rank of the job was looked at to its end.
+
+    >>> missing(facts)
+    ['rank 3 was not heard after batch 41', 'ranks 0, 1 called no module']
+    """
+    ranks = facts.of_attempt(facts.last_attempt)
+    by_reason: dict[tuple[str, str], list[int]] = {}
+    for rank in ranks:
+        for reason in _of_rank(rank):
+            by_reason.setdefault(reason, []).append(rank.rank)
+    silent = _never_heard(facts, ranks)
+    if silent:
+        by_reason.setdefault(("was never heard", "were never heard"), []).extend(silent)
+    clauses = [
+        f"{ranks_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()
+    ]
+    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_pages(facts)]
+
+
+def nothing_watched(facts: RunFacts) -> bool:
+    """Whether no rank has called a module, all of them were watched to their ends, and nothing else is missing."""
+    ranks = facts.of_attempt(facts.last_attempt)
+    idle = {f"{ranks_text([rank.rank for rank in ranks])} called no module"}
+    return bool(ranks) and set(missing(facts)) == idle
+
+
+def batches_of(rank: RankFacts) -> int:
+    """Forwards of its models, as far as is known."""
+    if rank.exit is not None and rank.exit.where.batch >= 0:
+        return rank.exit.where.batch + 1
+    return rank.state.batch + 1 if rank.state is not None else 0
+
+
+def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
+    """(for one rank, for several)"""
+    exit_, state = rank.exit, rank.state
+    if exit_ is None or exit_.code is None:
+        place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "to its end"
+        return [(f"was not heard {place}", f"were not heard {place}")]
+    if exit_.phase == "unwatched":
+        return [("ran a program that is not watched", "ran programs that are not watched")]
+    if state is None or not state.final:
+        if exit_.phase == "starting" or state is None:
+            return [("had no recorder", "had no recorders")]
+        return [("was not heard to the end of its recorder", "were not heard to the ends of their recorders")]
+    if state.hooks == "failed":
+        return [("could not be watched: the hooks failed", "could not be watched: the hooks failed")]
+    found = []
+    if batches_of(rank) <= 0:
+        found.append(("called no module", "called no module"))
+    elif exit_.where.page < 0:
+        found.append(("left out every batch", "left out every batch"))
+    if state.pending:
+        text = f"ended before {_count(state.pending, 'number')} had come back from the device"
+        found.append((text, text))
+    if state.rows_lost:
+        text = f"had no room for {_count(state.rows_lost, 'row')}"
+        found.append((text, text))
+    for fault in rank.faults:
+        if fault.part not in _HARMLESS:
+            text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
+            found.append((text, text))
+            break
+    return found
+
+
+def _never_heard(facts: RunFacts, ranks: list[RankFacts]) -> list[int]:
+    known = {rank.rank for rank in ranks}
+    world = max((rank.state.world_size for rank in ranks if rank.state is not None), default=0)
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    if not world and all(hello.min_nodes == hello.max_nodes for hello in hellos):
+        world = sum(hello.nproc for hello in hellos)
+    few = min(max(0, world - len(known)), _MOST_NAMED)
+    return list(islice((number for number in count() if number not in known), few))
+
+
+def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    wanted = max((hello.min_nodes for hello in hellos), default=1)
+    found = []
+    silent = wanted - len(hellos)
+    if silent > 0:
+        found.append(f"{silent} of {_count(wanted, 'node')} {'was' if silent == 1 else 'were'} never heard")
+    elif not any_rank:
+        found.append("no rank was heard")
+    return found
+
+
+def _of_pages(facts: RunFacts) -> list[str]:
+    pages = facts.undecodable_pages
+    return [f"{_count(pages, 'page')} could not be read"] if pages else []
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' if number != 1 else ''}"

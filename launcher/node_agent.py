@@ -1,0 +1,115 @@
+"""The node agent as its launch has it: a child that hears what torchrun does, and is started again when it ends."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable
+
+import msgspec
+from msgspec.structs import replace
+
+from ..core.own_clock import OwnClock
+from ..core.pipe import AgentConfig, Notice, StopRequest, Verdict, read_from_agent, write_line
+from .children import Child, Lives
+
+SILENT_S = 120.0
+"""At the end, an agent that is alive says so every few seconds; after so long without a word it is not waited for."""
+_TICK_S = 0.2
+
+
+class NodeAgent:
+    """Starts it. `say` is given sentences for the user, `stop` why the ranks of this node are to end."""
+
+    def __init__(self, config: AgentConfig, say: Callable[[str], object], stop: Callable[[str], object]) -> None:
+        self.verdict: Verdict | None = None
+        self._config = replace(config, agent=uuid.uuid4().hex)
+        self._say = say
+        self._stop = stop
+        self._told: list[msgspec.Struct] = []
+        self._lock = threading.Lock()
+        """An agent that is started again hears all that was told, in order."""
+        self._ending = threading.Event()
+        self._over = threading.Event()
+        self._lines = 0
+        self._child = Child("launcher.agent", self._config)
+        threading.Thread(target=self._follow, daemon=True, name="gpuwatch-agent").start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        return self._child.pid
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Tell it something, and whoever comes after it."""
+        with self._lock:
+            self._told.append(message)
+            write_line(self._child.stdin, message)
+
+    def wait(self) -> None:
+        """Until it has a verdict or is given up."""
+        clock, lines, heard = OwnClock(), self._lines, 0.0
+        while not self._over.wait(_TICK_S):
+            now = clock.now()
+            if lines != self._lines:
+                lines, heard = self._lines, now
+            if now - heard > SILENT_S:
+                self._say("the node agent does not answer")
+                return
+
+    def end(self, timeout_s: float) -> None:
+        """It has nothing more to do: close its input and wait for it, see `Child.end`."""
+        self._ending.set()
+        with self._lock:
+            child = self._child
+        child.end(timeout_s)
+
+    def _follow(self) -> None:
+        """Read what it says until it has a verdict; when it ends before that, start another."""
+        lives = Lives()
+        for life in itertools.count(1):
+            self._listen()
+            if self.verdict is not None or self._ending.is_set():
+                break
+            pause_s = lives.ended()
+            if pause_s is None:
+                self._say(f"the node agent has ended {lives.short} times in a row and is not started again")
+                break
+            self._say("the node agent has ended; it is started again, and reads the recorders from the beginning")
+            time.sleep(pause_s)
+            lives.began()
+            with self._lock:
+                if self._ending.is_set():
+                    break
+                self._child.end(0.01)
+                try:
+                    self._child = Child("launcher.agent", replace(self._config, life=life))
+                except OSError as error:
+                    self._say(f"the node agent could not be started: {error}")
+                    break
+                for message in self._told:
+                    write_line(self._child.stdin, message)
+        self._over.set()
+
+    def _listen(self) -> None:
+        try:
+            for line in self._child.stdout:
+                self._lines += 1
+                self._hear(line)
+        except ValueError:  # its pipe was closed meanwhile
+            pass
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            message = read_from_agent(line)
+        except msgspec.DecodeError:  # it was killed in the middle of a line
+            return
+        if isinstance(message, Notice):
+            self._say(message.text)
+        elif isinstance(message, StopRequest):
+            self._stop(message.reason)
+        elif isinstance(message, Verdict):
+            self.verdict = message
+            self._over.set()

@@ -1,0 +1,105 @@
+"""Whatever a node with the job's key sends: the collector goes on, and its report is written."""
+
+from __future__ import annotations
+
+import pytest
+from gpuwatch.collector.facts import fold
+from gpuwatch.collector.report.model import build_report, to_json
+from gpuwatch.collector.report.stage_lines import StageLines
+from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.run_protocol import Keep, RunProtocol
+from gpuwatch.core.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
+from gpuwatch.core.records import (
+    Bandwidth,
+    Cost,
+    Fault,
+    GpuCounters,
+    GpuHealth,
+    Ignored,
+    NodeSignal,
+    PreflightResult,
+    ScalerSkip,
+    Warned,
+    Xid,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.fixture(scope="module")
+def wires(make) -> list[bytes]:
+    """A job of two ranks with everything in it, as it goes over the wire."""
+    batch = make.Batch(1, batch=1)
+    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)], depth=1)
+    place = make.where(1, batch=1)
+    events = [
+        Warned(place, "near overflow", "up", "Linear", "forward", "output", "float16", 6e4, 0.2),
+        ScalerSkip(place, 2.0, 1, "up", "Linear", "grad output", "+inf"),
+        Ignored(place, "p*", "p", "output", "+inf"),
+        Cost(place, 10, 20, 3, 3),
+        Fault(place, "hook", "x"),
+        Bandwidth(place, []),
+        PreflightResult(place, "ok", findings=[make.found("compute")]),
+        NodeSignal(15, 5),
+        Xid("GPU-0", 79, 5),
+        GpuCounters("GPU-0", "before", {"ecc": 1}),
+        GpuHealth("ok", devices={"GPU-0": "H100"}),
+    ]
+    bodies = [
+        make.hello("a0"),
+        *batch.messages(),
+        *map(EventMessage, events),
+        make.began(1, "compute"),
+        make.stage(1, "compute"),
+        EventMessage(make.Inventory(place, "GPU-0", {"torch": "2"})),
+        make.raised(1),
+        *make.finished(0),
+        make.ended(1, 1),
+        make.Bye("failed"),
+    ]
+    return [encode(AgentMessage(n, body, n - 1)) for n, body in enumerate(bodies, 1)]
+
+
+def report_of(wires: list[bytes]) -> str:
+    protocol, lines, kept = RunProtocol("run", "/run", "job"), StageLines(), []
+    for wire in wires:
+        try:
+            message = decode_agent(wire)
+        except WireError:
+            continue
+        for action in protocol.hear("a0", message, 0.0):
+            if isinstance(action, Keep):
+                lines.hear(message.body)
+                kept.append(("a0", message.n, message.body))
+    protocol.tick(1000.0)
+    lines.due()
+    lines.end()
+    report = build_report(fold(kept), run_id="x", started=None, ended=None)
+    assert len(to_json(report)) < 1 << 20
+    return render_text(report)
+
+
+def test_the_undamaged_job_is_told(wires):
+    assert "VERDICT  overflow" in report_of(wires)
+
+
+BYTES = st.one_of(
+    st.binary(min_size=1, max_size=9),
+    st.sampled_from(
+        [b"\xcf" + b"\xff" * 8, b"\xd3\x80" + b"\0" * 7, b"\xcb\x7f\xf8" + b"\0" * 6, b"\xc0", b"\xff", b"\x7f"]
+    ),
+)
+
+
+@given(st.data())
+@settings(max_examples=250, deadline=None)
+def test_any_damage_to_any_message(wires, data):
+    damaged = list(wires)
+    for _ in range(data.draw(st.integers(1, 3))):
+        number = data.draw(st.integers(0, len(wires) - 1))
+        at = data.draw(st.integers(0, len(damaged[number]) - 1))
+        new = data.draw(BYTES)
+        cut = data.draw(st.booleans())
+        # in place of as many bytes, or of one: a number grows
+        damaged[number] = damaged[number][:at] + new + damaged[number][at + (len(new) if cut else 1) :]
+    report_of(damaged)

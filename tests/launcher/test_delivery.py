@@ -1,0 +1,237 @@
+"""Helpers that are killed, stopped and started again: nothing is lost, nothing told twice, and no job is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+
+import psutil
+import pytest
+from click.testing import CliRunner
+from gpuwatch.cli.report import command as report_command
+from gpuwatch.collector.store import RunStore
+from gpuwatch.core.errors import GpuwatchError
+from gpuwatch.core.messages import EventMessage, Hello
+from gpuwatch.core.pipe import WorkersEnded, WorkersStarted
+from gpuwatch.core.records import Anomaly, Warned, Where
+from gpuwatch.launcher.scratch import keep_rescued
+
+from .conftest import Rank, until
+
+ANOMALY = Anomaly(Where(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
+
+
+def stored(node, kind) -> list:
+    """Bodies of a kind that are in the run's store now."""
+    try:
+        store = RunStore(node.run_dir / "run.sqlite")
+    except GpuwatchError:
+        return []
+    try:
+        bodies = [body for _, _, body in store.messages()]
+        return [body for body in bodies if isinstance(body, kind)]
+    finally:
+        store.close()
+
+
+def report_of(node) -> dict:
+    return json.loads((node.run_dir / "report.json").read_text())
+
+
+def kill(helper, signal_=signal.SIGKILL) -> None:
+    """Its launch is its parent, and hears of its end."""
+    psutil.Process(helper.pid).send_signal(signal_)
+
+
+def test_an_undisturbed_job_is_clean(node):
+    node.train(0, 1, 2)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+    assert node.said == node.stops == []
+
+
+def test_an_agent_that_is_killed_is_started_again_and_nothing_is_lost_or_doubled(node):
+    node.train(0, 1)
+    node.ranks[1].writer.append(ANOMALY)
+    until(lambda: any(isinstance(body.event, Anomaly) for body in stored(node, EventMessage)), "the anomaly")
+    kill(node.agent)
+    node.heard("the node agent has ended; it is started again")
+    node.train(2)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    report = report_of(node)
+    assert [entry["state"] for entry in report["nodes"]] == ["ok"]
+    assert report["run"]["nnodes"] == 1
+    assert [rank["exit"] for rank in report["ranks"]] == [0, 0]
+    told = Counter((entry["rank"], entry["what"]) for entry in report["timeline"])
+    assert set(told.values()) == {1}, told
+    assert node.stops == []
+
+
+def test_a_collector_that_is_killed_is_started_again_with_what_it_had(node):
+    node.train(0)
+    until(lambda: stored(node, Hello), "the hello in the store")
+    kill(node.collector)
+    node.train(1)
+    node.ranks[1].writer.append(ANOMALY)
+    node.heard("it was started again and goes on with what it had received")
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    assert report_of(node)["verdict"]["rank"] == 1
+    assert node.stops == []
+
+
+def test_a_collector_that_is_killed_while_the_verdict_is_waited_for(node):
+    node.train(0)
+    kill(node.collector, signal.SIGSTOP)
+    node.end_ranks()
+    os.kill(node.collector.pid, signal.SIGKILL)
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+
+
+@pytest.mark.slow  # a collector that never came is given up after 15 s
+def test_without_any_collector_the_spools_make_the_very_report(make_node, tmp_path):
+    """Two nodes; the address is of nobody."""
+    nodes = [make_node(), make_node()]
+    for number, node in enumerate(nodes):
+        node.start_agent("tcp://127.0.0.1:9", ranks=range(number, number + 1), nodes=2)
+        node.train(0, 1, 2)
+    nodes[1].ranks[0].writer.append(ANOMALY)
+    for node in nodes:
+        node.end_ranks()
+    verdicts = [node.verdict() for node in nodes]
+    assert [verdict.exit_code for verdict in verdicts] == [6, 4], "what each node knows by itself"
+    spools = sorted((tmp_path / "runs").glob("*.spool"))
+    assert len(spools) == 2
+    assert {spool.stat().st_mode & 0o777 for spool in spools} == {0o600}
+    done = CliRunner().invoke(report_command, ["--merge", *map(str, spools), "--format", "json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["verdict"]["kind"], report["verdict"]["rank"], report["verdict"]["module"]) == ("overflow", 1, "fc")
+    assert [rank["state"] for rank in report["ranks"]] == ["finished", "finished"]
+    assert [[f["module"] for f in rank["frames"]] for rank in report["ranks"]] == [["fc"], ["fc"]], "with their names"
+    assert [entry["state"] for entry in report["nodes"]] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+def test_a_clean_job_whose_collector_never_came_is_clean_once_its_spools_are_merged(make_node, tmp_path):
+    node = make_node()
+    node.start_agent("tcp://127.0.0.1:9")
+    node.train(0, 1)
+    node.end_ranks()
+    assert node.verdict().exit_code == 6
+    (spool,) = (tmp_path / "runs").glob("*.spool")
+    report = json.loads(CliRunner().invoke(report_command, [str(spool), "--format", "json"]).stdout)
+    assert (report["verdict"]["kind"], report["verdict"]["certainty"]) == ("clean", "established")
+
+
+def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
+    attempts = 13
+    for attempt in range(1, attempts):
+        node.agent.tell(WorkersEnded(attempt - 1, {rank.rank: 1 for rank in node.ranks}, [0]))
+        for rank in node.ranks:
+            rank.writer.close()
+        node.ranks = [Rank(node.scratch, rank, 2, attempt) for rank in range(2)]
+        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}, {0: 0, 1: 1}))
+    node.train(0)
+    left = [f"rank-0000{rank}.attempt-0{attempt}.recorder" for rank in range(2) for attempt in (10, 11, 12)]
+    until(lambda: sorted(path.name for path in node.scratch.glob("*.recorder")) == left, f"{left} alone")
+    kill(node.agent)
+    node.heard("started again")
+    node.end_ranks(attempts - 1)
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+
+
+# -- a full disk --------------------------------------------------------------------------------------------------
+
+
+def chatter(rank, number: int) -> None:
+    """A kilobyte of events."""
+    place = Where(rank.rank, 0, number, number, "Net", number, number)
+    rank.writer.append(
+        Warned(place, "near overflow", f"module {number} {'x' * 1000}", "Linear", "forward", "output", "float16")
+    )
+
+
+def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhere(small_disk, make_node):
+    node = make_node(small_disk / "runs")
+    node.start_agent(node.start_collector())
+    for number in range(500):
+        chatter(node.ranks[number % 2], number)
+    node.heard("it goes on in")
+    node.ranks[1].batch(2)
+    node.ranks[1].writer.append(ANOMALY)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    rescued = keep_rescued(node.scratch)
+    assert rescued is not None
+    try:
+        kept = sorted(path.name for path in rescued.iterdir())
+        assert "run.sqlite" in kept
+        done = CliRunner().invoke(report_command, ["--merge", str(node.run_dir), str(rescued), "--format", "json"])
+        assert json.loads(done.stdout)["verdict"]["module"] == "fc"
+    finally:
+        shutil.rmtree(rescued)
+
+
+def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_the_verdict_stands(
+    small_disk, make_node
+):
+    """What is in memory only is in the report, too; and is not acknowledged, so the agents keep it."""
+    node = make_node(small_disk / "runs")
+    (node.scratch / "rescued").write_text("in the way")
+    node.start_agent(node.start_collector())
+    for number in range(500):
+        chatter(node.ranks[number % 2], number)
+    node.heard("cannot be written")
+    node.ranks[1].writer.append(ANOMALY)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    assert len(stored(node, EventMessage)) < 500
+
+
+# -- helpers that are stopped -------------------------------------------------------------------------------------
+
+LONGER_THAN_ANY_PATIENCE_S = 32.0
+
+
+@pytest.mark.slow  # longer than the longest silence that used to end a job
+def test_an_agent_that_is_stopped_for_long_ends_nobodys_job(make_node):
+    head, other = make_node(), make_node()
+    address = head.start_collector()
+    for number, node in enumerate((head, other)):
+        node.start_agent(address, ranks=range(number, number + 1), nodes=2)
+        node.train(0, 1)
+    until(lambda: len(stored(head, Hello)) == 2, "both hellos")
+    kill(other.agent, signal.SIGSTOP)
+    time.sleep(LONGER_THAN_ANY_PATIENCE_S)
+    kill(other.agent, signal.SIGCONT)
+    for node in (head, other):
+        node.end_ranks()
+    verdicts = [node.verdict() for node in (head, other)]
+    assert [(verdict.exit_code, verdict.kind) for verdict in verdicts] == [(0, "clean")] * 2, verdicts[0].text
+    assert head.stops == other.stops == []
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_stopped_for_long_counts_nobodys_silence(node):
+    node.train(0, 1)
+    until(lambda: stored(node, Hello), "the hello")
+    kill(node.collector, signal.SIGSTOP)
+    node.end_ranks()
+    time.sleep(LONGER_THAN_ANY_PATIENCE_S)
+    kill(node.collector, signal.SIGCONT)
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+    assert [entry["state"] for entry in report_of(node)["nodes"]] == ["ok"]

@@ -1,0 +1,78 @@
+"""The launch's own evidence: recorders that real writers wrote, and exit codes."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from gpuwatch.core.exits import RANK_OVERFLOW
+from gpuwatch.core.recorder.layout import Field, FirstAnomaly, file_name
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.records import Anomaly, Where
+from gpuwatch.launcher.overflows import Overflows
+
+ANOMALY = Anomaly(Where(1, 0, 3, 3, "Net", 3), 2, "fc", "Linear", "forward", "output", "+inf", "float32")
+
+
+@pytest.fixture
+def record(tmp_path):
+    made = []
+
+    def make(rank: int, attempt: int = 0) -> RecorderWriter:
+        path = tmp_path / file_name(rank, attempt)
+        made.append(
+            RecorderWriter(path, rank=rank, local_rank=0, world_size=2, attempt=attempt, log_bytes=4096, segments=1)
+        )
+        return made[-1]
+
+    yield make
+    for writer in made:
+        writer.close()
+
+
+def test_a_rank_that_has_said_nothing_is_no_overflow(record, tmp_path):
+    record(0)
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {0: 0, 1: 1, 2: None})
+    assert overflows.sentence == ""
+
+
+def test_what_a_recorders_header_says_is_told_and_outlives_the_file(record, tmp_path):
+    record(0)
+    writer = record(1)
+    writer.append(ANOMALY)
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {0: 1, 1: 1})
+    writer.path.unlink()
+    overflows.look(1, {0: 0, 1: 0})
+    assert overflows.sentence == "rank 1 saw an overflow: +inf in output of `fc` (Linear), forward of batch 3"
+
+
+def test_of_several_ranks_the_earliest_batch_is_told(record, tmp_path):
+    """With --on-overflow continue the others have it a step later, from the reduced gradients."""
+    record(1).append(ANOMALY)
+    later = msgspec.structs.replace(ANOMALY.where, rank=0, batch=4)
+    record(0).append(msgspec.structs.replace(ANOMALY, where=later, module="embed"))
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {0: 0, 1: 0})
+    assert overflows.sentence == (
+        "ranks 0, 1 saw an overflow; of the earliest batch, on rank 1: "
+        "+inf in output of `fc` (Linear), forward of batch 3"
+    )
+
+
+def test_an_exit_code_or_a_damaged_header_is_told_without_a_place(record, tmp_path):
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {4: RANK_OVERFLOW})
+    assert overflows.sentence == "rank 4 saw an overflow, and where is unknown"
+    other = Overflows(tmp_path)
+    record(2).fields[Field.ANOMALY] = FirstAnomaly.SEEN
+    other.look(0, {2: 0})
+    assert other.sentence == "rank 2 saw an overflow, and where is unknown"
+
+
+def test_a_hostile_name_reaches_no_terminal(record, tmp_path):
+    record(1).append(msgspec.structs.replace(ANOMALY, module="fc\x1b[2J\nVERDICT", role="kwargs.\x9b"))
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {1: 1})
+    assert overflows.sentence.isprintable()
+    assert "`fc\\x1b[2J\\nVERDICT` (Linear)" in overflows.sentence

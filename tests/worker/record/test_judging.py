@@ -1,0 +1,105 @@
+"""What the judge's caller tells of a device, beside its judgements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpuwatch.worker.stats import device
+from gpuwatch.worker.stats.late_device import LateDevice
+from torch import nn
+
+
+@pytest.fixture
+def late(monkeypatch):
+    driver = LateDevice(3, longest=6)
+    for name in ("stats.device", "record.rows", "record.native_writer"):
+        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    assert device.late_device() is driver
+    return driver
+
+
+def test_a_graph_that_was_captured_is_told_once(watch, late):
+    watched = watch(on_overflow="continue")
+    model = nn.Linear(4, 4)
+    model(torch.randn(2, 4))
+    late.capturing = True
+    for _ in range(3):
+        model(torch.randn(2, 4))
+    late.capturing = False
+    model(torch.randn(2, 4))
+    assert [(fault.part, fault.message[:15]) for fault in watched.faults] == [("graph", "graph: not seen")]
+
+
+def test_under_sync_the_traceback_points_at_the_failing_module(watch, late):
+    from gpuwatch.core.errors import OverflowDetected
+
+    watched = watch(on_overflow="abort", sync=True)
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    with torch.no_grad():
+        layers[1].weight[0, 0] = float("inf")
+    seen = []
+    layers[2].register_forward_pre_hook(lambda *_: seen.append("the next one was called"))
+    with pytest.raises(OverflowDetected, match=r"in weight of `1` \(Linear\), forward of batch 0"):
+        nn.Sequential(*layers)(torch.randn(2, 4))
+    assert seen == []
+    assert len(watched.anomalies) == 1
+
+
+def test_every_n_misses_no_overflow_in_a_skipped_batch(watch, late):
+    watched = watch(on_overflow="continue", every=5)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for batch in range(8):
+        with torch.no_grad():
+            model[0].bias[0] = float("inf") if batch == 3 else 0.0
+        model(torch.randn(2, 4))
+    while not watched.hooks.settle():
+        pass
+    (anomaly,) = watched.anomalies
+    assert (anomaly.where.batch, anomaly.module, anomaly.role) == (3, "", "output")
+    assert anomaly.cause == "not looked into: --every 5"
+
+
+@pytest.mark.parametrize("on_overflow", ["abort", "continue"])
+def test_the_guard_lets_no_bad_gradient_into_a_weight(watch, late, on_overflow):
+    from gpuwatch.core.errors import OverflowDetected
+
+    watch(on_overflow=on_overflow, guard_optimizer=True)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    (model(torch.randn(2, 4)).sum() * float("inf")).backward()
+    if on_overflow == "abort":
+        with pytest.raises(OverflowDetected):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_skips_of_a_fused_optimizer_that_never_end_are_an_alarm(watch, late):
+    watched = watch(on_overflow="continue", scaler_skips=3)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(8):
+        optimizer.zero_grad()
+        (scaler.scale(model(torch.randn(2, 4)).sum()) * float("inf")).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    while not watched.hooks.settle():
+        pass
+    assert watched.anomalies, watched.events
+    assert watched.anomalies[0].cause.startswith("GradScaler skipped")
+    assert watched.anomalies[0].role.startswith("grad ")
+
+
+def test_what_a_rule_covers_is_hidden(watch, late):
+    watched = watch(on_overflow="abort", ignore=["1"])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[1].bias[0] = float("inf")
+    model(torch.randn(2, 4))
+    while not watched.hooks.settle():
+        pass
+    assert watched.anomalies == []
+    assert {event.role for event in watched.events if type(event).__name__ == "Ignored"} == {"bias", "output"}
