@@ -41,6 +41,8 @@ from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks.forward import Hooks
 from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.stats.late_device import LateDevice
+from gpuwatch.worker.stats.notable import Limits, NotableValue
 from gpuwatch.worker.stats.tensor_stats import TensorStats
 from overhead import PEER, Peer, Plain, Task, interval, machine, one_of, parameters, shared_memory
 from rich.console import Console
@@ -215,15 +217,15 @@ def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
     def weight(parameter: torch.Tensor, known: TensorStats | None, count: bool) -> tuple[int, TensorStats]:
         return recorder.value(0, 0, PENDING), pending
 
-    writer = native_writer.native_writer_of(
-        hooks.progress,
-        hooks.rows,
-        hooks.policy,
-        hooks._gradients,
-        device_value=value,
-        device_weight=weight,
-        reads_host=False,
-    )
+    hooks.rows.device_value, hooks.rows.device_weight = value, weight  # type: ignore[method-assign,assignment]
+    settings = hooks.progress.settings
+    notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
+    real = native_writer.late_device
+    native_writer.late_device = lambda: LateDevice(0)
+    try:
+        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, notable, hooks._gradients)
+    finally:
+        native_writer.late_device = real
     hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
 
 

@@ -17,6 +17,7 @@ from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.stats.notable import Limits, NotableValue
 from gpuwatch.worker.stats.tensor_stats import TensorStats, measure
 from torch import nn
 
@@ -69,16 +70,25 @@ class LateReader:
         self._late.clear()
 
 
+def writer_for(watched: Watched, value: Any, weight: Any = None, *, reads_host: bool = False) -> Any:
+    """A native writer with a reader of our own; `reads_host=False`: every tensor is one on a device."""
+    hooks = watched.hooks
+    hooks.rows.device_value, hooks.rows.device_weight = value, weight
+    notable = NotableValue(Limits(hooks.progress.settings.near_overflow, hooks.progress.settings.underflow_share))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_writer, "late_device", lambda: None if reads_host else object())
+        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, notable, hooks._gradients)
+    assert writer is not None
+    return writer
+
+
 @contextmanager
 def on_device(path: Path, **options: Any) -> Iterator[tuple[Watched, LateReader]]:
     """Hooks whose native writer takes every tensor for one on a device."""
     watched = Watched(path, **options)
     reader = LateReader(watched)
     hooks = watched.hooks
-    parts = (hooks.progress, hooks.rows, hooks.policy, hooks._gradients)
-    late = {"device_value": reader.value, "device_weight": reader.weight}
-    writer = native_writer.native_writer_of(*parts, **late, reads_host=False)
-    assert writer is not None
+    writer = writer_for(watched, reader.value, reader.weight)
     hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
     try:
         yield watched, reader
@@ -229,19 +239,21 @@ def test_without_a_reader_such_a_frame_is_left_to_python(tmp_path):
     watched = Watched(tmp_path / "x.recorder")
     try:
         hooks = watched.hooks
-        parts = (hooks.progress, hooks.rows, hooks.policy, hooks._gradients)
         module = nn.Linear(4, 4)
         out = module(torch.ones(2, 4))
         info = hooks._roots.enter(module)[0]
         page = info.root.page
         watched.recorder.resume_page(page)
         call = (info, module, (torch.ones(2, 4),), {}, out, page, 0, 0, 0, 0)
-        values = {"device_value": lambda tensor, count: watched.recorder.value(0, 0, PENDING)}
-        assert not native_writer.native_writer_of(*parts, reads_host=False).frame(*call)
+
+        def value(tensor: torch.Tensor, count: bool) -> int:
+            return watched.recorder.value(0, 0, PENDING)
+
+        assert not writer_for(watched, None).frame(*call)
         hooks.rows.forget()
         hooks.rows.weights.clear()
-        assert not native_writer.native_writer_of(*parts, **values, reads_host=False).frame(*call)
-        assert native_writer.native_writer_of(*parts, **values).frame(*call)  # read by itself
+        assert not writer_for(watched, value).frame(*call)
+        assert writer_for(watched, value, reads_host=True).frame(*call)  # read by itself
     finally:
         watched.close()
 
@@ -278,9 +290,7 @@ def test_a_recorded_page_is_the_same_bytes_without_a_reader(tmp_path):
         try:
             hooks = watched.hooks
             if with_reader:
-                parts = (hooks.progress, hooks.rows, hooks.policy, hooks._gradients)
-                readers = {"device_value": lambda *tensor: 1 // 0, "device_weight": lambda *weight: 1 // 0}
-                writer = native_writer.native_writer_of(*parts, **readers)
+                writer = writer_for(watched, lambda *tensor: 1 // 0, lambda *weight: 1 // 0, reads_host=True)
                 hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
             train(["residual", "integers", "nested"], 1, "", steps=4)
             found.append(recorded(watched)[1:])
