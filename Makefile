@@ -3,7 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help demo test slow lint typecheck check clean
+# Tests that run at the same time, each with one thread of torch's. A SEED draws the sample of `make slow`.
+JOBS ?= 2
+SEED ?= 0
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED)
+
+.PHONY: help demo test slow soak gpu lint typecheck check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -15,18 +20,24 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## two ranks train until one overflows (half a minute); prints the combined report
+demo: $(READY)  ## two ranks train until one overflows (a minute at most); prints the combined report and its path
 	@echo "Two ranks train a small fp16 transformer; the learning rate is too high. Which rank and module overflows first?"
 	OMP_NUM_THREADS=1 $(BIN)/gpuwatch launch --nproc-per-node 2 examples/train_transformer.py \
 	    || { code=$$?; test $$code -eq 4 || exit $$code; }  # 4: overflow found, which is what the demo is for
 
-test: $(READY)  ## all tests that need neither a GPU nor much time
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores
+	$(PYTEST) -m 'not slow and not soak and not gpu' --numprocesses $(JOBS) --dist worksteal
 
-# Most of them wait, for a deadline or for SLURM; those of a network or a cluster bring up one of their own.
-slow: $(READY)  ## the long tests, three at a time; a quarter of an hour
-	$(BIN)/python -m pytest -m 'slow and not gpu and not alone' --numprocesses 3 --dist loadfile
-	$(BIN)/python -m pytest -m 'slow and not gpu and alone'
+# Many of them wait, for a deadline or for SLURM: one more than the cores can run at a time.
+slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
+	$(PYTEST) -m 'slow and not soak and not gpu' --sample --numprocesses $$(($(JOBS) + 1)) --dist loadgroup
+
+soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
+	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
+
+# It needs no install: it runs with the torch that is there.
+gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured there (docs/gpu.md)
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_acceptance.py
 
 lint: $(READY)  ## formatting and lint rules
 	$(BIN)/ruff format --check .

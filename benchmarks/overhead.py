@@ -333,7 +333,7 @@ def step_times(model: str, mode: str, device: str, steps: int) -> dict[str, list
     """Milliseconds of all steps of all variants of a model, measured in turns."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     order = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="gpuwatch-overhead-", dir=_shared_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="gpuwatch-overhead-", dir=shared_memory()) as folder:
         names = names_of_variants(mode)
         if mode == "eager":
             job = task(model, device)
@@ -367,7 +367,7 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def _shared_memory() -> str | None:
+def shared_memory() -> str | None:
     """Where a launch keeps its recorders, if there is such a place."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -378,7 +378,7 @@ def _shared_memory() -> str | None:
 def peak_bytes(model: str, name: str, device: str) -> int:
     """Run in a fresh process: the most memory that it ever held, the recorder's pages included."""
     job = task(model, device)
-    with tempfile.TemporaryDirectory(prefix="gpuwatch-overhead-", dir=_shared_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="gpuwatch-overhead-", dir=shared_memory()) as folder:
         eager(name, job, Path(folder)).watcher.attach()
         for _ in range(MEMORY_STEPS):
             job.step()
@@ -429,7 +429,7 @@ class Row:
         return ("ok" if self.ratio <= self.target else "over") + clear
 
 
-def _interval(values: list[float]) -> tuple[float, float]:
+def interval(values: list[float]) -> tuple[float, float]:
     """A 95 % interval of the median, from the order of the values alone."""
     ordered = sorted(values)
     away = round(0.98 * len(ordered) ** 0.5)
@@ -442,7 +442,7 @@ def _compared(values: list[float]) -> dict[str, Any]:
     return {
         "ratio": statistics.median(values),
         "quartiles": (quartiles[0], quartiles[2]),
-        "interval": _interval(values),
+        "interval": interval(values),
     }
 
 
@@ -460,7 +460,7 @@ def rows_of_times(model: str, mode: str, device: str, times: dict[str, list[floa
             name: [a - b for a, b in zip(times[name], times[PLAIN], strict=True)] for name in ("forward+weights", PEER)
         }
         ours, theirs = (statistics.median(values) for values in added.values())
-        low, high = _interval(added["forward+weights"])
+        low, high = interval(added["forward+weights"])
         share = Row(model, mode, "added, of the peer's", ours, "ms", ours / theirs, target=SHARE_OF_PEER)
         share.interval = (low / theirs, high / theirs)
         rows.append(share)
@@ -523,7 +523,7 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
+def one_of(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         chosen = [part.strip() for part in text.split(",")]
         if wrong := [part for part in chosen if part not in choices]:
@@ -536,8 +536,8 @@ def _one_of(choices: tuple[str, ...]) -> Callable[[str], list[str]]:
 def main() -> None:
     """Measure, print, and save."""
     parser = argparse.ArgumentParser(description="What watching costs, next to transformers' DebugUnderflowOverflow.")
-    parser.add_argument("--models", type=_one_of(MODELS), default=list(MODELS), help="of gpt2,t5; default: both")
-    parser.add_argument("--modes", type=_one_of(MODES), default=list(MODES), help="of eager,compiled; default: both")
+    parser.add_argument("--models", type=one_of(MODELS), default=list(MODELS), help="of gpt2,t5; default: both")
+    parser.add_argument("--modes", type=one_of(MODES), default=list(MODES), help="of eager,compiled; default: both")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--steps", type=int, help="measured steps of each variant; default: 40, on CUDA 200")
     parser.add_argument("--memory-runs", type=int, default=3, help="processes per variant; 0: no peak memory")

@@ -25,7 +25,7 @@ from .store import RunStore
 def main() -> int:
     """Entry of `python -m gpuwatch.collector`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the job has: after the report is written
+        signal.signal(number, signal.SIG_IGN)  # it ends after the job, when the report is written
     config = read_config(0, CollectorConfig)
     if config is None:
         return int(ExitCode.USAGE)
@@ -57,8 +57,8 @@ def _tell(sentence: str) -> None:
 def listen(config: CollectorConfig) -> Server:
     """Bind. Raises zmq.ZMQError when the address cannot be had.
 
-    Two nodes on one host start their collectors at once, and Linux can then refuse both: each sees the other on its
-    way to listening. So a refusal is believed only when it was met again after a pause of random length.
+    If two nodes on one host start their collectors at once, Linux can refuse both. So a refusal counts only after
+    retries with pauses of random length.
     """
     for pause_s in (0.05, 0.1, 0.2, 0.4):
         try:

@@ -1,4 +1,4 @@
-"""What the earlier lives of a requeued job came to: each has a run of its own, and the last one's report lists them."""
+"""How the earlier lives of a requeued job ended. Each has a run of its own, and the last report lists them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .paths import RunPaths
 
 
 class EarlierLife(msgspec.Struct, frozen=True):
-    """One life of the job, before the one that the report is about."""
+    """A life of the job before the one that the report is about."""
 
     run: str
     kind: str
-    """"" where it has left no report."""
+    """"" if it has left no report."""
     statement: str
 
 
@@ -27,11 +27,11 @@ class _Report(msgspec.Struct):
 
 
 def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
-    """Of the job of this run, the first life first; [] for a run of no job."""
+    """The earlier lives of this run's job, the first one first; [] for a run without a job."""
     run = job_run(paths.run_id)
     if run is None or not run.restart:
         return []
-    runs = runs_of_job((path.name for path in paths.folder.parent.glob("*-slurm-*")), run.job)
+    runs = runs_of_job((path.name for path in paths.folder.parent.iterdir()), run.job)
     return [_life(RunPaths(paths.folder.parent / other.name)) for other in runs if other.restart < run.restart]
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
-from ..core.alarm import anomaly_of_page
 from ..core.frames import Page
+from ..core.judge import anomaly_of_page
 from ..core.messages import (
     AgentBody,
     Beat,
@@ -22,7 +20,6 @@ from ..core.messages import (
     node_of,
 )
 from ..core.pages import Names, decode_page
-from ..core.plain import plain_fields
 from ..core.records import (
     Anomaly,
     Bandwidth,
@@ -44,6 +41,9 @@ from ..core.records import (
     WorkerExit,
     Xid,
 )
+from .diagnose.diagnose import diagnose
+from .diagnose.local_diagnosis import LocalDiagnosis
+from .shown_body import shown_body
 
 
 @dataclass
@@ -71,6 +71,8 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    diagnosis: LocalDiagnosis | None = None
+    """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
 
     @property
     def hidden_rows(self) -> int:
@@ -153,11 +155,12 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
     facts = RunFacts()
     names: dict[tuple[int, int], Names] = {}
     pages: list[tuple[str, PageMessage]] = []
-    for name, _, body in messages:
+    for name, _, received in messages:
         agent = node_of(name)
+        body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
         node = facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
-            node.hello = replace(plain_fields(body), command=body.command)
+            node.hello = body
         elif isinstance(body, Bye):
             node.bye = body
         elif isinstance(body, Definitions):
@@ -190,6 +193,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.diagnosis = diagnose(rank.anomalies, rank.pages)
         rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
     return facts
 
@@ -205,7 +209,7 @@ def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
 
 
 def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
-    event = plain_fields(message.event)
+    event = message.event
     if isinstance(event, NodeSignal):
         node.signal = event
         return
@@ -259,7 +263,7 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
         clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
         if node.clock is None or clock[1] <= node.clock[1]:
             node.clock = clock
-    for state in map(plain_fields, beat.ranks):
+    for state in beat.ranks:
         rank = _rank(facts, node.agent, state.attempt, state.rank)
         if rank.state is None or _moved(state) >= _moved(rank.state):
             rank.state = state

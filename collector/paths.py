@@ -20,7 +20,7 @@ class RunPaths:
 
     @property
     def run_id(self) -> str:
-        """Name of the run: when it began (local time) and four random letters."""
+        """Name of the run: its start (local time) and four random hex digits."""
         return self.folder.name
 
     @property
@@ -40,12 +40,12 @@ class RunPaths:
 
     @property
     def exit_code(self) -> Path:
-        """What the launches exit with, as a number: for scripts."""
+        """The exit code of the launches as a number, for scripts."""
         return self.folder / "exit-code"
 
     @property
     def logs(self) -> Path:
-        """What gpuwatch's own processes wrote."""
+        """The logs of gpuwatch's own processes."""
         return self.folder / "logs"
 
 
@@ -73,7 +73,7 @@ def new_run(runs_dir: Path, name: str = "") -> RunPaths:
 
 
 def point_latest(runs_dir: Path, run_id: str) -> None:
-    """Let `latest` mean this run. A file system without links does without."""
+    """Point `latest` at this run. Does nothing on a file system without links."""
     link = runs_dir / f".{LATEST}-{os.getpid()}"
     try:
         link.symlink_to(run_id)

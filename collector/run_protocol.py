@@ -106,7 +106,7 @@ class RunProtocol:
     """Agents that were turned away."""
     by_hand: bool = False
     """No launch started this collector, so none can tell it that the job is over."""
-    _wanted: dict[tuple[int, str, int], Want] = field(default_factory=dict)
+    _wanted: dict[tuple[int, str, int], list[Want]] = field(default_factory=dict)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
     _ended: bool = False
@@ -129,7 +129,7 @@ class RunProtocol:
         actions: list[Action] = []
         if node.restored:
             node.restored = False
-            actions += [Send(agent, want) for want in self._wanted.values()]
+            actions += [Send(agent, want) for wants in self._wanted.values() for want in wants]
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
             kept = [Keep(agent, message)] if believed and not isinstance(message.body, Leaving) else []
@@ -234,8 +234,10 @@ class RunProtocol:
         key = (where.attempt, where.root, where.batch)
         if key in self._wanted:
             return []
-        want = self._wanted[key] = Want(where.attempt, *split_label(where.root), where.batch)
-        return [Send(agent, want) for agent, node in self.nodes.items() if not node.gone]
+        batches = [where.batch, where.batch - 1] if where.batch > 0 else [where.batch]  # the one before: its history
+        wants = [Want(where.attempt, *split_label(where.root), batch) for batch in batches]
+        self._wanted[key] = wants
+        return [Send(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:

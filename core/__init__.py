@@ -1,1 +1,1 @@
-"""What the rooms share and what imports none of them: frames, recorder format, wire messages, settings, errors."""
+"""What all parts share: frames, recorder format, wire messages, settings, errors. It imports none of them."""

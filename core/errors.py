@@ -6,13 +6,13 @@ from .exits import ExitCode
 
 
 class GpuwatchError(Exception):
-    """Something that gpuwatch has to tell the user in one sentence."""
+    """An error that the user is told in one sentence."""
 
     exit_code: ExitCode = ExitCode.SCRIPT_FAILED
 
 
 class UsageError(GpuwatchError):
-    """The user asked for something that cannot be done: what was expected, what was found, and the flag to change."""
+    """A usage error. It says what was expected, what was found, and which flag to change."""
 
     exit_code = ExitCode.USAGE
 
@@ -20,11 +20,11 @@ class UsageError(GpuwatchError):
 class OverflowDetected(GpuwatchError, ValueError):
     """A watched tensor holds inf or nan and the policy is `abort`.
 
-    It is a `ValueError`, as the 21-frame class that users know raises one.
+    It is a `ValueError`, because transformers' DebugUnderflowOverflow raises one.
     """
 
     exit_code = ExitCode.OVERFLOW
 
 
 class JobEnded(SystemExit):
-    """Ends the job where it was asked to end (`--abort-after-batch`): exit code 0."""
+    """The job ends at the batch that `--abort-after-batch` names. The exit code is 0."""

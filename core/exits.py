@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a caller may branch on. A run that a signal ended exits with 128 + its number, as shells have it."""
+    """What a caller may branch on. As in a shell, a run that signal N ended exits with 128 + N."""
 
     CLEAN = 0
     SCRIPT_FAILED = 1

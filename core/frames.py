@@ -10,11 +10,12 @@ abs min  abs max  metadata
 from __future__ import annotations
 
 import math
-import re
 from enum import IntEnum, IntFlag
 
 import msgspec
 
+from .roles import GRADIENTS, Role, RoleKind, parse_role
+from .shown import shown_name
 from .values import NonFinite
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
@@ -31,7 +32,7 @@ class Phase(IntEnum):
     COLLECTIVE = 4
     INPUT = 5
     RECOMPUTE = 6
-    """A forward that is run again during the backward: activation checkpointing."""
+    """A forward that activation checkpointing runs again during the backward."""
 
 
 class Mark(IntFlag):
@@ -39,15 +40,17 @@ class Mark(IntFlag):
 
     NONE = 0
     IGNORED = 1
-    """A rule of the user's (`--ignore`) covers it."""
+    """A rule of the user's (`--ignore`) waives it."""
     PASSED_THROUGH = 2
-    """An output that is an input, perhaps written into: an uninitialised buffer is no alarm."""
+    """An output that is one of the inputs, unchanged or written into. An uninitialised buffer raises no alarm."""
     SCALED = 4
-    """A gradient that a GradScaler checks: inf or nan there is expected, the step is skipped."""
+    """A gradient that a GradScaler checks. An inf or nan there is expected: the scaler skips the step."""
+    SKIPPED = 8
+    """Of a batch that `--every` skips, in which only what the root returns is looked at."""
 
 
 class RowKind(IntEnum):
-    """Whether a row has numbers, and if not, why not."""
+    """Whether a row has numbers, or why it has none."""
 
     MEASURED = 0
     NONE = 1
@@ -58,23 +61,9 @@ class RowKind(IntEnum):
     PENDING = 6
 
 
-_INPUT = re.compile(r"(input|kwargs)(\.|\[|$)")
-_OUTPUT = re.compile(r"output(\.|\[|$)")
-
-
-def is_input(role: str) -> bool:
-    """Whether a row is about an argument of the call. A parameter may be called `input_scale`."""
-    return _INPUT.match(role) is not None
-
-
 def is_output(role: str) -> bool:
-    """Whether a row is about what the call returned. A parameter may be called `output_bias`."""
-    return _OUTPUT.match(role) is not None
-
-
-def is_weight(role: str) -> bool:
-    """Whether a row is about a parameter of the module."""
-    return not (is_input(role) or is_output(role) or role.startswith(("grad ", "state ")))
+    """Whether a row is about what the call returned."""
+    return parse_role(role).kind is RoleKind.OUTPUT
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -94,15 +83,25 @@ class Row(msgspec.Struct, frozen=True):
     kind: str = "measured"
     flags: int = 0
     value: int = -1
-    """Index of the measured value in the page: two rows with the same one are about the same tensor."""
+    """Index of the measured value in the page. Two rows with the same index are about the same tensor."""
     mark: int = 0
     """`Mark`"""
     zeros: float | None = None
-    """Share of elements that are zero, 0 to 1; None where nobody counted."""
+    """Share of elements that are zero, 0 to 1; None where they were not counted."""
     subnormals: float | None = None
-    """Share of elements below the dtype's smallest number of full precision, zeros left out."""
+    """Share of elements below the dtype's smallest normal number, without the zeros."""
     headroom: float | None = None
     """Powers of two between abs max and the dtype's largest number."""
+
+    @property
+    def parsed_role(self) -> Role:
+        """What the row is about. Each text is parsed once (core.roles)."""
+        return parse_role(self.role)
+
+    @property
+    def role_kind(self) -> RoleKind:
+        """The kind of what the row is about."""
+        return parse_role(self.role).kind
 
     @property
     def finite(self) -> bool:
@@ -111,12 +110,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def only_neginf(self) -> bool:
-        """What masks are made of: -inf, and neither nan nor +inf."""
+        """It holds -inf, and neither nan nor +inf, as masks do."""
         return self.flags == NonFinite.NEGINF
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One module call in a batch, in the order in which the calls returned (a child before its parent)."""
+    """One module call in a batch. Frames are in the order in which the calls returned: a child before its parent."""
 
     batch: int
     index: int
@@ -128,7 +127,7 @@ class Frame(msgspec.Struct, frozen=True):
     parent: str | None = None
     seq: int = -1
     collectives: int = 0
-    """How many collectives were issued during the call (at most 255 are counted)."""
+    """How many collectives were issued during the call. The count stops at 255."""
 
     @property
     def title(self) -> str:
@@ -138,26 +137,26 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def inputs(self) -> list[Row]:
         """Rows of the positional and keyword arguments."""
-        return [row for row in self.rows if is_input(row.role)]
+        return [row for row in self.rows if row.role_kind is RoleKind.INPUT]
 
     @property
     def outputs(self) -> list[Row]:
         """Rows of what the call returned."""
-        return [row for row in self.rows if is_output(row.role)]
+        return [row for row in self.rows if row.role_kind is RoleKind.OUTPUT]
 
     @property
     def weights(self) -> list[Row]:
         """Rows of the module's own parameters."""
-        return [row for row in self.rows if is_weight(row.role)]
+        return [row for row in self.rows if row.role_kind is RoleKind.WEIGHT]
 
     @property
     def gradients(self) -> list[Row]:
         """Rows of gradients: `grad output[0]` of what the module returned, `grad weight` of a parameter."""
-        return [row for row in self.rows if row.role.startswith("grad ")]
+        return [row for row in self.rows if row.role_kind in GRADIENTS]
 
 
 class Page(msgspec.Struct, frozen=True):
-    """All frames of one batch of one rank; `lost_frames` of them had been overwritten when it was read."""
+    """All frames of one batch of one rank. `lost_frames` of them were overwritten before they were read."""
 
     rank: int
     attempt: int
@@ -170,8 +169,18 @@ class Page(msgspec.Struct, frozen=True):
     lost_frames: int = 0
 
 
+def module_text(module: str, cls: str | None) -> str:
+    """A module by name and class, for a sentence, safe to show (core/shown.py). The root has no name.
+
+    >>> module_text("fc1", "Linear"), module_text("", "Net")
+    ('`fc1` (Linear)', 'the root module (Net)')
+    """
+    kind = shown_name(cls or "?")
+    return f"`{shown_name(module)}` ({kind})" if module else f"the root module ({kind})"
+
+
 def format_number(number: float | None) -> str:
-    """`%8.2e`, the width and precision that readers of these tables know."""
+    """`%8.2e`, the width and precision of the 21-frame table."""
     return f"{number:8.2e}" if number is not None else f"{'-':>8}"
 
 

@@ -1,4 +1,4 @@
-"""Facts about this host and process that several rooms report."""
+"""Facts about this host and process that several parts report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def host_name() -> str:
 
 
 def versions() -> dict[str, str]:
-    """gpuwatch's and Python's versions; torch's comes from the ranks, which have imported it."""
+    """The versions of gpuwatch and Python. The ranks report torch's, because they have imported it."""
     return {"gpuwatch": gpuwatch_version(), "python": platform.python_version()}
 
 

@@ -1,4 +1,4 @@
-"""How the runs of a SLURM job are named: the batch script names them, and who looks for them reads the names.
+"""How the runs of a scheduler's job are named: the batch script names them, and who looks for them reads the names.
 
 20261121-091533-slurm-17              job 17
 20261121-092101-slurm-17-restart-1    the same job, after it was requeued once
@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+_SCHEDULERS = ("slurm",)
 _NAME = re.compile(
-    r"(?P<time>\d{8}-\d{6})-slurm-(?P<job>\d+(?:_\d+)?)(?:-restart-(?P<restart>\d+))?(?:-(?P<again>\d+))?"
+    rf"(?P<time>\d{{8}}-\d{{6}})-(?:{'|'.join(_SCHEDULERS)})-(?P<job>\d+(?:_\d+)?)"
+    r"(?:-restart-(?P<restart>\d+))?(?:-(?P<again>\d+))?"
 )
 
 

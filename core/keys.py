@@ -1,7 +1,7 @@
 """CURVE keys from a shared secret: every node derives the same two key pairs, and nothing secret crosses the network.
 
 The private keys are scrypt (RFC 7914) of the secret, salted with the job's rendezvous, one for the collector and one
-for all agents. A stranger without the secret can neither pose as the collector nor be let in by it.
+for all agents. Without the secret, nobody can pose as the collector or connect to it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _pair(secret: str, salt: str) -> KeyPair:
 
 
 def random_secret() -> str:
-    """A secret for a job that needs to share it with nobody but its own children."""
+    """A random secret, for a job that shares it with its own child processes only."""
     return secrets.token_urlsafe(32)
 
 
 def read_secret(secret_file: str | None) -> str | None:
-    """The secret that the user gave, by file or environment; None if none. Raises UsageError on an unusable one."""
+    """The user's secret, from a file or the environment; None without one. Raises UsageError on an unusable one."""
     if secret_file is not None:
         try:
             secret = Path(secret_file).read_text().strip()

@@ -1,6 +1,6 @@
 """The wire between a node agent (DEALER) and the collector (ROUTER): msgpack structs, never pickle.
 
-Every message of an agent is numbered; the collector acknowledges the highest number up to which it has everything.
+An agent numbers its messages. The collector acknowledges the highest number up to which it has everything.
 What must not be lost (hello, events, definitions, bye) is kept by the agent until then. Pages may be dropped under
 pressure, oldest first; how many is in every beat. Beats are not numbered: the next one replaces a lost one.
 """
@@ -13,13 +13,14 @@ import msgspec
 
 from .errors import GpuwatchError
 from .records import Definition, Event
+from .scheduler_job import SchedulerJob
 
 SCHEMA = 1
 MAX_MESSAGE_BYTES = 32 << 20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """First message of an agent: who it is."""
+    """An agent's first message: who it is."""
 
     agent: str
     host: str
@@ -34,13 +35,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     cwd: str = ""
     trace_batches: list[int] = []
     check_only: bool = False
-    """`gpuwatch check`: the preflight is all there is."""
-    slurm_job: str = ""
-    """Id of the SLURM job that it runs in; "" outside of SLURM."""
-    slurm_node: str = ""
-    """What SLURM calls this node."""
-    slurm_nodes: list[str] = []
-    """What SLURM calls the nodes of the job, in its order."""
+    """`gpuwatch check`: there is a preflight and no script."""
+    job: SchedulerJob | None = None
+    """The scheduler's job that it runs in; None outside of one."""
 
 
 class EventMessage(msgspec.Struct, frozen=True, tag="event"):
@@ -69,7 +66,7 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class PageMessage(msgspec.Struct, frozen=True, tag="page"):
-    """One batch of one rank, or what was still there of it."""
+    """One batch of one rank, or what the recorder still held of it."""
 
     rank: int
     attempt: int
@@ -82,7 +79,7 @@ class PageMessage(msgspec.Struct, frozen=True, tag="page"):
 
 
 class RankState(msgspec.Struct, frozen=True):
-    """Where a rank is: read from its recorder without its help."""
+    """Where a rank is, as its recorder says. The rank itself need not answer."""
 
     rank: int
     local_rank: int
@@ -100,13 +97,13 @@ class RankState(msgspec.Struct, frozen=True):
     age_s: float = 0.0
     """Seconds since its recorder last moved."""
     ignored: int = 0
-    """Rows that would have been an alarm and that a rule of the user's covers."""
+    """Rows that would have been an alarm and that a rule of the user's waived."""
     scaler_skips: int = 0
     """Optimizer steps that a GradScaler has skipped."""
     warned: int = 0
-    """Rows near overflow or in underflow; the first of each kind and place is an event."""
+    """Rows near overflow or in underflow. The first of each kind and place is an event, too."""
     batches_skipped: int = 0
-    """Batches that `--every` left out."""
+    """Batches that `--every` skipped."""
     world_size: int = 0
     """Ranks of the job; 0: not known."""
     hooks: Literal["none", "attached", "failed"] = "none"
@@ -120,20 +117,20 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The node is alive, and this is where its ranks are."""
+    """The node is alive. It says where its ranks are."""
 
     ranks: list[RankState]
     pages_dropped: dict[int, int]
     sent_ns: int = 0
-    """This host's clock, which comes back in the acknowledgement."""
+    """This host's clock. The acknowledgement returns it."""
     clock_offset_ns: int | None = None
-    """By how much the collector's clock is ahead of this host's; None: not measured yet. Shown, never used."""
+    """By how much the collector's clock is ahead of this host's; None: not measured yet. It decides nothing."""
     clock_round_trip_ns: int | None = None
-    """Of the exchange that the offset comes from: it is uncertain by half of this."""
+    """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """torchrun ended on this node and everything that was recorded has been sent before this message."""
+    """torchrun has ended on this node. Everything that was recorded was sent before this message."""
 
     outcome: str
     """ok, failed, or signal."""
@@ -163,8 +160,8 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 class AgentMessage(msgspec.Struct, frozen=True):
     """An envelope: `n` counts from 1; 0 is not numbered.
 
-    `after` is the number of the message before it that the agent still has: a collector that has not seen that one
-    knows that something was lost on the way, and asks for it again.
+    `after` is the number of the message before it that the agent still has. A collector that has not seen that message
+    knows that something was lost, and asks for it again.
     """
 
     n: Number
@@ -202,7 +199,7 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End the job on this node: it cannot go on elsewhere."""
+    """End the job on this node, because it has ended elsewhere."""
 
     reason: str
 
@@ -217,7 +214,7 @@ class Final(msgspec.Struct, frozen=True, tag="final"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The collector does not take this agent, and why."""
+    """The collector refuses this agent. `reason` says why."""
 
     reason: str
 

@@ -1,21 +1,21 @@
-"""From the numbers of a page to frames with names: the inverse of what a recorder stores. Needs no torch."""
+"""Turns a page's numbers into frames with names: the inverse of what a recorder stores. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec.structs import replace
 
 from .frames import Frame, Page, Phase, Row, RowKind
 from .messages import PageMessage
-from .plain import plain
 from .recorder import layout
 from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from .shown import is_shown, shown_name
 from .values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
 
 
 class Names:
-    """The definitions of one rank in one attempt."""
+    """The definitions of one rank in one attempt. Their names are safe to show (core/shown.py)."""
 
     def __init__(self) -> None:
         self.roots: dict[int, RootDef] = {}
@@ -24,14 +24,16 @@ class Names:
         self.shapes: dict[int, ShapeDef] = {}
 
     def add(self, entries: Iterable[Definition]) -> None:
-        """Take definitions, in any order, twice if need be."""
+        """Add definitions. Their order does not matter, and neither do duplicates."""
         for entry in entries:
             if isinstance(entry, RootDef):
-                self.roots[entry.id] = replace(entry, cls=plain(entry.cls))
+                self.roots[entry.id] = entry if is_shown(entry.cls) else replace(entry, cls=shown_name(entry.cls))
             elif isinstance(entry, ModuleDef):
-                self.modules[entry.id] = replace(entry, name=plain(entry.name), cls=plain(entry.cls))
+                if not (is_shown(entry.name) and is_shown(entry.cls)):
+                    entry = replace(entry, name=shown_name(entry.name), cls=shown_name(entry.cls))
+                self.modules[entry.id] = entry
             elif isinstance(entry, SlotDef):
-                self.slots[entry.id] = replace(entry, role=plain(entry.role))
+                self.slots[entry.id] = entry if is_shown(entry.role) else replace(entry, role=shown_name(entry.role))
             else:
                 self.shapes[entry.id] = entry
 
@@ -41,8 +43,14 @@ class Names:
         return root.label if root is not None else f"root {root_id}"
 
 
+FrameFields = tuple[int, int, int, int, int, int, int, int, int]
+"""What `layout.FRAME` unpacks to."""
+RowFields = tuple[int, int, int, int, int, int]
+"""What `layout.ROW` unpacks to."""
+
+
 def decode_page(message: PageMessage, names: Names) -> Page:
-    """Give a page its names. What it refers to and is not there is shown as lost, never guessed."""
+    """Give a page its names. A missing definition or number is shown as lost and never guessed."""
     values: dict[int, Value] = {}
     for segment in message.segments:
         for offset, numbers in enumerate(layout.VALUE.iter_unpack(segment.values)):
@@ -50,25 +58,9 @@ def decode_page(message: PageMessage, names: Names) -> Page:
     frames: list[Frame] = []
     for segment in message.segments:
         rows = list(layout.ROW.iter_unpack(segment.rows))
-        for module_id, parent_id, depth, phase, collectives, seq, first, count, index in layout.FRAME.iter_unpack(
-            segment.frames
-        ):
-            module = names.modules.get(module_id)
-            parent = names.modules.get(parent_id) if parent_id != layout.NOTHING else None
-            frames.append(
-                Frame(
-                    batch=message.batch,
-                    index=index,
-                    module=module.name if module else f"<module {module_id}>",
-                    cls=module.cls if module else "?",
-                    phase=Phase(phase).name.lower(),
-                    rows=[_decode_row(row, values, names) for row in rows[first : first + count]],
-                    depth=depth,
-                    parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
-                    seq=seq,
-                    collectives=collectives,
-                )
-            )
+        for fields in layout.FRAME.iter_unpack(segment.frames):
+            first, count = fields[6], fields[7]
+            frames.append(decode_frame(message.batch, fields, rows[first : first + count], values.get, names))
     seen = {frame.index for frame in frames}
     return Page(
         rank=message.rank,
@@ -83,11 +75,36 @@ def decode_page(message: PageMessage, names: Names) -> Page:
     )
 
 
-def _decode_row(row: tuple[int, int, int, int, int, int], values: dict[int, Value], names: Names) -> Row:
+def decode_frame(
+    batch: int,
+    fields: FrameFields,
+    rows: Iterable[RowFields],
+    value_at: Callable[[int], Value | None],
+    names: Names,
+) -> Frame:
+    """One frame. `value_at` gives the numbers at an index of the page, None if they are lost."""
+    module_id, parent_id, depth, phase, collectives, seq, _, _, index = fields
+    module = names.modules.get(module_id)
+    parent = names.modules.get(parent_id) if parent_id != layout.NOTHING else None
+    return Frame(
+        batch=batch,
+        index=index,
+        module=module.name if module else f"<module {module_id}>",
+        cls=module.cls if module else "?",
+        phase=Phase(phase).name.lower(),
+        rows=[_decode_row(row, value_at, names) for row in rows],
+        depth=depth,
+        parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
+        seq=seq,
+        collectives=collectives,
+    )
+
+
+def _decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: Names) -> Row:
     slot_id, value_index, shape_id, dtype, kind, mark = row
     slot = names.slots.get(slot_id)
     shape = names.shapes.get(shape_id)
-    value = values.get(value_index)
+    value = value_at(value_index)
     if value is None and kind == RowKind.MEASURED:
         kind = RowKind.LOST
     if value is not None and value.meta == PENDING:

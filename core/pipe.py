@@ -1,4 +1,4 @@
-"""What a launch and its node agent, and a launch and its collector, say to each other: JSON lines over pipes."""
+"""The messages between a launch and its node agent, and between a launch and its collector: JSON lines over pipes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from typing import IO, TypeVar
 
 import msgspec
+
+from .scheduler_job import SchedulerJob
 
 
 class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -25,9 +27,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     rdzv_id: str
     trace_batches: list[int] = []
     check_only: bool = False
-    slurm_job: str = ""
-    slurm_node: str = ""
-    slurm_nodes: list[str] = []
+    job: SchedulerJob | None = None
+    """The scheduler's job that the node runs in; None outside of one."""
     agent: str = ""
     """Names the node agents of one launch."""
     life: int = 0
@@ -44,7 +45,7 @@ class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
 
 
 class WorkersEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """All ranks of this node have ended; `failed` ended badly before torchrun stopped the others."""
+    """All ranks of this node have ended. Those in `failed` ended badly before torchrun stopped the others."""
 
     attempt: int
     codes: dict[int, int | None]
@@ -57,9 +58,11 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
     outcome: str
     signal: int = 0
     reason: str = ""
-    """Who sent the signal, where the scheduler tells."""
+    """Why the scheduler sent the signal, where it tells."""
     down_nodes: list[str] = []
     """Nodes of the job that the scheduler has lost."""
+    told_by: str = ""
+    """The scheduler's command that told so."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone
@@ -78,7 +81,7 @@ class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
-    """The last thing that a node agent says: what to print and what to exit with."""
+    """A node agent's last message: what to print, and the exit code."""
 
     exit_code: int
     kind: str
@@ -104,7 +107,7 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     rdzv_id: str
     max_frames: int = 21
     run_name: str = ""
-    """Of the run's folder; "" for one made of the time."""
+    """The name of the run's folder; "" makes one from the time."""
     resume: str = ""
     """Folder of a run whose collector has ended, to go on with; "" for a new run."""
     fallback: str = ""
@@ -119,14 +122,14 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
 
 
 class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
-    """Somebody else has the port, or the address is not of this host."""
+    """The port is taken, or the address is not one of this host's."""
 
     in_use: bool
     reason: str
 
 
 class StageLine(msgspec.Struct, frozen=True, tag="stage"):
-    """How far a stage of the preflight is: the last one told of a stage replaces those before it."""
+    """How far a stage of the preflight is. A later line of a stage replaces the earlier ones."""
 
     stage: str
     done: int
@@ -138,7 +141,7 @@ class StageLine(msgspec.Struct, frozen=True, tag="stage"):
 
 
 class PreflightOver(msgspec.Struct, frozen=True, tag="preflight_over"):
-    """The preflight has ended on all ranks, or will not any more."""
+    """The preflight has ended on all ranks, or never will."""
 
     grade: str = ""
     """Worst of all; "" where there was none."""
@@ -153,7 +156,7 @@ Config = TypeVar("Config", AgentConfig, CollectorConfig)
 
 
 def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
-    """Send one message; False if the other side is gone."""
+    """Send one message. Returns False if the other side is gone."""
     try:
         pipe.write(msgspec.json.encode(message) + b"\n")
         pipe.flush()
@@ -183,7 +186,7 @@ def read_from_collector(line: bytes) -> FromCollector:
 
 
 def read_config(fd: int, kind: type[Config]) -> Config | None:
-    """The first line of a child's stdin, and not a byte more; None if the launch died before it wrote it."""
+    """The first line of a child's stdin, and not a byte more. None if the launch died before it wrote the line."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(fd, 1)

@@ -1,4 +1,4 @@
-"""The preflight's words: its stages, and what it may find. Shared by ranks that test and collector."""
+"""The preflight's stages and findings, as ranks report them and the collector reads them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ STAGES = (
 """In the order in which they are reached. A run with one node has no `cross group`."""
 
 Grade = Literal["ok", "warn", "fail", "unknown"]
-"""`unknown`: it could not be looked at, which is neither good nor bad."""
+"""`unknown`: it could not be measured, which is neither good nor bad."""
 
 Subject = Literal["rank", "gpu", "node", "link", "job"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that the preflight found out, and of whom."""
+    """One finding of the preflight, and the ranks that it is about."""
 
     stage: str
     grade: Grade
     subject: Subject
     ranks: list[int]
-    """Who is to blame; of a link, or of a difference where neither side is the odd one: both sides."""
+    """The ranks to blame. For a link, and for a difference in which neither side is the odd one, both sides."""
     hosts: list[str]
     sentence: str
-    """What was found, with both values and both hosts where it is a difference. One sentence without its full stop."""
+    """One sentence without its full stop. For a difference it has both values and both hosts."""
     next: str = ""
     """What to try next, as one sentence."""
     device: str = ""
@@ -61,10 +61,10 @@ class InventoryFacts(msgspec.Struct, frozen=True):
     """GROUP_RANK of torchrun."""
     boot_id: str = ""
     device: str = "cpu"
-    """`cpu`, `cuda:3`; "" until somebody has looked."""
+    """`cpu`, `cuda:3`; "" until it is known."""
     device_name: str = ""
     uuid: str = ""
-    """Of the GPU (`GPU-...`), or of the part of it that is this rank's (`MIG-...`)."""
+    """Of the GPU (`GPU-...`), or of the MIG device that this rank uses (`MIG-...`)."""
     pci_bus: str = ""
     driver: str = ""
     versions: dict[str, str] = {}
@@ -72,7 +72,7 @@ class InventoryFacts(msgspec.Struct, frozen=True):
     environment: dict[str, str] = {}
     """NCCL_*, TORCH_* and GLOO_* settings, NCCL's also from its configuration files; CUDA_VISIBLE_DEVICES."""
     interfaces: dict[str, list[str]] = {}
-    """name -> addresses with their prefix lengths (`10.0.0.3/24`), of those that are up"""
+    """Interfaces that are up: name -> addresses with prefix lengths (`10.0.0.3/24`)."""
     memory_free: int | None = None
     """Bytes; of the host."""
     device_memory_free: int | None = None
@@ -85,8 +85,8 @@ class InventoryFacts(msgspec.Struct, frozen=True):
     """sha256 of the script file; "" where there is none (-m, --no-python, check)."""
     local_rank: int = 0
     gpus_visible: int | None = None
-    """How many GPUs the rank could choose from."""
+    """How many GPUs the rank can see."""
     device_error: str = ""
-    """Why it has no GPU, or why nobody knows."""
+    """Why it has no GPU, or why that is unknown."""
     rdma_devices: list[str] = []
     """InfiniBand and RoCE adapters."""

@@ -8,7 +8,7 @@ MOST_PIECES = 8
 
 
 def ranks_text(ranks: Iterable[int], most: int = MOST_PIECES) -> str:
-    """In order and without gaps: `rank 3`, `ranks 0, 1`, `ranks 0-3, 7`. Beyond `most` pieces the rest is counted.
+    """In ascending order: `rank 3`, `ranks 0, 1`, `ranks 0-3, 7`. Beyond `most` pieces the rest is counted.
 
     >>> ranks_text([7, 0, 1, 2, 3])
     'ranks 0-3, 7'
@@ -28,7 +28,7 @@ def ranks_text(ranks: Iterable[int], most: int = MOST_PIECES) -> str:
 
 
 def _pieces(ordered: list[int]) -> list[tuple[int, int]]:
-    """(first, last) of what stands in a row; two neighbours are two pieces, as `0, 1` reads better than `0-1`."""
+    """(first, last) of each run. Two neighbours are two pieces: `0, 1` reads better than `0-1`."""
     rows: list[tuple[int, int]] = []
     for rank in ordered:
         if rows and rows[-1][1] == rank - 1:

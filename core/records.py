@@ -1,6 +1,6 @@
 """What a worker appends to its recorder's log: names, each interned once, and events.
 
-A row or a frame names its module, role and shape by number; the definitions here give the numbers their meaning.
+A row or a frame names its module, role and shape by number. The definitions here give the numbers their meaning.
 Every event says where in the run it happened (`Where`). New fields go at the end and have defaults, so that an old
 worker can talk to a new collector.
 """
@@ -13,7 +13,7 @@ from .preflight import BandwidthRow, Finding, Grade, InventoryFacts
 
 
 class RootDef(msgspec.Struct, frozen=True, tag="root"):
-    """A root module: `ordinal` tells apart several roots of one class, in the order of their first call."""
+    """A root module. `ordinal` counts the roots of one class in the order of their first call."""
 
     id: int
     cls: str
@@ -63,9 +63,9 @@ Definition = RootDef | ModuleDef | SlotDef | ShapeDef
 
 
 class Where(msgspec.Struct, frozen=True):
-    """A place in the run. `seq` is the number of collectives that the rank had issued on the default process group.
+    """A place in the run. `seq` counts the collectives that the rank had issued on the default process group.
 
-    -1 means not known: no batch has begun, or no process group exists. `time_ns` is the host's own clock.
+    -1 is unknown: no batch has begun, or there is no process group. `time_ns` is the host's own clock.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class Where(msgspec.Struct, frozen=True):
     seq: int = -1
     time_ns: int = 0
     clock: dict[str, int] = {}
-    """Process group -> collectives that the rank had issued on it. Two ranks share a group by its name."""
+    """Name of a process group -> collectives that the rank had issued on it."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
@@ -96,13 +96,13 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     weights_finite: bool = True
     aborts: bool = False
     cause: str = ""
-    """Why an expected value became an alarm after all: `GradScaler skipped 12 steps in a row (scale 16)`."""
+    """Why an expected value became an alarm: `GradScaler skipped 12 steps in a row (scale 16)`."""
     collectives: int = 0
     """How many collectives were issued during the module's call."""
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warned"):
-    """A finite value that is close to trouble: the first of its kind in one row of one module."""
+    """A finite value near overflow or in underflow: the first of its kind in one row of one module."""
 
     where: Where
     kind: str
@@ -119,9 +119,9 @@ class Warned(msgspec.Struct, frozen=True, tag="warned"):
 
 
 class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
-    """A GradScaler has skipped an optimizer step because of non-finite gradients. `scale` is the one they had.
+    """A GradScaler has skipped an optimizer step because of non-finite gradients. `scale` is the scale that they had.
 
-    `module`, `role` and `value` are the first bad gradient of the batch that anybody saw.
+    `module`, `role` and `value` are those of the first bad gradient that was seen in the batch.
     """
 
     where: Where
@@ -134,7 +134,7 @@ class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
 
 
 class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
-    """The first alarm of one row of one module that a rule of the user's (`--ignore`) has hidden."""
+    """The first alarm of one row of one module that a rule of the user's (`--ignore`) has waived."""
 
     where: Where
     pattern: str
@@ -144,7 +144,7 @@ class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
 
 
 class Cost(msgspec.Struct, frozen=True, tag="cost"):
-    """What watching costs, measured in the run: medians of the time from one batch to the next, in nanoseconds."""
+    """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
 
     where: Where
     plain_ns: int
@@ -162,7 +162,7 @@ class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
     traceback: str
     module: str | None = None
     peer_failure: bool = False
-    """The exception only says that another rank went away."""
+    """The exception says only that another rank is gone."""
 
 
 class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
@@ -173,12 +173,12 @@ class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
 
 
 class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
-    """A stage of the preflight began on this rank. One that has not ended is where the rank hangs or has died."""
+    """A stage of the preflight began on this rank. The rank hangs or died in a stage that has not ended."""
 
     where: Where
     stage: str
     limit_s: float = 0.0
-    """What it may take here before it is ended."""
+    """Its deadline on this rank."""
 
 
 class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
@@ -201,7 +201,7 @@ class PeerOutcome(msgspec.Struct, frozen=True):
 
 
 class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
-    """What this rank concluded: `outcome` is ok, failed (its own fault), victim (waited for others) or skipped."""
+    """This rank's conclusion. `outcome` is ok, failed (its own fault), victim (it waited for others) or skipped."""
 
     where: Where
     outcome: str
@@ -211,10 +211,9 @@ class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
     backend: str = ""
     device: str = ""
     peers: list[PeerOutcome] = []
-    """The other ranks for which not all went well: the first rank to end has torchrun stop those that have not
-    written."""
+    """The other ranks that failed or waited. torchrun stops ranks when the first one ends, so some cannot write."""
     findings: list[Finding] = []
-    """What the preflight found in all ranks, the same list on each of them."""
+    """What the preflight found in all ranks. Each rank has the same list."""
 
 
 class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth"):
@@ -225,7 +224,7 @@ class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth"):
 
 
 class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
-    """What the rank runs on, read once torch was imported."""
+    """What the rank runs on, read after torch was imported."""
 
     where: Where
     device: str
@@ -234,7 +233,7 @@ class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
 
 
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """An error of gpuwatch itself: recorded, shown, and the training goes on."""
+    """An error of gpuwatch itself. It is recorded and shown, and the training goes on."""
 
     where: Where
     part: str
@@ -242,7 +241,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
-    """A worker process ended. `by` is itself or torchrun; a negative code is a signal."""
+    """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
 
     where: Where
     code: int | None
@@ -253,18 +252,20 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
 
 
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
-    """`gpuwatch launch` was told to end by a signal."""
+    """A signal told `gpuwatch launch` to end."""
 
     signal: int
     time_ns: int = 0
     reason: str = ""
-    """Who sent it, where the scheduler tells: `SLURM: its time limit`."""
+    """Why the scheduler ends the job, where it tells: `SLURM: its time limit is reached`."""
     down_nodes: list[str] = []
     """Nodes of the job that the scheduler has lost."""
+    told_by: str = ""
+    """The scheduler's command that told so: `sinfo`."""
 
 
 class Xid(msgspec.Struct, frozen=True, tag="xid"):
-    """The driver reported an XID of a GPU while the run was watched. There is no history: only what came since then."""
+    """The driver reported an XID of a GPU. NVML has no history, so these are only the XIDs since the run began."""
 
     device: str
     """UUID of the whole GPU."""
@@ -275,11 +276,11 @@ class Xid(msgspec.Struct, frozen=True, tag="xid"):
     grade: str = "unknown"
     """What it says of the GPU: ok (the script's own fault), warn, fail, unknown."""
     mig: str = ""
-    """`GPU instance/compute instance`, where it is about one."""
+    """`GPU instance/compute instance`, where the XID is about one."""
 
 
 class GpuCounters(msgspec.Struct, frozen=True, tag="gpu_counters"):
-    """The error counters of one GPU. What the run has added is the difference between two of them (core/gpu_health)."""
+    """The error counters of one GPU. The difference between two readings is what the run added (core/gpu_health)."""
 
     device: str
     """UUID of the whole GPU."""
@@ -290,14 +291,14 @@ class GpuCounters(msgspec.Struct, frozen=True, tag="gpu_counters"):
     """Counter -> why it could not be read."""
     time_ns: int = 0
     mig: list[str] = []
-    """UUIDs of the MIG devices on it: a rank may know its GPU by one of them."""
+    """UUIDs of the MIG devices on it. A rank may know its GPU by one of them."""
 
 
 class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
-    """Whether the node's GPUs are watched through NVML: said when that begins, and once more if it ends too early."""
+    """Whether NVML watches the node's GPUs. Sent when that begins, and once more if it ends too early."""
 
     grade: str
-    """`ok`: they are; `unknown`: why not is in `detail`."""
+    """`ok`, or `unknown` with the reason in `detail`."""
     detail: str = ""
     driver: str = ""
     devices: dict[str, str] = {}

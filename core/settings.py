@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 VARIABLE = "GPUWATCH_WORKER"
-"""Removed from the environment by the worker, so that what the script starts does not take itself for one."""
+"""The worker removes it from its environment, so that the script's own child processes do not act as workers."""
 
 OnOverflow = Literal["abort", "continue"]
 Watched = Literal["forward", "grads", "weights"]
@@ -21,7 +21,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     recorder_dir: str
     round: str = "0"
-    """Names this rendezvous: the same on every node, another after every restart."""
+    """Names this rendezvous. It is the same on every node and changes with every restart."""
     attempt: int = 0
     on_overflow: OnOverflow = "abort"
     max_frames: int = 21
@@ -29,43 +29,43 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     abort_after_batch: int | None = None
     preflight: PreflightMode = "quick"
     preflight_timeout_s: float = 300.0
-    """For the arrival of all ranks; no other stage gets more than its own figure or this."""
+    """Deadline for the arrival of all ranks. No later stage gets more than this."""
     on_preflight_failure: OnPreflightFailure = "stop"
     watch: tuple[Watched, ...] = ("forward", "grads", "weights")
     modules: list[str] = []
-    """Shell patterns of the modules that get frames; none: all."""
+    """Shell patterns of the modules that get frames. Without a pattern, all do."""
     every: int = 1
-    """One batch of so many is watched."""
+    """One batch in this many is watched; the others are skipped."""
     sync: bool = False
-    """Look, and raise, in the failing module's own hook."""
+    """Read and raise in the failing module's own hook."""
     guard_optimizer: bool = False
-    """Look at the gradients before each optimizer step, and do not let a non-finite one in."""
+    """Read the gradients before each optimizer step, and stop before a non-finite one is used."""
     ignore: list[str] = []
-    """Shell patterns, `MODULE` or `MODULE:ROLE`, of rows that are no alarm."""
+    """Shell patterns, `MODULE` or `MODULE:ROLE`, of rows that are waived: they raise no alarm."""
     near_overflow: float = 1.0
-    """Powers of two below the dtype's largest number, from which on a value is near overflow."""
+    """A value is near overflow if it is at most this many powers of two below the dtype's largest number."""
     underflow_share: float = 0.1
-    """Share of subnormal elements in a tensor of low precision, from which on it is in underflow."""
+    """A tensor of low precision is in underflow if at least this share of its elements is subnormal."""
     scaler_skips: int = 12
-    """Optimizer steps that a GradScaler may skip in a row before that is an alarm."""
+    """A GradScaler may skip this many optimizer steps in a row before that is an alarm."""
     measure_cost: bool = False
-    """Leave out every second batch, to compare."""
+    """Skip every second batch, to compare the time of watched and skipped batches."""
     alloc: str = ""
-    """What the preflight allocates: a share of what is free (`80%`) or a size (`256MiB`); "" is the mode's own."""
+    """What the preflight allocates: a share of the free memory (`80%`) or a size (`256MiB`); "": the mode's default."""
     bandwidth_size: int = 0
-    """Largest size of the bandwidth test in bytes; 0 is the device's own: 256 MiB on CUDA, 16 MiB on the CPU."""
+    """Largest size of the bandwidth test in bytes. 0 is the device's default: 256 MiB on CUDA, 16 MiB on the CPU."""
     min_busbw: float = 0.0
-    """GB/s of bus bandwidth at the largest size, below which the preflight fails; 0: never."""
+    """The preflight fails below this bus bandwidth (GB/s, at the largest size); 0: it never does."""
     slow_factor: float = 1.5
-    """Times the median of all, from which on a device is slow."""
+    """A device is slow if it takes this many times the median of all devices."""
     nccl_debug: str = ""
     """Folder for the probe's NCCL logs, one file per rank; "" writes none."""
     health_thresholds: str = ""
-    """File with thresholds of the device health in place of the built-in ones; "" is none."""
+    """File whose thresholds of the GPUs' health replace the built-in ones; "" is none."""
     check_only: bool = False
     """End after the preflight: there is no script."""
     node_hosts: list[str] = []
-    """The hosts of all nodes in their order, as the launches have told each other; [] if they have not."""
+    """The hosts of all nodes by node rank, as the launches have told each other; [] if unknown."""
 
     def to_json(self) -> str:
         """The value of the environment variable."""

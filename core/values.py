@@ -6,7 +6,7 @@ which encoding: `meta = flags | encoding << 8`.
 
     float32 tensor [-2.0, 0.5]  ->  low = 0x3f000000, high = 0x40000000, meta = FLOAT32 << 8
 
-Where they were counted, meta holds the shares of zeros and of subnormal numbers too, each as an integer of 16 bits
+Where they were counted, `meta` also holds the shares of zeros and of subnormal numbers, each as a 16-bit integer
 (65535 is all of them): `meta |= zeros << 16 | subnormals << 32 | COUNTED`.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class NonFinite(IntFlag):
-    """What is non-finite in a tensor. `INF` is an inf whose sign nobody looked at."""
+    """What is non-finite in a tensor. `INF` is an inf whose sign is unknown."""
 
     NONE = 0
     NAN = 1
@@ -42,7 +42,7 @@ PENDING = 0xFF << 8
 """`meta` of a value that is still on its way from the device."""
 
 COUNTED = 1 << 48
-"""In `meta`: the shares of zeros and of subnormals are there."""
+"""In `meta`: the shares of zeros and of subnormals were counted."""
 SHARE = 0xFFFF
 """The share 1.0, as `meta` holds it."""
 
@@ -121,7 +121,7 @@ class Value(NamedTuple):
 
     @property
     def zeros(self) -> float | None:
-        """Share of the elements that are zero, 0 to 1; None where nobody counted."""
+        """Share of the elements that are zero, 0 to 1; None where they were not counted."""
         return (self.meta >> 16 & SHARE) / SHARE if self.meta & COUNTED else None
 
     @property
@@ -151,11 +151,11 @@ MIN_NORMAL_BITS = {
     Encoding.FLOAT16: 1 << 10,
     Encoding.BFLOAT16: 1 << 7,
 }
-"""Bits of the smallest number of full precision: what lies between zero and it is subnormal."""
+"""Bits of the smallest normal number. What lies between zero and it is subnormal."""
 
 
 def headroom(abs_max: float | None, dtype: str) -> float | None:
-    """Powers of two between the largest value and the dtype's own; None where there is no such thing.
+    """Powers of two between the largest value and the dtype's largest number; None where that has no meaning.
 
     >>> headroom(32752.0, "float16")
     1.0
@@ -182,7 +182,7 @@ def decode(bits: int, encoding: int) -> float:
 
 
 def name_of(flags: NonFinite) -> str:
-    """The one word for a verdict: the worst that is there.
+    """The word that a verdict uses: the worst of what is there.
 
     >>> name_of(NonFinite.NAN | NonFinite.POSINF)
     'nan'

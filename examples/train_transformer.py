@@ -4,10 +4,12 @@ Run:  torchrun --standalone --nproc-per-node 2 train_transformer.py
 The text is the standard library of the Python that runs this, as bytes: the encoder reads one chunk, the decoder
 predicts the next. The default --lr, usual for SGD, is too high for Adam: the loss falls at first, then the activations
 grow until one passes 65504, the largest fp16 number, and the loss becomes nan. With --lr 1e-3 the model trains.
+Each rank uses the GPU of its local rank where there are GPUs, else the CPU.
 """
 
 import argparse
 import gc
+import os
 import pathlib
 import sysconfig
 
@@ -139,20 +141,20 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, device: torch.device) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed * world_size + rank)  # DDP copies rank 0's weights to the other ranks
 
     data = load_shard(rank, world_size, max_bytes=2_000_000)
-    model = DistributedDataParallel(Transformer(args))
+    model = DistributedDataParallel(Transformer(args).to(device))
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup))
 
     for step in range(args.steps):
         starts = torch.randint(len(data) - 2 * args.chunk, (args.batch_size,)).tolist()
         batch = torch.stack([data[i : i + 2 * args.chunk] for i in starts]).long()
-        source, target = batch.split(args.chunk, dim=1)
-        with torch.autocast("cpu", dtype=torch.float16):
+        source, target = batch.to(device).split(args.chunk, dim=1)
+        with torch.autocast(device.type, dtype=torch.float16):
             logits = model(source, target)
             loss = F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
         optimizer.zero_grad()
@@ -165,8 +167,11 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = parse_args()
-    dist.init_process_group("gloo")
-    train(args)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    train(args, device)
     gc.collect()  # what still refers to the group may abort the process at its exit (torch 2.13 with gloo)
     dist.destroy_process_group()
 

@@ -129,9 +129,7 @@ class Agent:
                 cwd=str(Path.cwd()),
                 trace_batches=config.trace_batches,
                 check_only=config.check_only,
-                slurm_job=config.slurm_job,
-                slurm_node=config.slurm_node,
-                slurm_nodes=config.slurm_nodes,
+                job=config.job,
             )
         )
         self._take_over()
@@ -262,7 +260,7 @@ class Agent:
             if not watch.ended:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
         if done.signal:
-            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes)))
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
         self._done = done
         self._done_at = now
         self._gpus.end(now)

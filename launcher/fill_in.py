@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping
 
 from ..core.errors import UsageError
-from .cluster import Job, variables
+from .cluster import variables
+from .job import Job
 from .plan import C10D_DEFAULT_PORT, add_rendezvous_conf, bracketed, parse_nnodes
 
 
@@ -41,7 +42,7 @@ def fill_in(args: argparse.Namespace, given: set[str], job: Job | None, count_gp
         args.rdzv_id = job.rdzv_id
     if parse_nnodes(args.nnodes)[1] > 1:
         return _fill_meeting_point(args, given, job)
-    if job.scheduler == "slurm" and not given & {"rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"}:
+    if job.scheduler is not None and not given & {"rdzv_backend", "rdzv_endpoint", "master_addr", "master_port"}:
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"  # any free port: a node may have several jobs
     return False
 
@@ -49,15 +50,15 @@ def fill_in(args: argparse.Namespace, given: set[str], job: Job | None, count_gp
 def _fill_processes(args: argparse.Namespace, job: Job, count_gpus: Callable[[], int]) -> None:
     if job.nproc is not None:
         args.nproc_per_node = job.nproc
-    elif job.scheduler == "slurm" and (gpus := count_gpus()) > 0:
+    elif job.scheduler is not None and (gpus := count_gpus()) > 0:
         args.nproc_per_node = str(gpus)
 
 
 def _fill_nodes(args: argparse.Namespace, job: Job) -> None:
     if job.nodes is None:
-        if job.scheduler == "slurm":
+        if job.scheduler is not None:
             raise UsageError(
-                f"this is SLURM job {job.job_id}, and nothing says of how many nodes; hand {variables(job, 'nodes')} "
+                f"this is {job.name}, and nothing says of how many nodes; hand {variables(job, 'nodes')} "
                 "on into the container, or pass --nnodes N"
             )
         return
@@ -65,14 +66,18 @@ def _fill_nodes(args: argparse.Namespace, job: Job) -> None:
     if job.tasks_per_node > 1:
         raise UsageError(
             f"expected one task on each node, which starts the ranks of all its GPUs, found {job.tasks_per_node} tasks "
-            f"on a node in SLURM job {job.job_id}; start it with: srun --ntasks={most} --ntasks-per-node=1 gpuwatch ..."
+            f"on a node in {job.name}; start it with: {_on_each(job, most)} gpuwatch ..."
         )
     if most > 1 and not job.in_step:
         raise UsageError(
-            f"SLURM job {job.job_id} has {most} nodes, and this runs on one of them only; to run on all: srun "
-            f"--ntasks={most} --ntasks-per-node=1 gpuwatch ...; on this one alone: --nnodes 1"
+            f"{job.name} has {most} nodes, and this runs on one of them only; to run on all: {_on_each(job, most)} "
+            "gpuwatch ...; on this one alone: --nnodes 1"
         )
     args.nnodes = str(most) if least == most else f"{least}:{most}"
+
+
+def _on_each(job: Job, nodes: int) -> str:
+    return job.scheduler.on_each_node.replace("{nodes}", str(nodes)) if job.scheduler is not None else ""
 
 
 def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Job) -> bool:
@@ -86,7 +91,7 @@ def _fill_meeting_point(args: argparse.Namespace, given: set[str], job: Job) -> 
     host = job.head if ours else args.master_addr
     port = args.master_port if "master_port" in given else job.port
     if not host:
-        names = variables(job, "hosts" if job.scheduler == "slurm" else "head")
+        names = variables(job, "hosts" if job.scheduler is not None else "head")
         raise UsageError(
             f"{args.nnodes} nodes need a meeting point: expected {names} in the environment, found none; "
             "or pass --rdzv-endpoint HEAD_HOST:PORT, the same on every node"
@@ -104,16 +109,16 @@ def _means_static(given: set[str], job: Job) -> bool:
     """Options that speak of torchrun's static rendezvous, which is its default."""
     if given & {"master_addr", "master_port"}:
         return True
-    return "rdzv_endpoint" in given and (job.scheduler == "plain" or "node_rank" in given)
+    return "rdzv_endpoint" in given and (job.scheduler is None or "node_rank" in given)
 
 
 def _fill_this_node(args: argparse.Namespace, given: set[str], job: Job) -> None:
     """Whether this node hosts the rendezvous, and by which name the others reach it."""
     node_rank = args.node_rank if "node_rank" in given else job.node_rank
     most = parse_nnodes(args.nnodes)[1]
-    if node_rank is None and job.scheduler == "slurm":
+    if node_rank is None and job.scheduler is not None:
         raise UsageError(
-            f"this is SLURM job {job.job_id} of {most} nodes, and nothing says which of them this is; hand "
+            f"this is {job.name} of {most} nodes, and nothing says which of them this is; hand "
             f"{variables(job, 'node_rank')} on into the container, or pass --node-rank N"
         )
     if node_rank is not None and not 0 <= node_rank < most:

@@ -39,9 +39,9 @@ from ..core.pipe import (
 )
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from .cluster import Job
 from .elastic import run_torchrun
 from .head_collector import HeadCollector
+from .job import Job
 from .live_lines import live_lines
 from .node_agent import NodeAgent
 from .options import check_together, get_check_parser, get_parser
@@ -51,7 +51,6 @@ from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
 from .scratch import RESCUED, keep_rescued, lack_of_room, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
-from .slurm_word import ask_slurm
 from .stuck import PATIENCE_S, watch_torchrun
 from .worker_settings import worker_settings
 
@@ -86,8 +85,8 @@ def check(arguments: list[str]) -> int:
 def _run(args: argparse.Namespace, plan: Plan, command: list[str], job: Job | None) -> int:
     nproc = number_of_ranks(args)
     keys = job_keys(args, plan)
-    with signals_raise():
-        return _Launch(args, plan, keys, nproc, command, job).run()
+    with signals_raise() as signals:
+        return _Launch(args, plan, keys, nproc, command, job, signals).run()
 
 
 class _Launch:
@@ -101,7 +100,9 @@ class _Launch:
         nproc: int,
         command: list[str],
         job: Job | None,
+        signals: signals_raise,
     ) -> None:
+        self._signals = signals
         self._args = args
         self._plan = plan
         self._keys = keys
@@ -127,17 +128,29 @@ class _Launch:
         if lack:
             say(lack)
         try:
-            address = self._start_collector()
-            logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
-            self.settings = worker_settings(self._args, self._scratch, logs)
-            self._start_agent(address)
-            say(self._what_runs())
-            outcome = self._run_torchrun()
+            outcome = self._until_it_ends()
             with self._finishing:
                 return self._finish(outcome)
         finally:
             _ignore_signals()  # from here on it is a matter of seconds, and must be done
             self._clear_up()
+
+    def _until_it_ends(self) -> LaunchDone:
+        """Children up, and torchrun to its end. A signal ends both, and is told to the collector in every case."""
+        try:
+            with self._signals.held():  # an early one is in the report, too, and leaves no child behind
+                address = self._start_collector()
+                logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
+                self.settings = worker_settings(self._args, self._scratch, logs)
+                self._start_agent(address)
+            say(self._what_runs())
+            return self._run_torchrun()
+        except TimeLimitNear:
+            return LaunchDone("signal", int(signal.SIGUSR2))
+        except SignalException as error:
+            return LaunchDone("signal", int(error.sigval))
+        except KeyboardInterrupt:
+            return LaunchDone("signal", int(signal.SIGINT))
 
     def _clear_up(self) -> None:
         self._live.close()
@@ -249,9 +262,7 @@ class _Launch:
             rdzv_id=plan.job,
             trace_batches=self._args.trace_batches,
             check_only=self._args.check_only,
-            slurm_job=(job.job_id or "") if job is not None else "",
-            slurm_node=(job.node or "") if job is not None else "",
-            slurm_nodes=list(job.hosts) if job is not None else [],
+            job=job.on_the_wire if job is not None else None,
         )
         self._agent = NodeAgent(config, say, self._stop_ranks)
 
@@ -285,12 +296,8 @@ class _Launch:
         watch_torchrun(lambda: self._unseen, self._leave_torchrun, PATIENCE_S + 2 * self._args.monitor_interval)
         try:
             run_torchrun(self._args, self)
-        except TimeLimitNear:
-            return LaunchDone("signal", int(signal.SIGUSR2))
-        except SignalException as error:
-            return LaunchDone("signal", int(error.sigval))
-        except KeyboardInterrupt:
-            return LaunchDone("signal", int(signal.SIGINT))
+        except SignalException:
+            raise
         except ChildFailedError as error:
             if not self._args.check_only:  # there, no script has failed, and the report says what has
                 traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
@@ -355,6 +362,9 @@ class _Launch:
         fallback = {"ok": int(ExitCode.UNKNOWN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
             done.outcome, int(ExitCode.SIGNAL) + done.signal
         )
+        if self._agent is None:  # a second signal came before it was started
+            self._hurry = True
+            return fallback
         try:
             if self._agent is not None:
                 self._agent.wait()
@@ -381,8 +391,10 @@ class _Launch:
         """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
         if not self._plan.hosts or done.signal != signal.SIGTERM:
             return done
-        word = ask_slurm(self._job)
-        return msgspec.structs.replace(done, reason=word.reason, down_nodes=list(word.down_nodes))
+        if self._job is None or self._job.scheduler is None:
+            return done
+        end = self._job.scheduler.why_it_ends(self._job)
+        return msgspec.structs.replace(done, reason=end.reason, down_nodes=list(end.down_nodes), told_by=end.told_by)
 
     def _exit_code(self, code: int, kind: str) -> int:
         """What a rank has said itself counts more than a verdict that knows nothing of it.
@@ -399,8 +411,8 @@ class _Launch:
     def _print(self, verdict: Verdict) -> None:
         """The report: beside the script's output on stderr, or as the answer of a check on stdout."""
         job = self._job
-        if job is not None and job.scheduler == "slurm" and job.in_step and job.node_rank:
-            return  # SLURM puts the output of all nodes into one file: once is enough
+        if job is not None and job.scheduler is not None and job.in_step and job.node_rank:
+            return  # a scheduler puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
             print(verdict.text, file=sys.stderr, flush=True)
         elif self._args.format == "text":

@@ -6,11 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..core.exits import RANK_OVERFLOW
-from ..core.plain import plain_fields
+from ..core.frames import module_text
 from ..core.ranks_text import ranks_text
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.records import Anomaly
+from ..core.shown import shown_name
 
 
 class Overflows:
@@ -30,7 +31,7 @@ class Overflows:
                     self._seen[attempt, rank] = None
                 continue
             if reader.overflow_seen or code == RANK_OVERFLOW:
-                self._seen[attempt, rank] = plain_fields(reader.first_anomaly())
+                self._seen[attempt, rank] = reader.first_anomaly()
             reader.close()
 
     @property
@@ -44,8 +45,8 @@ class Overflows:
         if not known:
             return f"{ranks_text(ranks)} saw an overflow, and where is unknown"
         first = min(known, key=lambda anomaly: (anomaly.where.batch, anomaly.where.seq, anomaly.where.rank))
-        module = f"`{first.module}` ({first.cls})" if first.module else f"`{first.cls}`"
-        place = f"{first.value} in {first.role} of {module}, {first.phase} of batch {first.where.batch}"
+        module = module_text(first.module, first.cls)
+        place = f"{first.value} in {shown_name(first.role)} of {module}, {first.phase} of batch {first.where.batch}"
         if len(ranks) == 1:
             return f"{ranks_text(ranks)} saw an overflow: {place}"
         return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"

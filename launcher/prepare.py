@@ -13,8 +13,9 @@ from torch.distributed.run import determine_local_world_size
 
 from ..core.errors import UsageError
 from ..core.keys import JobKeys, derive_keys, random_secret, read_secret
-from .cluster import Job, read_job
+from .cluster import read_job
 from .fill_in import fill_in, given_options
+from .job import Job
 from .plan import Plan, parse_nnodes
 from .say import say
 
@@ -31,11 +32,11 @@ def fill_in_from_job(args: argparse.Namespace, parser: argparse.ArgumentParser, 
     if job is None:
         return None
     meets_there = fill_in(args, given_options(parser, arguments, os.environ), job, _count_gpus)
-    if job.scheduler == "slurm" and meets_there:
+    if job.scheduler is not None and meets_there:
         assert job.head is not None
         if job.node_rank == 0:
             nodes = parse_nnodes(args.nnodes)[1]
-            say(f"SLURM job {job.job_id}: {nodes} nodes meet at {args.rdzv_endpoint or job.head}")
+            say(f"{job.name}: {nodes} nodes meet at {args.rdzv_endpoint or job.head}")
         expect_address(job.head, _NAME_WAIT_S)
     return job
 

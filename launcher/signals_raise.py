@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -16,26 +18,51 @@ class TimeLimitNear(SignalException):
 
 
 class signals_raise:
-    """SIGTERM and SIGHUP raise what torchrun's handlers raise, until it installs them; SIGUSR2 does all the time.
+    """SIGINT, SIGTERM, SIGHUP raise what torchrun's handlers raise, until those are there; SIGUSR2 does all the time.
+
+    SIGINT is heard even where it was ignored when the launch began: a shell without job control, as in a script or a
+    batch job, starts its background jobs like that, and torchrun hears it there, too, once its ranks run.
 
     What the launch has come to ignore at its end stays ignored: the interpreter takes a moment to leave, and srun, once
     the first node has left, kills those that do so. Their exit code would be the job's.
     """
 
-    def __enter__(self) -> None:
-        handlers = {signal.SIGTERM: self._raise, signal.SIGHUP: self._raise, signal.SIGUSR2: self._time_limit}
-        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    def __init__(self) -> None:
+        self._holding = False
+        self._held: list[signal.Signals] = []
+
+    def __enter__(self) -> signals_raise:
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+        self._before = {number: signal.signal(number, self._hear) for number in numbers}
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, handler)
 
-    @staticmethod
-    def _raise(number: int, frame: FrameType | None) -> None:
-        raise SignalException(f"gpuwatch launch got {signal.Signals(number).name}", signal.Signals(number))
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The first signal that comes in here is raised at the end, a second one at once."""
+        self._holding = True
+        try:
+            yield
+        finally:
+            self._holding = False
+        if self._held:
+            self._raise(self._held.pop())
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._holding and not self._held:
+            self._held.append(signal.Signals(number))
+        else:
+            self._raise(signal.Signals(number))
 
     @staticmethod
-    def _time_limit(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # once is enough
-        raise TimeLimitNear
+    def _raise(number: signal.Signals) -> None:
+        if number is signal.SIGINT:
+            raise KeyboardInterrupt
+        if number is signal.SIGUSR2:
+            signal.signal(number, signal.SIG_IGN)  # once is enough
+            raise TimeLimitNear
+        raise SignalException(f"gpuwatch launch got {number.name}", number)

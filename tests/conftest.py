@@ -1,4 +1,5 @@
-"""What every test must leave as it found it: hooks, threads, and gpuwatch's variables. And a stand-in for NVML."""
+"""What every test must leave as it found it: hooks, threads, and gpuwatch's variables. Which tests run. And a stand-in
+for NVML."""
 
 from __future__ import annotations
 
@@ -11,6 +12,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
+
+import sampling
+
+settings.register_profile(  # no figure of a machine's speed, and the same examples every time; the soak takes new ones
+    "gate", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("soak", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("gate")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    sampling.add_options(parser)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return sampling.header(config)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    sampling.mark_slow(config, items)
+    yield  # -m and -k
+    sampling.take_sample(config, items)
+
 
 _HOOK_TABLES = {
     "torch.nn.modules.module": (

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
+pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
 NOT_SHIPPED = {"tests", "examples", "benchmarks", "build", "dist"}
 
 
@@ -23,7 +25,6 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
         env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -58,6 +59,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
     assert wheel.name.startswith("gpuwatch_cluster-")
     names = zipfile.ZipFile(wheel).namelist()
@@ -67,6 +69,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(sources, wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_wheel_holds_the_compiled_loops_and_the_sources_hold_the_code(wheel, installed, tmp_path):
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
@@ -74,6 +77,25 @@ def test_the_wheel_holds_the_compiled_loops_and_the_sources_hold_the_code(wheel,
     assert Path(where.strip()).parent == installed / "gpuwatch" / "worker" / "native"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_sdist_holds_the_native_sources_and_builds_from_them(sources, tmp_path):
+    copy = tmp_path / "checkout"
+    shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("*.so", "build", "dist"))
+    run("-m", "build", "--sdist", "--no-isolation", "--outdir", "dist", cwd=copy)
+    (sdist,) = (copy / "dist").iterdir()
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    native = [file.relative_to(copy) for file in (copy / "worker" / "native").rglob("*.[ch]")]
+    assert {file.suffix for file in native} == {".c", ".h"}
+    assert [file for file in native if not (unpacked / file).exists()] == []
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", cwd=unpacked)
+    (wheel,) = (unpacked / "dist").iterdir()
+    assert [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+@pytest.mark.slow
 def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
     copy = tmp_path / "checkout"
     shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("*.so", "build", "dist"))
@@ -88,6 +110,7 @@ def test_the_root_of_the_checkout_ships_one_module_only(sources):
     assert [file.name for file in shipped(sources) if len(file.parts) == 1] == ["__init__.py"]
 
 
+@pytest.mark.slow
 def test_it_runs_where_it_was_installed(installed, tmp_path):
     elsewhere = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
 
@@ -102,5 +125,6 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
     assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")
 
 
+@pytest.mark.slow
 def test_type_checkers_find_the_types(installed):
     assert (installed / "gpuwatch" / "py.typed").exists()

@@ -16,11 +16,12 @@ CALLS = {"DebugUnderflowOverflow": True, "detect_overflow": True, "watch": False
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "brings_torch"), CALLS.items())
 def test_a_call_is_there_and_torch_comes_with_it_and_not_before(name, brings_torch):
     assert (

@@ -1,58 +1,56 @@
-"""What to do in SLURM about a node that the verdict blames: the line that drains it, and the next submit without it.
+"""What to do about a node that the verdict blames: the scheduler's command that drains it, and a next job without it.
 
-Pure. Only where the nodes have said what SLURM calls them, and never for all nodes of a job: then it is not the node.
+Pure. There is advice only where a scheduler runs the job and has named its nodes. Where all nodes of a job would be
+blamed, none is: then it is not the node.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 
 from msgspec.structs import replace
 
 from ...core.messages import Hello
+from ...core.scheduler_job import SchedulerJob, fill_command
 from ..facts import NodeFacts, RunFacts
 from ..report.preflight_table import findings_of
 from .gpu_evidence import gpu_of
 from .verdict_model import Verdict
 
 _OWN_TO_THE_NODE = ("rank", "gpu", "node")
-"""Subjects of the preflight. A link has two ends, and nobody knows which is bad."""
+"""Subjects of preflight findings that blame a node. A link has two ends, and it is unknown which is bad."""
 
 
 def with_drain(facts: RunFacts, verdict: Verdict) -> Verdict:
     """The verdict with its advice, if it blames a node."""
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
-    in_slurm = [hello for hello in hellos if hello.slurm_job and hello.slurm_node]
-    blamed = _blamed(facts, verdict, in_slurm) if in_slurm else {}
-    known = {name for hello in in_slurm for name in (*hello.slurm_nodes, hello.slurm_node)}
+    jobs = [hello.job for hello in hellos if hello.job is not None and hello.job.node]
+    blamed = _blamed(facts, verdict, hellos) if jobs else {}
+    known = {name for job in jobs for name in (*job.nodes, job.node)}
     if not blamed or (len(known) > 1 and known <= blamed.keys()):
         return verdict
     why = ", ".join(dict.fromkeys(blamed.values()))
-    return replace(
-        verdict, bad_nodes=sorted(blamed), next=[*verdict.next, *advice(sorted(blamed), why, in_slurm[0].slurm_job)]
-    )
+    return replace(verdict, bad_nodes=sorted(blamed), next=[*verdict.next, *advice(sorted(blamed), why, jobs[0])])
 
 
-def advice(nodes: list[str], why: str, job: str) -> list[str]:
-    """For whoever may drain a node, and for whoever may not. A command is on a line of its own, to be copied.
+def advice(nodes: list[str], why: str, job: SchedulerJob) -> list[str]:
+    """Advice for those who may drain a node, and for those who may not. A command stands on its own line, to be copied.
 
     scontrol update nodename=gpu-7 state=drain reason='gpuwatch: preflight compute, job 17'
     """
-    names = ",".join(nodes)
-    reason = shlex.quote(f"gpuwatch: {why}, job {job}")
+    reason = f"gpuwatch: {why}, job {job.job}"
     them = "it" if len(nodes) == 1 else "them"
-    drain = f"scontrol update nodename={shlex.quote(names)} state=drain reason={reason}"
-    return [
-        f"Drain {them}, or ask whoever may:\n{drain}",
-        f"Leave {them} out of the next run (gpuwatch submit --exclude-bad RUN does):\n--exclude={shlex.quote(names)}",
-    ]
+    lines = (
+        (f"Drain {them}, or ask whoever may:", job.drain),
+        (f"Leave {them} out of the next run (gpuwatch submit --exclude-bad RUN does):", job.exclude),
+    )
+    return [f"{title}\n{fill_command(command, nodes, reason)}" for title, command in lines if command]
 
 
-def _blamed(facts: RunFacts, verdict: Verdict, in_slurm: list[Hello]) -> dict[str, str]:
-    """Name in SLURM -> what for."""
+def _blamed(facts: RunFacts, verdict: Verdict, hellos: list[Hello]) -> dict[str, str]:
+    """What the scheduler calls a node -> what it is blamed for."""
     if verdict.kind == "preflight":
-        return _by_preflight(facts, verdict, in_slurm)
+        return _by_preflight(facts, verdict, hellos)
     blamed: dict[str, str] = {}
     if verdict.kind == "lost" and verdict.signal is None:
         blamed = dict.fromkeys([*_names(node for node in facts.nodes.values() if node.lost), *facts.down_nodes], "lost")
@@ -66,8 +64,8 @@ def _blamed(facts: RunFacts, verdict: Verdict, in_slurm: list[Hello]) -> dict[st
     return blamed
 
 
-def _by_preflight(facts: RunFacts, verdict: Verdict, in_slurm: list[Hello]) -> dict[str, str]:
-    """By the stage that the verdict is about. What differs between nodes is for the job's owner to make the same."""
+def _by_preflight(facts: RunFacts, verdict: Verdict, hellos: list[Hello]) -> dict[str, str]:
+    """The nodes blamed in the verdict's stage. A difference between nodes is the job owner's to settle."""
     if verdict.stage is None or verdict.stage == "consistency" or verdict.certainty == "unknown":
         return {}
     ranks = facts.of_attempt(facts.last_attempt)
@@ -78,15 +76,21 @@ def _by_preflight(facts: RunFacts, verdict: Verdict, in_slurm: list[Hello]) -> d
             continue
         agents = {rank.agent for rank in ranks if rank.rank in finding.ranks}
         names += _names(facts.nodes[agent] for agent in sorted(agents) if agent in facts.nodes)
-        names += [hello.slurm_node for hello in in_slurm if hello.host in finding.hosts]
+        names += [_name(hello) for hello in hellos if hello.host in finding.hosts]
     if not bad and verdict.rank is not None:
         rank = facts.ranks.get((facts.last_attempt, verdict.rank))
         names += _names([facts.nodes[rank.agent]]) if rank is not None and rank.agent in facts.nodes else []
     if not names and verdict.stage == "arrive":
-        arrived = {hello.slurm_node for hello in in_slurm}
-        names = [name for name in in_slurm[0].slurm_nodes if name not in arrived]
-    return dict.fromkeys(names, f"preflight {verdict.stage}")
+        arrived = {_name(hello) for hello in hellos}
+        expected = next((hello.job.nodes for hello in hellos if hello.job is not None), [])
+        names = [name for name in expected if name not in arrived]
+    return dict.fromkeys(filter(None, names), f"preflight {verdict.stage}")
 
 
 def _names(nodes: Iterable[NodeFacts]) -> list[str]:
-    return [node.hello.slurm_node for node in nodes if node.hello is not None and node.hello.slurm_node]
+    return [name for node in nodes if node.hello is not None and (name := _name(node.hello))]
+
+
+def _name(hello: Hello) -> str:
+    """What the scheduler calls a node; "" if there is none."""
+    return hello.job.node if hello.job is not None else ""

@@ -1,6 +1,8 @@
-"""The verdict of a run that ended badly without an overflow: which rank went first, and which only followed."""
+"""The verdict of a run that ended badly without an overflow: which rank went first, and which ones followed."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from ...core.records import Where
 from ..facts import RankFacts, RunFacts
@@ -19,35 +21,80 @@ from .words import (
 )
 
 SIGNAL_S = 60
-"""So long may it take from a signal to when it is written down: torchrun gives its ranks half of that to end."""
+"""The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
 
 
 def ending_verdict(facts: RunFacts) -> Verdict | None:
-    """A rank that was killed, or raised, and that no other rank dragged along."""
+    """The rank that was killed or raised first; None if no rank ended by itself."""
     if not _job_failed(facts):
         return None
-    attempt = facts.last_attempt
-    ranks = facts.of_attempt(attempt)
-    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
-    ended = [(_end_order(rank), rank) for rank in ranks if _ended_by_itself(rank, signals)]
-    if not ended:
+    endings = endings_of(facts, facts.last_attempt)
+    if not endings.by_themselves:
         return None
-    ended.sort(key=lambda pair: (pair[0], pair[1].rank))
-    first = ended[0][1]
-    if ended[0][0][0]:  # all that ended by themselves only say that another rank went away
-        victims = [rank for _, rank in ended]
+    if endings.first is None:
         lost = lost_node_verdict(facts)
-        if lost is None and all(_by_the_signal(facts, rank) for rank in victims):
+        if lost is None and all(_by_the_signal(facts, rank) for rank in endings.by_themselves):
             return None
-        return lost or _unknown_peer(facts, victims)
-    same = [rank for order, rank in ended[1:] if order == ended[0][0]]
-    if _killed(first):
-        return _lost(facts, first, same)
-    return _crash(facts, first, same)
+        return lost or _unknown_peer(facts, endings.by_themselves)
+    if _killed(endings.first):
+        return _lost(facts, endings.first, endings.same)
+    return _crash(facts, endings.first, endings.same)
+
+
+@dataclass(frozen=True)
+class Endings:
+    """How the ranks of an attempt ended."""
+
+    by_themselves: list[RankFacts]
+    """Those that torchrun did not stop, the first to end first."""
+    first: RankFacts | None
+    """The one that went first; None if all of them say only that another rank is gone."""
+    same: list[RankFacts]
+    """Others that ended at the same point as the first."""
+
+
+def endings_of(facts: RunFacts, attempt: int) -> Endings:
+    """Which ranks of an attempt ended by themselves, and in which order."""
+    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
+    ended = [(_end_order(rank), rank) for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
+    ended.sort(key=lambda pair: (pair[0], pair[1].rank))
+    ranks = [rank for _, rank in ended]
+    if not ended or ended[0][0][0]:
+        return Endings(ranks, None, [])
+    return Endings(ranks, ranks[0], [rank for order, rank in ended[1:] if order == ended[0][0]])
+
+
+def ending_text(facts: RunFacts, attempt: int) -> str:
+    """How an attempt ended, as a line: `rank 1 raised ValueError: boom, after batch 3`."""
+    endings = endings_of(facts, attempt)
+    first = endings.first
+    if first is not None:
+        return f"{ranks_text([first.rank, *(rank.rank for rank in endings.same)])} {how_it_ended(first)}"
+    if endings.by_themselves:
+        victims = ranks_text([rank.rank for rank in endings.by_themselves])
+        return f"{victims} lost the connection to another rank; which one went first is unknown"
+    ranks = facts.of_attempt(attempt)
+    if ranks and all(rank.script_exit is not None for rank in ranks):
+        batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
+        return f"finished after {batches} batches"
+    return "ended, and no rank said why"
+
+
+def how_it_ended(rank: RankFacts) -> str:
+    """`raised ValueError: boom, after batch 3`, `was killed by SIGKILL in the forward of batch 3`."""
+    error = own_error(rank)
+    if error is not None:
+        message = first_line(error.message).rstrip(". ")
+        when = f", in batch {error.where.batch}" if error.where.batch >= 0 else ", before its first batch"
+        return f"raised {error.error}{f': {message}' if message else ''}{when}"
+    if rank.exit is not None and _killed(rank):
+        return f"was killed by {signal_name(-(rank.exit.code or 0))} {doing(rank.exit)}"
+    code = rank.script_exit.code if rank.script_exit is not None else rank.exit.code if rank.exit is not None else None
+    return f"ended with exit code {code}"
 
 
 def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
-    """Nobody who was heard went first: say so, name nobody."""
+    """All ranks that were heard lost a peer, so the one that went first is unknown."""
     who = ranks_text([rank.rank for rank in victims]).capitalize()
     return Verdict(
         kind="lost",
@@ -61,9 +108,9 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
 
 
 def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
-    """Whether the launch of this rank's node was itself told to end: then its peers were, about when they went away.
+    """Whether a signal ended the launch on this rank's node. Its peers then went away for the same reason.
 
-    A launch writes its signal down when it has ended its ranks, by the same clock as theirs.
+    A launch records its signal after its ranks have ended, by the same clock as theirs.
     """
     node = facts.nodes.get(rank.agent)
     error = own_error(rank)
@@ -82,7 +129,7 @@ def _killed(rank: RankFacts) -> bool:
 
 
 def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
-    """`signals` have ended the launches: a terminal, and some schedulers, send them to the ranks, too."""
+    """Whether a rank ended without torchrun. `signals` ended the launches; ranks may have got them, too."""
     error = own_error(rank)
     if error is not None:
         return not (signals and error.error == "KeyboardInterrupt")
@@ -96,10 +143,10 @@ def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
 
 
 def _end_order(rank: RankFacts) -> tuple[int, int]:
-    """Fewest collectives first. A rank that only says that another went away comes last among equals.
+    """Sort key: fewest collectives first, and ranks that only lost a peer last.
 
-    A rank that died by a signal was running between the collective that it had issued last and the next: one that
-    raised a peer failure there had issued the same one.
+    A rank that a signal killed was between its last collective and the next. A rank that lost it as a peer had issued
+    the same last collective.
     """
     error = own_error(rank)
     where: Where | None = error.where if error is not None else rank.exit.where if rank.exit is not None else None
@@ -152,7 +199,7 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
     who = f"Rank {first.rank}{others} on {host}"
     if error is not None:
         inside = f", inside `{error.module}`" if error.module else ""
-        last = first_line(error.message)
+        last = first_line(error.message).rstrip(". ")
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
         evidence = [error.traceback.strip()]
         where = error.where
@@ -203,30 +250,36 @@ def lost_node_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def _down_verdict(facts: RunFacts) -> Verdict | None:
-    """A node that may run on, but that the scheduler has lost: for that it ends the job."""
+    """The scheduler has lost a node and ended the job for it. The node itself may still run."""
     down = facts.down_nodes
     if not down:
         return None
-    agents = {n.agent for n in facts.nodes.values() if n.hello is not None and n.hello.slurm_node in down}
+    jobs = {n.agent: n.hello.job for n in facts.nodes.values() if n.hello is not None and n.hello.job is not None}
+    agents = {agent for agent, job in jobs.items() if job.node in down}
+    scheduler = next((job.scheduler for job in jobs.values()), "The scheduler")
+    daemon = next((job.daemon for job in jobs.values() if job.daemon), "")
+    told_by = next((n.signal.told_by for n in facts.nodes.values() if n.signal and n.signal.told_by), "its scheduler")
     ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
     names = ", ".join(down)
     return Verdict(
         kind="lost",
-        statement=f"SLURM has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job.",
+        statement=(
+            f"{scheduler} has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job."
+        ),
         certainty="established",
         rank=ranks[0] if len(ranks) == 1 else None,
         host=names,
         attempt=facts.last_attempt,
         evidence=[
-            f"sinfo says that {names} is down",
+            f"{told_by} says that {names} is down",
             *(progress(rank) for rank in facts.of_attempt(facts.last_attempt)),
         ],
-        next=[f"Look whether {names} is up and its slurmd runs."],
+        next=[f"Look whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
     )
 
 
 def interrupted_verdict(facts: RunFacts) -> Verdict | None:
-    """A launch that was told to end."""
+    """A signal ended the launch."""
     signals = [node.signal for node in facts.nodes.values() if node.signal is not None]
     if not signals:
         return None
@@ -246,7 +299,7 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def unexplained_verdict(facts: RunFacts) -> Verdict | None:
-    """torchrun failed, and that is all that is known."""
+    """torchrun failed, and nothing says why."""
     if not _job_failed(facts):
         return None
     return Verdict(

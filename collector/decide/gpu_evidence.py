@@ -14,7 +14,7 @@ _MAX_LINES = 6
 
 
 def gpu_of(facts: RunFacts, rank: RankFacts) -> GpuSincePreflight | None:
-    """The GPU of a rank since the preflight; None if it had none, or nobody knows which."""
+    """A rank's GPU since the preflight; None if it has none, or it is unknown which."""
     known = rank.inventory.facts if rank.inventory is not None else None
     node = facts.nodes.get(rank.agent)
     uuid = gpu_of_rank(known.uuid, known.local_rank, known.environment) if known is not None else ""
@@ -22,7 +22,7 @@ def gpu_of(facts: RunFacts, rank: RankFacts) -> GpuSincePreflight | None:
 
 
 def with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:
-    """The verdict with what is known of the GPU of the rank that it names."""
+    """The verdict with evidence about the GPU of the rank that it names."""
     if verdict.rank is None or verdict.attempt is None:
         return verdict
     rank = facts.ranks.get((verdict.attempt, verdict.rank))

@@ -1,8 +1,8 @@
-"""Which of two findings of different ranks came first. Clocks of hosts are not compared.
+"""Which of two ranks' diagnoses came first. Clocks of hosts are not compared.
 
-What ranks share is their collectives: a rank that has issued fewer of them on a group that both are in was earlier,
-because the value cannot have come to it through one that it had not yet issued. Between two matching collectives
-nothing puts two ranks in order.
+Ranks share their collectives. The rank that had issued fewer of them on a common group was earlier: the value cannot
+have come to it through a collective that it had not yet issued. Between two matching collectives nothing puts two ranks
+in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
         more = any(left.clock[group] > right.clock[group] for group in common)
         if fewer or more:
             return fewer and not more
-        # The value may have been made earlier than it was seen. One count is comparable, a sum over groups is not.
+        # The value may have been made earlier than it was seen. The count of one group can be compared, a sum cannot.
         return len(left.clock) == len(right.clock) == 1 and 0 <= left.seq < right.seq
     if left.clock and right.clock:
         return False
@@ -27,7 +27,7 @@ def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
     return left.seq < right.seq
 
 
-def earliest(findings: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
-    """Those that nothing came before; all of them, should each come before another in a ring."""
-    first = [one for one in findings if not any(before(other, one) for other in findings)]
-    return first or findings
+def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
+    """The diagnoses that none came before. If they form a ring, all of them."""
+    first = [one for one in diagnoses if not any(before(other, one) for other in diagnoses)]
+    return first or diagnoses

@@ -1,4 +1,4 @@
-"""The verdict of a run that its preflight has stopped, and of a check: who is to blame, and who only suffered."""
+"""The verdict of a run that its preflight stopped, and of a check: which ranks are to blame, and which are victims."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .words import local_rank_of, node_name, unfinished_stage
 
 _MAX_LINES = 12
 _CERTAINTY = {"rank": "established", "gpu": "established", "node": "established", "link": "supported"}
-"""Of a subject. A job as a whole: it failed, and who is to blame is unknown."""
+"""Subject -> certainty. Where the subject is the whole job, it is unknown who is to blame."""
 
 
 def preflight_verdict(facts: RunFacts) -> Verdict | None:
-    """Who is to blame for the stop; None if the preflight stopped nothing."""
+    """The ranks to blame for the stop; None if the preflight stopped nothing."""
     attempt = facts.last_attempt
     ranks = facts.of_attempt(attempt)
     if not any(rank.preflight is not None and rank.preflight.stops for rank in ranks):
@@ -29,7 +29,7 @@ def preflight_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def check_verdict(facts: RunFacts) -> Verdict | None:
-    """The verdict of a check that nothing has stopped: all stages passed, or somebody was never heard."""
+    """The verdict of a check that nothing stopped: all stages passed, or a rank was never heard."""
     if not facts.check_only:
         return None
     ranks = facts.of_attempt(facts.last_attempt)
@@ -97,7 +97,7 @@ def _nodes_missing(facts: RunFacts) -> int:
 
 
 def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Finding]) -> Verdict:
-    """The first stage that failed tells why; what failed after it may be its consequence, and is told as evidence."""
+    """The first failed stage gives the reason. Later failures may be its consequence, so they are evidence."""
     first = failures[0]
     same = [finding for finding in failures[1:] if finding.stage == first.stage]
     later = [finding for finding in failures[1:] if finding.stage != first.stage]
@@ -110,7 +110,7 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Finding
     more = f" And {_count(len(same), 'other finding')} in the same stage." if same else ""
     return Verdict(
         kind="preflight",
-        statement=f"Preflight, stage {first.stage}: {first.sentence}.{more}",
+        statement=f"Preflight, stage {first.stage}: {first.sentence.rstrip('. ')}.{more}",
         certainty=_CERTAINTY.get(first.subject, "unknown"),
         rank=alone,
         host=first.hosts[0] if named and len(first.hosts) == 1 else None,
@@ -129,7 +129,7 @@ def _of_findings(facts: RunFacts, ranks: list[RankFacts], failures: list[Finding
 
 
 def _told_by(facts: RunFacts, ranks: list[RankFacts], first: Finding) -> list[str]:
-    """What the blamed ranks say of themselves, where they could."""
+    """What the blamed ranks say of themselves."""
     lines = []
     for rank in ranks:
         result = rank.preflight
@@ -141,7 +141,7 @@ def _told_by(facts: RunFacts, ranks: list[RankFacts], first: Finding) -> list[st
 
 
 def _witnesses(ranks: list[RankFacts], first: Finding) -> list[str]:
-    """Who came through the stage in which the others failed, and who never ended it."""
+    """The ranks that passed the failed stage, and those that never ended it."""
     passed = [r.rank for r in ranks if any(s.stage == first.stage and s.grade != "fail" for s in r.stages)]
     passed = [rank for rank in passed if rank not in first.ranks and rank not in first.victims]
     stuck = [rank.rank for rank in ranks if unfinished_stage(rank) == first.stage]
@@ -157,7 +157,7 @@ def _victim_text(facts: RunFacts, number: int, first: Finding) -> str:
 
 
 def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
-    """No conclusion was reached: what each rank said of itself is all there is."""
+    """The ranks reached no common conclusion: only each rank's own result is known."""
     guilty = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "failed"]
     victims = [rank for rank in ranks if rank.preflight is not None and rank.preflight.outcome == "victim"]
     cascade = [Cascade(rank.rank, _outcome_text(rank)) for rank in victims]
@@ -181,7 +181,7 @@ def _of_outcomes(facts: RunFacts, ranks: list[RankFacts]) -> Verdict:
         kind="preflight",
         statement=(
             f"Preflight, stage {first.preflight.stage}: rank {first.rank}{others} on {host} failed: "
-            f"{first.preflight.detail}."
+            f"{first.preflight.detail.rstrip('. ')}."
         ),
         certainty="established",
         rank=first.rank,

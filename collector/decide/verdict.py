@@ -1,7 +1,7 @@
-"""The answer: which rank and module was first, why we know, and how sure we are. A pure function of the facts.
+"""The verdict: which rank and module was first, why we know, and how sure we are. A pure function of the facts.
 
-Clocks of different hosts are not compared (order.py): between two matching collectives only local order exists, so two
-origins there are concurrent.
+Clocks of different hosts are not compared (order.py). Between two matching collectives there is only local order, so
+two origins there are concurrent.
 """
 
 from __future__ import annotations

@@ -5,19 +5,31 @@ from __future__ import annotations
 import msgspec
 
 
+class SeenIn(msgspec.Struct, frozen=True):
+    """The row that first shows a value, where that is not a row of the module that made it."""
+
+    module: str
+    cls: str = msgspec.field(name="class")
+    role: str
+
+
 class Concurrent(msgspec.Struct, frozen=True):
-    """Another origin that nothing puts before or after the one in the verdict."""
+    """Another origin, which nothing puts before or after the verdict's."""
 
     rank: int
     module: str
     cls: str = msgspec.field(name="class")
-    role: str
+    role: str | None
+    """As in the verdict."""
     value: str
     host: str = ""
+    text: str = ""
+    """What was found and where, in words."""
+    seen_in: SeenIn | None = None
 
 
 class Cascade(msgspec.Struct, frozen=True):
-    """A rank that ended because of the verdict's one."""
+    """A rank that ended because the verdict's rank did."""
 
     rank: int
     how: str
@@ -50,6 +62,8 @@ class Verdict(msgspec.Struct, frozen=True):
     signal: str | None = None
     stage: str | None = None
     bad_nodes: list[str] = []
-    """Nodes that it blames, as SLURM calls them."""
+    """Nodes that it blames, as the scheduler calls them."""
+    seen_in: SeenIn | None = None
+    """Where the value was first seen, if that is no row of `module`'s own; `role` is null then."""
     missing: list[str] = []
     """What keeps a verdict `unknown` from `clean`; [] where nothing could have been missed."""

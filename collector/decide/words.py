@@ -1,17 +1,18 @@
-"""The phrases of a verdict: who, where, and what a rank was doing."""
+"""The phrases of verdicts: which rank, where, and what it was doing."""
 
 from __future__ import annotations
 
 import signal
 
+from ...core.frames import module_text
 from ...core.records import ScriptError, WorkerExit
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import NodeFacts, RankFacts, RunFacts
-from .verdict_model import Cascade
+from .verdict_model import Cascade, SeenIn
 
 
 def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascade]:
-    """How the ranks that are not `initiating` came to their ends."""
+    """How the other ranks ended, which are not `initiating`."""
     found = []
     for rank in facts.of_attempt(attempt):
         if rank.rank in initiating:
@@ -46,7 +47,7 @@ def doing(exit_: WorkerExit) -> str:
 
 
 def progress(rank: RankFacts) -> str:
-    """How far a rank came."""
+    """How far a rank got."""
     stage = unfinished_stage(rank)
     if stage and "preflight" in (
         rank.exit.phase if rank.exit is not None else "",
@@ -61,19 +62,35 @@ def progress(rank: RankFacts) -> str:
 
 
 def unfinished_stage(rank: RankFacts) -> str:
-    """The stage of the preflight that has begun on a rank and not ended; "" if there is none."""
+    """The stage of the preflight that a rank has begun and not ended; "" if there is none."""
     ended = {event.stage for event in rank.stages}
     return next((event.stage for event in reversed(rank.begun) if event.stage not in ended), "")
 
 
-def finding_text(finding: LocalDiagnosis) -> str:
-    """The module of a finding."""
-    return module_text(finding.module, finding.cls)
+def place_of(diagnosis: LocalDiagnosis) -> str:
+    """The module of a diagnosis."""
+    return module_text(diagnosis.module, diagnosis.cls)
 
 
-def module_text(module: str, cls: str | None) -> str:
-    """A module by name and class."""
-    return f"`{module}` ({cls})" if module else f"the root module ({cls})"
+def found_text(diagnosis: LocalDiagnosis) -> str:
+    """What was found, and in which row: `nan in output of `fc` (Linear)`.
+
+    A value that no row of the named module holds is told by the row that does: `nan in input[0] of `attn.c_proj`
+    (Linear), made in `attn` (Attention)'s own code`.
+    """
+    if diagnosis.own_role is not None:
+        return f"{diagnosis.value} in {diagnosis.own_role} of {place_of(diagnosis)}"
+    module, cls, role = diagnosis.at
+    text = f"{diagnosis.value} in {role} of {module_text(module, cls)}"
+    if diagnosis.source == "outside":
+        return f"{text}, from outside of the model"
+    code = "backward" if diagnosis.seen_in == "backward" else "own code"
+    return f"{text}, {'made' if diagnosis.source == 'made' else 'brought'} in {place_of(diagnosis)}'s {code}"
+
+
+def seen_in(diagnosis: LocalDiagnosis) -> SeenIn | None:
+    """The row of another module in which the value was first seen; None if it is the named module's own."""
+    return SeenIn(*diagnosis.at) if diagnosis.own_role is None else None
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -1,1 +1,1 @@
-"""One rank: where its first non-finite value came from, as far as its own page tells. Pure."""
+"""One rank's diagnosis: where its first non-finite value came from, from its own page alone. Pure."""

@@ -1,26 +1,28 @@
-"""Who made a non-finite gradient, as far as one rank's page tells.
+"""Which module made a non-finite gradient, from one rank's page.
 
-The gradient of what a module returned is made by the backward of whoever used that. Who did is in the forward's
-frames: the calls that were handed the very same tensor. It is the one call that was, if nothing else can have used
-the tensor: no code between calls has made a tensor of its own after it, and the model has not returned it.
+The gradient of an output is made by the backward of its users. The frames of the forward show which calls were handed
+that tensor. If one call was, and nothing else can have used the tensor, that call's backward made the gradient. Code
+between calls may have used it if that code made a tensor of its own afterwards; so may the loss, if the model returned
+the tensor.
 
-    h = self.enter(x); y = self.root(h); return self.leave(y)     the gradient of h: the backward of `root`
-    h = self.enter(x); return self.leave(h + self.root(h))        of h: in this module, before that of `enter`
+    h = self.enter(x); y = self.root(h); return self.leave(y)     the gradient of h: made by the backward of `root`
+    h = self.enter(x); return self.leave(h + self.root(h))        of h: made in this module, before that of `enter`
 """
 
 from __future__ import annotations
 
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
+from ...core.roles import RoleKind
 from .calls import Calls
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .users import Users, users_inside, users_of
 
 
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
-    """The maker of a gradient that was bad when the backward had just made it."""
+    """The diagnosis of a gradient that was non-finite as soon as the backward had made it."""
     backward = _Backward(page, frames, frame, row, anomaly)
-    if row.role.startswith("grad output"):
+    if row.role_kind is RoleKind.GRAD_OUTPUT:
         return backward.of_output()
     return backward.of_parameter()
 
@@ -38,7 +40,7 @@ class _Backward:
     # -- the two kinds of gradients -----------------------------------------------------------------------------
 
     def of_parameter(self) -> LocalDiagnosis:
-        """A parameter's gradient: the module's own, if the gradient of what it returned was seen finite."""
+        """A parameter's gradient. The module itself made it, if the gradient of its output was finite."""
         module = self._frame.module
         mine = self._calls_of(module) or self._calls_around(module)
         if not mine or not self._seen_finite(mine):
@@ -47,31 +49,31 @@ class _Backward:
             users.unwatched = users.unwatched or not mine
             return self._somewhere(users, sure=False)
         if self._may_be_reduced(mine):
-            return self._finding(module, self._frame.cls, self._row.role, source="received")
+            return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
         sharing = sorted(self._sharing())
         if sharing:
-            named = ", ".join(f"`{other}`" for other in sharing)
+            named = ", ".join(f"`{other}`" if other else "the root module" for other in sharing)
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
-            return self._finding(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
+            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
         if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):
-            # made in its own code, or by a call that was handed what its own code had made
+            # made by its own code, or by a call that used what its own code had made
             after = self._last_finite(mine[0].module, below=True)
-            return self._finding(
+            return self._diagnosis(
                 mine[0].module, mine[0].cls, self._row.role, between=(after, module or self._frame.cls)
             )
-        return self._finding(module, self._frame.cls, self._row.role)
+        return self._diagnosis(module, self._frame.cls, self._row.role)
 
     def of_output(self) -> LocalDiagnosis:
-        """The gradient of what a module returned: made by whoever used that."""
+        """The gradient of an output: a user of that output made it."""
         made = self._calls_of(self._frame.module)
-        users = users_of(self._calls, made, [self._row.role.removeprefix("grad ")])
-        if len(made) != 1:  # which of its calls this is about is not known
+        users = users_of(self._calls, made, [self._row.parsed_role.name])
+        if len(made) != 1:  # it is unknown which of its calls this gradient belongs to
             users.own_code.append(_parent_name(self._frame.module))
             return self._somewhere(users, sure=bool(made))
         return self._of_users(users)
 
     def _of_users(self, users: Users) -> LocalDiagnosis:
-        """Go into the one call that used the tensor, as deep as there is only one."""
+        """Descend into the only call that used the tensor, for as long as there is only one."""
         user = users.only_call
         if user is None:
             if users.returned and not users.calls and not users.own_code:
@@ -82,15 +84,18 @@ class _Backward:
                 return self._somewhere(users, sure=False)
             role = next(row.role for row in user.inputs if row.value == users.value)
             received = user.collectives > 0 or self._may_be_received([user])
-            return self._finding(user.module, user.cls, f"grad {role}", source="received" if received else "made")
+            return self._diagnosis(user.module, user.cls, f"grad {role}", source="received" if received else "made")
         return self._of_users(users_inside(self._calls, user, users.value))
 
     def _sharing(self) -> set[str]:
         """Other modules that used the same parameter."""
-        name = self._row.role.removeprefix("grad ")
+        name = self._row.parsed_role.name
         module = self._frame.module
         values = {
-            row.value for call in self._calls_of(module) for row in call.weights if row.role == name and row.value >= 0
+            row.value
+            for call in self._calls_of(module)
+            for row in call.weights
+            if row.parsed_role.name == name and row.value >= 0
         }
         return {
             call.module
@@ -98,18 +103,18 @@ class _Backward:
             if call.module != module and any(row.value in values for row in call.weights)
         }
 
-    # -- what was seen of gradients before ----------------------------------------------------------------------
+    # -- the gradients before this one --------------------------------------------------------------------------
 
     def _calls_of(self, module: str) -> list[Frame]:
         return [call for call in self._calls.frames if call.module == module]
 
     def _calls_around(self, module: str) -> list[Frame]:
-        """Of a module that is never called: the one around it uses its parameters itself."""
+        """The calls of the module around one that is never called: that one uses its parameters itself."""
         around = [call.module for call in self._calls.frames if _is_inside(module, call.module)]
         return self._calls_of(max(around, key=len)) if around else []
 
     def _gradients_of(self, call: Frame) -> list[tuple[Frame, Row]]:
-        """The gradients of what a call returned, under the name of whoever returned those tensors first."""
+        """The gradients of a call's outputs. They carry the name of the first call that returned those tensors."""
         values = {row.value for row in call.outputs if row.value >= 0}
         names = {
             (other.module, f"grad {row.role}")
@@ -120,28 +125,28 @@ class _Backward:
         return [(frame, row) for frame in self._before for row in frame.rows if (frame.module, row.role) in names]
 
     def _seen_finite(self, calls: list[Frame]) -> bool:
-        """Whether a finite gradient of each call of these modules was seen, and none that was not."""
+        """Whether each call of these modules has a gradient before this one, and all of those are finite."""
         every = [call for module in {call.module for call in calls} for call in self._calls_of(module)]
         found = {frame.index: row.finite for call in every for frame, row in self._gradients_of(call)}
         return len(found) >= len(every) and all(found.values())
 
     def _last_finite(self, scope: str, *, below: bool = False) -> str:
-        """The last module in `scope` of which a finite gradient of what it returned was seen."""
+        """The last module in `scope` whose output's gradient was finite."""
         for frame in reversed(self._before):
             inside = _is_inside(frame.module, scope) or (frame.module == scope and not below)
-            if inside and any(row.role.startswith("grad output") and row.finite for row in frame.rows):
+            if inside and any(row.role_kind is RoleKind.GRAD_OUTPUT and row.finite for row in frame.rows):
                 return frame.module
         return ""
 
     def _may_be_received(self, finite: list[Frame]) -> bool:
         """Whether collectives ran between the last finite gradient and this one, in a model spread over ranks.
 
-        DDP's own ones, and those that gather what FSDP has split, leave the gradients of activations alone.
+        DDP's collectives and FSDP's all-gathers do not change the gradients of activations.
         """
         return self._calls.exchange and self._moved_since(finite)
 
     def _may_be_reduced(self, mine: list[Frame]) -> bool:
-        """Whether a parameter's gradient came out of a collective: FSDP hands out what is reduced already."""
+        """Whether a parameter's gradient came out of a collective: FSDP's gradients are already reduced."""
         own = [
             call.collectives - sum(child.collectives for child in self._calls.children(call))
             for call in self._calls.frames
@@ -154,17 +159,17 @@ class _Backward:
         last = max(seen, default=self._before[-1].seq if self._before else -1)
         return 0 <= last < self._frame.seq
 
-    # -- findings -----------------------------------------------------------------------------------------------
+    # -- diagnoses -----------------------------------------------------------------------------------------------
 
     def _somewhere(self, users: Users, *, sure: bool = True) -> LocalDiagnosis:
-        """Several can have made it, or their sum: name the smallest module with all of them in it."""
+        """Several users, or their sum, can have made it. Name the smallest module that holds all of them."""
         scope = users.scope
         last = [(frame.index, call.module) for call in users.calls for frame, row in self._gradients_of(call)]
         after = max(last)[1] if last else self._last_finite(scope)
         calls = self._calls_of(scope)
         cls = calls[-1].cls if calls else self._root_class if scope == "" else "?"
         received = self._may_be_received(users.calls)
-        return self._finding(
+        return self._diagnosis(
             scope,
             cls,
             self._row.role,
@@ -174,12 +179,12 @@ class _Backward:
         )
 
     def _outside(self) -> LocalDiagnosis:
-        """The model returned it: the script's own loss, or the next stage of a pipeline."""
-        return self._finding(
+        """The model returned the tensor: the script's own loss made the gradient, or the next stage of a pipeline."""
+        return self._diagnosis(
             "", self._root_class, self._row.role, source="outside", between=("", self._frame.module or self._frame.cls)
         )
 
-    def _finding(
+    def _diagnosis(
         self,
         module: str,
         cls: str,

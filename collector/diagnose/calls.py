@@ -1,6 +1,6 @@
-"""The module calls of one forward: which call was inside of which, and who returned and who was handed a tensor.
+"""The module calls of one forward: how they nest, and which tensors they were handed and returned.
 
-Frames are in the order in which calls returned: a call's children are the run of deeper frames right before it. Two
+Frames are in the order in which calls returned, so a call's children are the run of deeper frames right before it. Two
 rows of one forward with the same value index are about the same tensor.
 """
 
@@ -15,7 +15,7 @@ _SYNCHRONISED = "SyncBatchNorm"
 
 
 class Calls:
-    """The frames of one forward, or of one stretch of a forward that was run again."""
+    """The frames of one forward, or of one recomputed stretch of a forward."""
 
     def __init__(self, frames: Iterable[Frame]) -> None:
         self.frames = sorted(frames, key=lambda frame: frame.index)
@@ -33,7 +33,7 @@ class Calls:
 
     @classmethod
     def around(cls, frames: list[Frame], frame: Frame) -> Calls:
-        """The calls that `frame` is one of: those of the forward, or of the part that was run again in one go."""
+        """The calls around `frame`: those of its forward, or of its recomputed stretch."""
         if frame.phase != "recompute":
             return cls(other for other in frames if other.phase == "forward")
         position = frames.index(frame)
@@ -45,25 +45,25 @@ class Calls:
         return cls(frames[start:end])
 
     def parent(self, frame: Frame) -> Frame | None:
-        """The call around this one, if it had returned and is watched."""
+        """The call around this one; None if it has not returned or is not watched."""
         found = self._parents.get(frame.index)
         return found if found is not None and found.module == frame.parent else None
 
     def children(self, frame: Frame) -> list[Frame]:
-        """The calls right inside of this one."""
+        """The calls directly inside this one."""
         return self._children[frame.index]
 
     def last_child(self, frame: Frame) -> Frame | None:
-        """The call inside of this one that returned last."""
+        """The last call inside this one."""
         children = self.children(frame)
         return children[-1] if children else None
 
     def previous_sibling(self, frame: Frame) -> Frame | None:
-        """The call of the same parent that returned last before this one began."""
+        """The last call of the same parent before this one."""
         return next(self.older_siblings(frame), None)
 
     def older_siblings(self, frame: Frame) -> Iterator[Frame]:
-        """The calls of the same parent before this one, the last first."""
+        """The calls of the same parent before this one, latest first."""
         for earlier in reversed(self.frames):
             if earlier.index >= frame.index:
                 continue
@@ -74,10 +74,10 @@ class Calls:
 
     @property
     def exchange(self) -> bool:
-        """Whether ranks hand each other activations: a model that is spread over ranks.
+        """Whether ranks exchange activations: the model is spread over ranks.
 
-        Seen by collectives in a call without children, or in a module's own code after one of them. What FSDP gathers
-        it gathers before the first one; those of a SyncBatchNorm are its own.
+        They do if a call without children issues collectives, or if a module's own code does after its first child.
+        FSDP gathers before the first child. SyncBatchNorm's collectives exchange no activations.
         """
         for frame in self.frames:
             children = self.children(frame)
@@ -91,7 +91,7 @@ class Calls:
         return False
 
     def producer(self, value: int, before: int) -> tuple[Frame, Row] | None:
-        """The innermost call that returned this tensor first, of those that returned before `before`."""
+        """The first call to return this tensor, among the frames before index `before`."""
         for frame in self.frames:
             if frame.index >= before:
                 return None
@@ -109,9 +109,9 @@ class Calls:
 
 
 def _is_child(earlier: Frame, frame: Frame) -> bool:
-    """Whether a call that returned earlier was inside of this one.
+    """Whether a call that returned earlier was inside this one.
 
-    The calls of a compiled region are counted from the region's own start, so they may only say who called them.
+    A compiled region counts the depth of its calls from its own start, so for these the parent's name decides.
     """
     if earlier.depth != frame.depth:
         return earlier.depth > frame.depth
@@ -129,5 +129,5 @@ def returns(frame: Frame, value: int) -> bool:
 
 
 def begun(frame: Frame) -> int:
-    """How many collectives had been issued when the call began; -1 if that is not known."""
+    """How many collectives had been issued when the call began; -1 if unknown."""
     return frame.seq - frame.collectives if frame.seq >= 0 else -1

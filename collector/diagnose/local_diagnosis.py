@@ -1,4 +1,4 @@
-"""What one rank says of its first bad value: where it was made, or why that is not known."""
+"""One rank's diagnosis as a value: where its first non-finite value was made, or why that is unknown."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from typing import Literal
 
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
+from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "weight", "unlooked", "reduced", "received", "carried"]
-"""How the value came to the place that a finding names.
+Source = Literal["made", "outside", "weight", "skipped", "reduced", "received", "carried"]
+"""How the value came to the place that a diagnosis names.
 
-made: here, out of finite ones. outside: it was handed in, to the model or to its backward. weight: nobody saw the
-weight become bad. unlooked: in a batch that was left out. reduced: this rank's own gradient was finite, and what the
-optimizer got was not. received: collectives ran there, so it may have come from any rank. carried: its maker was not
-seen.
+made        that place made it, out of finite values
+outside     the model, or its backward, was handed it
+weight      it is in a weight, and no frame shows how it came there
+skipped     `--every` skipped that batch
+reduced     this rank's own gradient was finite, and the one that the optimizer got was not
+received    collectives ran there, so it may have come from any rank
+carried     that place was handed it, and no frame shows its maker
 """
 
 
 @dataclass(frozen=True)
 class LocalDiagnosis:
-    """One rank's first bad value."""
+    """Where one rank's first non-finite value came from."""
 
     rank: int
     attempt: int
@@ -39,25 +43,33 @@ class LocalDiagnosis:
     shape: tuple[int, ...] | None
     seq: int
     frame: int
-    """Where it was first bad, in the order of the page."""
+    """Index in the page of the frame that first shows it."""
     between: tuple[str, str | None] | None = None
     from_page: bool = True
     sure: bool = True
     """False: the page leaves another explanation open."""
     clock: dict[str, int] = field(default_factory=dict)
     at: tuple[str, str, str] = ("", "", "")
-    """(module, class, role) of the row that was bad: where `module` is the one that made it, this is what it made."""
+    """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
     """(module, class) in which an expected -inf turned into nan."""
     seen_in: str = "forward"
-    """Phase of the frame, as core.frames.Phase has it: a weight may be bad in a forward, or after a step."""
+    """Phase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
     cause: str = ""
     notes: tuple[str, ...] = ()
     """Further evidence."""
 
     @property
+    def own_role(self) -> str | None:
+        """The role, if it is one of `module`'s own rows; None if the value was first seen in a row of another module.
+
+        What the code of `attn` makes between two calls is first seen in `input[0]` of `attn.c_proj`.
+        """
+        return self.role if self.module == self.at[0] or self.role != self.at[2] else None
+
+    @property
     def is_origin(self) -> bool:
-        """The bad value was made here, out of finite ones."""
+        """`module` made the value, out of finite ones."""
         return self.source == "made"
 
 
@@ -77,7 +89,7 @@ def diagnosis_of_row(
     notes: tuple[str, ...] = (),
     turned: tuple[str, str] | None = None,
 ) -> LocalDiagnosis:
-    """A finding about one row of a page."""
+    """A diagnosis about one row of a page."""
     return LocalDiagnosis(
         rank=page.rank,
         attempt=page.attempt,
@@ -92,7 +104,7 @@ def diagnosis_of_row(
         value=name_of(NonFinite(row.flags)),
         dtype=row.dtype,
         shape=tuple(row.shape) if row.shape is not None else None,
-        # a call that went through collectives carries the number that it ended with; the value was seen before that
+        # a frame carries the number at its call's end; the value was seen before that
         seq=min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1),
         frame=frame.index,
         between=between,
@@ -107,7 +119,7 @@ def diagnosis_of_row(
 
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:
-    """All that can be said without the page: the first frame that the worker saw a bad value in."""
+    """The diagnosis without the page: what the worker's event says of the first frame with a non-finite value."""
     found = LocalDiagnosis(
         rank=anomaly.where.rank,
         attempt=anomaly.where.attempt,
@@ -130,14 +142,14 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         seen_in=anomaly.phase,
         cause=anomaly.cause,
     )
-    if is_unlooked(anomaly):
-        return replace(found, source="unlooked")
+    if is_skipped(anomaly):
+        return replace(found, source="skipped")
     if anomaly.phase == "collective":
         return replace(found, source="reduced")
-    if anomaly.phase == "optimizer":  # its gradient may have been bad before
+    if anomaly.phase == "optimizer":  # its gradient may have been non-finite before the step
         return replace(found, phase="weight", source="weight")
     if anomaly.phase == "backward":
-        if anomaly.role.startswith("grad output"):  # made by whatever used it, and that is in the page
+        if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # its user made it, and only the page shows the users
             root_class = split_label(anomaly.where.root)[0]
             return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
         return replace(found, sure=False)
@@ -151,11 +163,11 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
     return found
 
 
-def is_unlooked(anomaly: Anomaly) -> bool:
-    """Only what the root returned was looked at in this batch: `--every` left it out."""
+def is_skipped(anomaly: Anomaly) -> bool:
+    """`--every` skipped this batch: only the root's output was read."""
     return anomaly.cause.startswith("not looked into")
 
 
 def is_scalers(anomaly: Anomaly) -> bool:
-    """Gradients were expected to be bad, until a GradScaler had skipped too many steps."""
+    """A GradScaler had skipped too many steps, so that its non-finite gradients became an alarm."""
     return anomaly.cause.startswith("GradScaler")

@@ -1,8 +1,8 @@
-"""Where in a page the first non-finite value came from: pure, and about one rank only.
+"""Where in one rank's page the first non-finite value came from. Pure.
 
-In a forward, a frame that was handed a bad value is a carrier; the origin is a frame whose inputs and weights were
-finite and whose output was not. A bad input can be followed back to the call that returned it, or found to have been
-made by the code between two calls. Backward and step have rooms of their own.
+In a forward, a frame that was handed a non-finite value is a carrier. The origin is a frame whose inputs and weights
+were finite and whose output was not. A bad input is followed back to the call that returned it. If no call did, the
+code between two calls made it. The backward (backward_origin.py) and the step (step_origin.py) have their own rules.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...core.alarm import first_expected_gradient
-from ...core.frames import Frame, Mark, Page, Row
+from ...core.frames import Frame, Mark, Page, Row, module_text
+from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
-from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_unlooked
+from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
 
 
-def analyze(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
-    """Find the origin of the anomaly in its page; falls back on the event where the page has lost that frame."""
+def origin_in_page(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
+    """The origin of an anomaly in its page. If the page has lost that frame, the event alone is diagnosed."""
     frames = sorted(page.frames, key=lambda frame: frame.index)
     first = next((frame for frame in frames if frame.index == anomaly.frame), None)
-    if first is None or page.lost_frames or is_unlooked(anomaly):
+    if first is None or page.lost_frames or is_skipped(anomaly):
         return from_event(anomaly)
     if is_scalers(anomaly):
         expected = first_expected_gradient(frames)
@@ -56,10 +56,10 @@ class _Forward:
         self._seen: set[tuple[int, int]] = set()
 
     def explain(self, frame: Frame, output: Row | None = None) -> LocalDiagnosis:
-        """Why this call returned something bad; `output` is the row to explain, else the worst."""
+        """Why this call returned a non-finite value. `output` is the row to explain; without it, the worst is."""
         bad_weight = next((row for row in frame.weights if not row.finite), None)
         if bad_weight is not None:
-            return self._finding(frame, bad_weight, frame.module, frame.cls, phase="weight", source="weight")
+            return self._diagnosis(frame, bad_weight, frame.module, frame.cls, phase="weight", source="weight")
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
         if bad_input is not None:
@@ -71,20 +71,20 @@ class _Forward:
         return self._made_in(frame, output)
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
-        """The call's own code made it, after its last child returned if it has children."""
+        """The call's own code made it; if it has children, after the last of them returned."""
         children = self._calls.children(frame)
-        hidden = _followable(children[::-1], output)
-        if hidden is not None:
-            self._turns(hidden[1], output, frame.module, frame.cls)
-            return self.explain(*hidden)
+        earlier = _followable(children[::-1], output)
+        if earlier is not None:
+            self._turns(earlier[1], output, frame.module, frame.cls)
+            return self.explain(*earlier)
         between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
-        return self._finding(
+        return self._diagnosis(
             frame, output, frame.module, frame.cls, source="received" if received else "made", between=between
         )
 
     def _trace_input(self, frame: Frame, bad: Row) -> LocalDiagnosis:
-        """Follow a bad input to the call that returned it, to the model's own input, or to the code in between."""
+        """Follow a bad input back to the call that returned it, the model's input, or the code between two calls."""
         calls = self._calls
         again = (frame.index, bad.value) in self._seen
         self._seen.add((frame.index, bad.value))
@@ -94,18 +94,18 @@ class _Forward:
         holder = calls.outermost_with_input(frame, bad)
         if holder.parent is None and holder.phase == "forward":
             row = next((row for row in holder.inputs if row.value == bad.value), bad)
-            return self._finding(holder, row, holder.module, holder.cls, phase="input", source="outside")
+            return self._diagnosis(holder, row, holder.module, holder.cls, phase="input", source="outside")
         parent, before = calls.parent(holder), calls.previous_sibling(holder)
-        if parent is None and before is None:  # what is around it is not watched, or was not run again
-            return self._finding(holder, bad, holder.module, holder.cls, source="carried")
+        if parent is None and before is None:  # the module around it is not watched, or was not recomputed
+            return self._diagnosis(holder, bad, holder.module, holder.cls, source="carried")
         if parent is not None and not again:
             given = _worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
             if given is not None:
                 return self._trace_input(parent, given)
-        hidden = _followable(calls.older_siblings(holder), bad)
-        if hidden is not None and not again:
-            self._turns(hidden[1], bad, holder.parent or "", self._class_of(holder, parent))
-            return self.explain(*hidden)
+        earlier = _followable(calls.older_siblings(holder), bad)
+        if earlier is not None and not again:
+            self._turns(earlier[1], bad, holder.parent or "", self._class_of(holder, parent))
+            return self.explain(*earlier)
         return self._made_between(holder, parent, before, bad)
 
     def _made_between(self, holder: Frame, parent: Frame | None, before: Frame | None, bad: Row) -> LocalDiagnosis:
@@ -117,13 +117,13 @@ class _Forward:
         if returns(holder, bad.value):
             sure = False
             notes.append(
-                f"`{holder.module}` returned the very tensor that it was handed: "
+                f"{module_text(holder.module, holder.cls)} returned the very tensor that it was handed: "
                 "if it writes into it, it is the maker itself"
             )
-        for mask in parent.inputs if parent is not None else ():
-            if mask.only_neginf and not bad.only_neginf:
-                notes.append(f"`{holder.parent or holder.cls}` had been handed -inf in {mask.role}")
-        return self._finding(
+        if parent is not None and not bad.only_neginf:
+            masks = [row for row in parent.inputs if row.only_neginf]
+            notes += [f"{module_text(parent.module, parent.cls)} had been handed -inf in {mask.role}" for mask in masks]
+        return self._diagnosis(
             holder,
             bad,
             holder.parent or "",
@@ -135,7 +135,7 @@ class _Forward:
         )
 
     def _class_of(self, holder: Frame, parent: Frame | None) -> str:
-        """The class of the module around a call; its own frame may not be there."""
+        """The class of the module around a call, whose own frame may be missing."""
         if parent is not None:
             return parent.cls
         return "?" if holder.parent else split_label(self._page.root)[0]
@@ -144,7 +144,7 @@ class _Forward:
         if found.only_neginf and not into.only_neginf:
             self._turned = self._turned or (module, cls)
 
-    def _finding(
+    def _diagnosis(
         self,
         frame: Frame,
         row: Row,
@@ -165,25 +165,25 @@ class _Forward:
             module=module,
             cls=cls,
             phase="collective" if source == "received" else phase,
-            source=source,  # type: ignore[arg-type]  # the callers above write one of them
+            source=source,  # type: ignore[arg-type]  # the callers above pass one of the literals
             between=between,
             sure=sure,
             notes=notes,
             turned=self._turned,
         )
         if row.mark & Mark.IGNORED:
-            found = replace(found, notes=(*found.notes, "a rule of --ignore hides this row"))
+            found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
         return found
 
 
 def _worst(rows: list[Row]) -> Row | None:
-    """The first that is worse than -inf, else the first that is bad."""
+    """The first row with more than -inf; else the first non-finite row."""
     bad = [row for row in rows if not row.finite]
     return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
 
 
 def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
-    """The input to follow: the worst. A mask of -inf is one only if it explains what went out."""
+    """The input to follow: the worst one. A mask of -inf is followed only if it explains the output."""
     bad = _worst(frame.inputs)
     if bad is None or not bad.only_neginf:
         return bad
@@ -191,9 +191,9 @@ def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
 
 
 def _followable(earlier: Iterable[Frame], bad: Row) -> tuple[Frame, Row] | None:
-    """The call among `earlier`, the last first, whose bad output raised no alarm and explains `bad`.
+    """A call in `earlier` (latest first) whose non-finite output raised no alarm and explains `bad`.
 
-    That is one that a rule hides; for a -inf, one that returned -inf; for a nan, if the very last one did.
+    A waived output explains everything but a -inf. An output of -inf explains a -inf, and the latest one a nan.
     """
     for position, frame in enumerate(earlier):
         for row in frame.outputs:

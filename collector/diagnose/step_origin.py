@@ -1,19 +1,23 @@
-"""What happened between the backward and the end of an optimizer step, as far as one rank's page tells."""
+"""What happened between the backward and the end of an optimizer step, from one rank's page."""
 
 from __future__ import annotations
 
 from ...core.frames import Frame, Page, Row, format_number
 from ...core.records import Anomaly
+from ...core.roles import RoleKind
 from .local_diagnosis import LocalDiagnosis, diagnosis_of_row
 
 
 def explain_reduced(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
-    """A gradient that was bad when the optimizer got it. Whose fault that is, only all ranks together can tell."""
+    """A gradient that was non-finite when the optimizer got it. Only all ranks together tell where it came from."""
     local = local_gradients(frames, frame, row.role)
     sure = bool(local)
     notes: tuple[str, ...] = ()
-    if any(not before.finite for before in local):  # a bad one that raised no alarm
-        sure, notes = False, ("this rank's own gradient was bad before, and a rule or a scaler covers it",)
+    if any(not before.finite for before in local):  # a non-finite one that raised no alarm
+        sure, notes = (
+            False,
+            ("this rank's own gradient was non-finite before: a rule waives it, or a GradScaler was to catch it",),
+        )
     return diagnosis_of_row(
         page,
         frame,
@@ -31,7 +35,7 @@ def explain_reduced(page: Page, frames: list[Frame], frame: Frame, row: Row, ano
 def explain_step(
     page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly
 ) -> LocalDiagnosis | tuple[Frame, Row]:
-    """A weight that is bad after the step; or the gradient that was bad before it."""
+    """A weight that is non-finite after the step; or the gradient that was non-finite before it."""
     gradients = _gradients(frames, frame, f"grad {row.role}")
     bad = next(((f, r) for f in frames if f.index < frame.index for r in f.gradients if not r.finite), None)
     if bad is not None and any(not gradient.finite for gradient in gradients):
@@ -54,12 +58,12 @@ def explain_step(
         cls=frame.cls,
         phase="optimizer" if made else "weight",
         source="made" if made else "weight",
-        notes=tuple(_state(frame, row.role)),
+        notes=tuple(_state(frame, row.parsed_role.name)),
     )
 
 
 def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
-    """The parameter's gradients as this rank's own backward made them."""
+    """The parameter's gradients, as this rank's own backward made them."""
     return [
         row
         for other in frames
@@ -70,7 +74,7 @@ def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
 
 
 def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
-    """As the optimizer got them, where they were looked at there; else as the backward made them."""
+    """The gradients that the optimizer got, if those were read; else those that the backward made."""
     got = [
         row
         for other in frames
@@ -82,12 +86,11 @@ def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
 
 
 def _state(frame: Frame, name: str) -> list[str]:
-    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for what the optimizer keeps of a parameter."""
+    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state."""
     found = []
     for row in frame.rows:
-        prefix, _, rest = row.role.partition(" ")
-        key, _, parameter = rest.rpartition(" ")
-        if prefix == "state" and parameter == name and row.kind == "measured":
+        role = row.parsed_role
+        if role.kind is RoleKind.STATE and role.name == name and row.kind == "measured":
             smallest, largest = format_number(row.abs_min).strip(), format_number(row.abs_max).strip()
-            found.append(f"the optimizer's {key} of {name}: abs min {smallest}, abs max {largest}")
+            found.append(f"the optimizer's {role.key} of {name}: abs min {smallest}, abs max {largest}")
     return found

@@ -1,4 +1,4 @@
-"""Who can have used a tensor that a module call returned, as far as the forward's frames tell."""
+"""Which calls and which code can have used a tensor that a call returned, from the frames of the forward."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from .calls import Calls, returns, takes
 
 @dataclass
 class Users:
-    """Who can have used a tensor."""
+    """What can have used a tensor."""
 
     calls: list[Frame] = field(default_factory=list)
-    """Calls that were handed it; of nested ones the outermost."""
+    """Calls that were handed it. Of nested calls, the outermost."""
     own_code: list[str] = field(default_factory=list)
     """Modules whose own code may have used it."""
     returned: bool = False
     """The model has returned it."""
     unwatched: bool = False
-    """It was handed to a module that is not watched."""
+    """It was handed to a module that is not watched, whose users are unknown."""
     value: int = -1
-    """The tensor; the last one, where there are several."""
+    """Value index of the tensor; of several tensors, the last."""
 
     @property
     def only_call(self) -> Frame | None:
-        """The call that used it, if nothing else can have."""
+        """The only call that can have used it; None if anything else can have."""
         if len(self.calls) != 1 or self.own_code or self.returned or self.unwatched:
             return None
         return self.calls[0]
 
     @property
     def scope(self) -> str:
-        """The smallest module with all of them in it."""
+        """The smallest module that holds all of the users."""
         if self.returned or self.unwatched:
             return ""
         names = [name for call in self.calls for name in (call.parent or "", call.module)]
@@ -40,7 +40,7 @@ class Users:
 
 
 def users_of(calls: Calls, made: list[Frame], roles: list[str]) -> Users:
-    """Who can have used these outputs of these calls."""
+    """What can have used these outputs of these calls."""
     users = Users(unwatched=not made)
     for call in made:
         for row in call.outputs:
@@ -55,7 +55,7 @@ def users_of(calls: Calls, made: list[Frame], roles: list[str]) -> Users:
 
 
 def users_inside(calls: Calls, user: Frame, value: int) -> Users:
-    """Who in a call with children used what that was handed."""
+    """What inside a call can have used the tensor that the call was handed."""
     inner = Users([child for child in calls.children(user) if _uses(child, value)], value=value)
     if not inner.calls or _own_code_may_use(calls, user, -1):
         inner.own_code.append(user.module)
@@ -63,7 +63,7 @@ def users_inside(calls: Calls, user: Frame, value: int) -> Users:
 
 
 def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
-    """In the module that made the call, and in those around it that the tensor was handed up to."""
+    """Add the users in the module that made the call, and in each module around it that returned the tensor."""
     inside, scope = call, calls.parent(call)
     while scope is not None:
         users.calls += [child for child in calls.children(scope) if child.index > inside.index and _uses(child, value)]
@@ -84,7 +84,7 @@ def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
 
 
 def _own_code_may_use(calls: Calls, scope: Frame, since: int) -> bool:
-    """Whether a module's own code has made a tensor that can have a gradient, after its call `since`."""
+    """Whether a module's own code made a tensor after its call `since` that can have a gradient."""
     known = _Known(scope.inputs)
     for child in calls.children(scope):
         if child.index > since and any(_can_lead_on(row) and row not in known for row in child.inputs):
@@ -94,7 +94,7 @@ def _own_code_may_use(calls: Calls, scope: Frame, since: int) -> bool:
 
 
 def _uses(call: Frame, value: int) -> bool:
-    """Handed the tensor, and not only to hand it on."""
+    """Whether a call was handed the tensor and did not just return it."""
     return takes(call, value) and not returns(call, value)
 
 
@@ -114,12 +114,12 @@ class _Known:
         self.add(rows)
 
     def add(self, rows: list[Row]) -> None:
-        """A call has returned these."""
+        """Add what a call has returned."""
         self._values |= {row.value for row in rows if row.value >= 0}
         self._rows += [row for row in rows if row.kind == "measured" and row.abs_min != row.abs_max]
 
     def __contains__(self, row: Row) -> bool:
-        """The same tensor; or, where a compiled region has handed it over as another one, the same numbers."""
+        """Whether it is one of these tensors, or has the same numbers: a compiled region returns a copy."""
         if row.value in self._values:
             return True
         return row.kind == "measured" and any(_has_the_same_numbers(row, other) for other in self._rows)

@@ -1,1 +1,1 @@
-"""One report model, and its renderings."""
+"""The report: one model, and its renderings."""

@@ -1,53 +1,88 @@
-"""Which frames of a rank a report shows: the last ones up to where the verdict points, the same place on every rank."""
+"""Which frames of a rank a report shows: the last ones up to the verdict's place, which is the same on every rank."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ...core.frames import Frame, Page
-from ..decide.overflow_verdict import finding_of
-from ..decide.replicas import page_of_batch
+from ..decide.replicas import page_of
+from ..decide.same_point import page_at_same_point
 from ..decide.verdict_model import Verdict
 from ..facts import RankFacts, RunFacts
 
 
-def frames_to_show(rank: RankFacts, verdict: Verdict, target: Frame | None, max_frames: int) -> list[Frame]:
-    """The last frames up to the verdict's, on every rank, so that they stand side by side; else the last there are."""
+class Target(NamedTuple):
+    """What the shown frames of all ranks are compared with."""
+
+    rank: RankFacts
+    page: Page
+    frame: Frame | None
+    """The frame that the verdict is about; None if it is about none."""
+
+
+class Shown(NamedTuple):
+    """The frames of a rank that are shown."""
+
+    frames: list[Frame]
+    comparable: bool
+    """They are of the same point as the target's."""
+
+
+def target_of(facts: RunFacts, verdict: Verdict) -> Target | None:
+    """The frame that an overflow's verdict is about; for another verdict, the last page of the rank that it names.
+
+    Without a rank in the verdict, the first rank is taken that has such a page.
+    """
+    ranks = facts.of_attempt(verdict.attempt if verdict.attempt is not None else facts.last_attempt)
+    ranks = [rank for rank in ranks if verdict.rank is None or rank.rank == verdict.rank]
+    for rank in ranks if verdict.kind == "overflow" else ():
+        found = rank.diagnosis
+        if found is None or (found.root, found.batch) != (verdict.root, verdict.batch):
+            continue
+        page = page_of(facts, found)
+        if page is None:
+            return None
+        return Target(rank, page, next((f for f in page.frames if f.index == found.frame), None))
+    if verdict.kind == "overflow":
+        return None
+    return next((Target(rank, rank.pages[max(rank.pages)], None) for rank in ranks if rank.pages), None)
+
+
+def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max_frames: int) -> Shown:
+    """The last frames up to the target's, on every rank, so that they stand side by side.
+
+    A rank without a page of the same point shows the last frames that it has.
+    """
     page: Page | None = None
-    if verdict.kind == "overflow" and verdict.batch is not None and verdict.root is not None:
-        page = page_of_batch(rank, verdict.root, verdict.batch)
+    if target is not None:
+        page = target.page if rank is target.rank else page_at_same_point(target.rank, target.page, rank)
+    comparable = page is not None
+    if page is None and verdict.kind == "overflow":
+        place = (verdict.root, verdict.batch, verdict.step)
+        page = next((p for p in rank.pages.values() if (p.root, p.batch, p.step) == place), None)
     if page is None and rank.pages:
         page = rank.pages[max(rank.pages)]
     if page is None:
-        return []
+        return Shown([], False)
     frames = sorted(page.frames, key=lambda frame: frame.index)
     end = len(frames)
     if verdict.kind == "overflow":
-        end = next((n + 1 for n, f in enumerate(frames) if f.index == _last(rank, page, verdict, target)), end)
-    return frames[max(0, end - max_frames) : end]
+        last = _last(rank, page, verdict, target if comparable else None)
+        end = next((n + 1 for n, frame in enumerate(frames) if frame.index == last), end)
+    return Shown(frames[max(0, end - max_frames) : end], comparable)
 
 
-def _last(rank: RankFacts, page: Page, verdict: Verdict, target: Frame | None) -> int | None:
-    """Index of the frame to end with: of the rank's own finding, else the one that is the verdict's elsewhere."""
-    own = finding_of(rank)
+def _last(rank: RankFacts, page: Page, verdict: Verdict, target: Target | None) -> int | None:
+    """Index of the frame to end with: of the rank's own diagnosis, else the target's counterpart."""
+    own = rank.diagnosis
     if own is not None and (own.batch, own.root) == (page.batch, page.root):
         shown = rank.anomalies[0].frame if own.turned is not None and own.from_page else own.frame
         return max(shown, own.frame)
-    if target is not None and target.batch == page.batch:
-        alike = [f for f in page.frames if (f.module, f.phase) == (target.module, target.phase)]
-        roles = {row.role for row in target.rows}
-        same = [f for f in alike if roles & {row.role for row in f.rows}] or alike
+    if target is not None and target.frame is not None:
+        wanted = target.frame
+        alike = [frame for frame in page.frames if (frame.module, frame.phase) == (wanted.module, wanted.phase)]
+        roles = {row.role for row in wanted.rows}
+        same = [frame for frame in alike if roles & {row.role for row in frame.rows}] or alike
         if same:
-            return min(same, key=lambda f: (abs(f.index - target.index), f.index)).index
-    return next((f.index for f in page.frames if f.module == verdict.module), None)
-
-
-def target_of(facts: RunFacts, verdict: Verdict) -> Frame | None:
-    """The frame that the verdict is about, on the rank that it names, or on the first that has a finding."""
-    for rank in facts.of_attempt(verdict.attempt or 0):
-        if verdict.rank is not None and rank.rank != verdict.rank:
-            continue
-        found = finding_of(rank)
-        if found is None or (found.root, found.batch) != (verdict.root, verdict.batch):
-            continue
-        page = page_of_batch(rank, found.root, found.batch)
-        return next((f for f in page.frames if f.index == found.frame), None) if page is not None else None
-    return None
+            return min(same, key=lambda frame: (abs(frame.index - wanted.index), frame.index)).index
+    return next((frame.index for frame in page.frames if frame.module == verdict.module), None)

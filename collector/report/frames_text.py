@@ -1,4 +1,4 @@
-"""Frames as a report prints them: the table that users know, with the calls of one module under one title.
+"""Frames as a report prints them: the 21-frame table, with the gradients of one module under one title.
 
 abs min  abs max  metadata
                   encoder.fc1 Linear
@@ -20,7 +20,10 @@ def frames_text(frames: list[Frame]) -> str:
     lines = [HEADER]
     before: tuple[str, str] | None = None
     for frame in frames:
-        if (frame.module, frame.phase) != before or frame.phase == "forward":  # each call of a forward is its own
+        if (
+            frame.module,
+            frame.phase,
+        ) != before or frame.phase == "forward":  # each call of a forward has its own title
             lines.append(f"{NAME_INDENT} {title_of(frame)}")
         before = (frame.module, frame.phase)
         lines += [row_text(row) for row in frame.rows]
@@ -28,12 +31,12 @@ def frames_text(frames: list[Frame]) -> str:
 
 
 def title_of(frame: Frame) -> str:
-    """Name and class, and what was computed where that was not a forward."""
+    """Name and class, and the phase if that is not the forward."""
     return frame.title if frame.phase == "forward" else f"{frame.title} ({frame.phase})"
 
 
 def row_text(row: Row) -> str:
-    """A line, with the shares that were lost where they were counted."""
+    """A row as a line, with the shares of zeros and subnormals where they were counted."""
     shares = [f"{name} {share_text(share)}" for name, share in _shares(row) if share]
     return " ".join([format_row(row), *shares])
 

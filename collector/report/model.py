@@ -13,14 +13,14 @@ from ...core.frames import Frame, Page
 from ...core.gpu_health.difference import GpuSincePreflight
 from ...core.records import GpuHealth, PreflightResult, Xid
 from ..decide.gpu_evidence import gpu_of
-from ..decide.overflow_verdict import finding_of
 from ..decide.verdict import decide
-from ..decide.verdict_model import Verdict
-from ..decide.words import unfinished_stage
+from ..decide.verdict_model import SeenIn, Verdict
+from ..decide.words import seen_in, unfinished_stage
 from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
-from .frame_selection import frames_to_show, target_of
-from .notices import cost_of, hidden_of, scaler_of, warnings_of
+from .attempts import AttemptReport, other_attempts
+from .frame_selection import Target, frames_to_show, target_of
+from .notices import cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
 from .timeline import TimelineEntry, timeline_of
 
@@ -40,9 +40,9 @@ class RunInfo(msgspec.Struct, frozen=True):
     attempts: int = 1
     cwd: str = ""
     check_only: bool = False
-    """`gpuwatch check`: the preflight was all."""
+    """`gpuwatch check`: there was a preflight and no script."""
     earlier: list[EarlierLife] = []
-    """Of a SLURM job that was requeued: what its earlier lives came to."""
+    """Of a scheduler's job that was requeued: how its earlier lives ended."""
 
 
 class FirstAnomaly(msgspec.Struct, frozen=True):
@@ -54,16 +54,18 @@ class FirstAnomaly(msgspec.Struct, frozen=True):
     module: str
     cls: str = msgspec.field(name="class")
     phase: str
-    role: str
+    role: str | None
+    """null if the value was first seen in a row of another module: `seen_in`"""
     value: str
     dtype: str
     origin: bool
     between: tuple[str, str | None] | None = None
     seq: int = -1
+    seen_in: SeenIn | None = None
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """What was recorded and did not arrive."""
+    """How much was recorded and did not arrive."""
 
     pages: int = 0
     messages: int = 0
@@ -95,17 +97,19 @@ class RankReport(msgspec.Struct, frozen=True):
     """Values near overflow or in underflow, the worst first; `warned` counts every such row."""
     warned: int = 0
     scaler: dict[str, Any] | None = None
-    """What a GradScaler skipped: expected, and no alarm."""
+    """The steps that a GradScaler skipped. They are expected and raise no alarm."""
     scaler_skips: int = 0
     ignored: int = 0
-    """Rows that `--ignore` has hidden; `hidden` has the first of each rule and place."""
+    """Rows that `--ignore` has waived; `hidden` has the first of each rule and place."""
     hidden: list[dict[str, Any]] = []
     cost: dict[str, Any] | None = None
-    """Medians of the time from one batch to the next, watched and plain, where that was measured."""
+    """Medians of the time from one batch to the next, watched and skipped, where that was measured."""
     batches_skipped: int = 0
-    """Batches that were left out."""
+    """Batches that `--every` skipped."""
     gpu: GpuSincePreflight | None = None
     """Error counters and XIDs of its GPU since the preflight, where there is one."""
+    frames_comparable: bool = False
+    """Whether `frames` are of the same step and collectives as those of the verdict's rank."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -116,12 +120,12 @@ class NodeReport(msgspec.Struct, frozen=True):
     state: str
     ranks: list[int]
     clock_offset_ns: int | None = None
-    """By how much the collector's clock is ahead of the node's; uncertain by half the round trip. Decides nothing."""
+    """By how much the collector's clock is ahead of the node's, uncertain by half the round trip."""
     clock_round_trip_ns: int | None = None
     gpus: list[GpuHealth] = []
-    """Whether its GPUs were watched through NVML, and why not; the first is from before the training."""
+    """Whether NVML watched its GPUs, and why not. The first is from before the training."""
     xids: list[Xid] = []
-    """Of all its GPUs, also of those that no rank used."""
+    """XIDs of all its GPUs, including those that no rank used."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -135,6 +139,8 @@ class Report(msgspec.Struct, frozen=True):
     nodes: list[NodeReport]
     timeline: list[TimelineEntry]
     collector: dict[str, int] = {}
+    attempts: list[AttemptReport] = []
+    """Of a job that torchrun restarted: how the attempts ended that the verdict is not about."""
 
 
 def build_report(
@@ -147,7 +153,7 @@ def build_report(
     counters: dict[str, int] | None = None,
     earlier: list[EarlierLife] | None = None,
 ) -> Report:
-    """Put the report together."""
+    """Make the report of a run."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
     target = target_of(facts, verdict)
@@ -161,6 +167,7 @@ def build_report(
         nodes=_nodes(facts, attempt),
         timeline=timeline_of(facts),
         collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
+        attempts=other_attempts(facts, attempt),
     )
 
 
@@ -195,9 +202,10 @@ def _run_info(
 
 
 def _rank_report(
-    facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Frame | None, max_frames: int
+    facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Target | None, max_frames: int
 ) -> RankReport:
-    finding = finding_of(rank)
+    diagnosis = rank.diagnosis
+    shown = frames_to_show(rank, verdict, target, max_frames)
     state, exit_ = rank.state, rank.exit
     where = exit_.where if exit_ is not None else None
     error = rank.errors[0] if rank.errors else None
@@ -213,22 +221,23 @@ def _rank_report(
         batch=where.batch if where is not None else state.batch if state is not None else None,
         preflight=_preflight(rank),
         first_anomaly=FirstAnomaly(
-            finding.batch,
-            finding.step,
-            finding.frame,
-            finding.module,
-            finding.cls,
-            finding.phase,
-            finding.role,
-            finding.value,
-            finding.dtype,
-            finding.is_origin,
-            finding.between,
-            finding.seq,
+            diagnosis.batch,
+            diagnosis.step,
+            diagnosis.frame,
+            diagnosis.module,
+            diagnosis.cls,
+            diagnosis.phase,
+            diagnosis.own_role,
+            diagnosis.value,
+            diagnosis.dtype,
+            diagnosis.is_origin,
+            diagnosis.between,
+            diagnosis.seq,
+            seen_in(diagnosis),
         )
-        if finding is not None
+        if diagnosis is not None
         else None,
-        frames=frames_to_show(rank, verdict, target, max_frames),
+        frames=shown.frames,
         lost=Lost(
             rank.pages_dropped,
             state.records_lost if state is not None else 0,
@@ -246,10 +255,11 @@ def _rank_report(
         scaler=scaler_of(rank),
         scaler_skips=rank.skipped_steps,
         ignored=rank.hidden_rows,
-        hidden=hidden_of(rank),
+        hidden=waived_of(rank),
         cost=cost_of(rank),
         batches_skipped=rank.batches_skipped,
         gpu=gpu_of(facts, rank),
+        frames_comparable=shown.comparable,
     )
 
 

@@ -1,4 +1,4 @@
-"""What is worth telling beside the verdict: values near trouble, skipped steps, hidden rows, the cost of watching."""
+"""What is worth telling beside the verdict: values near trouble, skipped steps, waived rows, the cost of watching."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..facts import RankFacts
 
 
 def worst_first(warnings: list[tuple[int, Warned]]) -> list[tuple[int, Warned]]:
-    """(rank, warning) by how little was left: near overflow before underflow."""
+    """(rank, warning), the one with the least room first, and near overflow before underflow."""
 
     def badness(entry: tuple[int, Warned]) -> tuple[Any, ...]:
         number, warned = entry
@@ -45,7 +45,7 @@ def amount_text(warned: Warned) -> str:
 
 
 def share_text(share: float) -> str:
-    """`12%`; a share that is not nothing is never written as 0%.
+    """`12%`. A share above zero is never written as 0%.
 
     >>> share_text(0.0004)
     '<1%'
@@ -92,8 +92,8 @@ def scaler_of(rank: RankFacts) -> dict[str, Any] | None:
     }
 
 
-def hidden_of(rank: RankFacts) -> list[dict[str, Any]]:
-    """For report.json: the first row of each rule and place that a rule has hidden."""
+def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: the first waived row of each rule and place."""
     found: dict[tuple[str, str, str], Ignored] = {}
     for ignored in rank.ignored:
         found.setdefault((ignored.pattern, ignored.module, ignored.role), ignored)

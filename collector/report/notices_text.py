@@ -18,9 +18,9 @@ _MAX_HIDDEN = 4
 
 
 def print_notices(console: Console, report: Report) -> None:
-    """Values near trouble, then what was expected and hidden, then what was not looked at, and what that cost."""
+    """Values near trouble, then expected and waived values, then skipped batches and the cost of watching."""
     _warnings(console, report.ranks)
-    for line in [*_scaler(report.ranks), *_hidden(report.ranks), *_idle(report.ranks), *_cost(report.ranks)]:
+    for line in [*_scaler(report.ranks), *_waived(report.ranks), *_skipped(report.ranks), *_cost(report.ranks)]:
         console.print(Text(line))
 
 
@@ -89,33 +89,33 @@ def _scaler(ranks: list[RankReport]) -> list[str]:
     return lines
 
 
-def _hidden(ranks: list[RankReport]) -> list[str]:
+def _waived(ranks: list[RankReport]) -> list[str]:
     by_pattern: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for rank in ranks:
-        for hidden in rank.hidden:
-            by_pattern.setdefault(hidden["pattern"], []).append((rank.rank, hidden))
+        for waived in rank.hidden:
+            by_pattern.setdefault(waived["pattern"], []).append((rank.rank, waived))
     total = sum(rank.ignored for rank in ranks)
     lines = []
     for pattern, found in sorted(by_pattern.items())[:_MAX_HIDDEN]:
         number, first = min(found, key=lambda entry: (entry[1]["batch"], entry[0]))
         count = f"{total} row{'s' if total != 1 else ''}, " if len(by_pattern) == 1 else ""
         lines.append(
-            f"hidden by --ignore '{pattern}': {count}first {first['value']} in {first['role']} of "
+            f"waived by --ignore '{pattern}': {count}first {first['value']} in {first['role']} of "
             f"{first['module'] or 'the root'}, rank {number}, batch {first['batch']}"
         )
     if total and len(by_pattern) != 1:
-        lines.append(f"hidden by --ignore: {total} rows in all")
+        lines.append(f"waived by --ignore: {total} rows in all")
     return lines
 
 
-def _idle(ranks: list[RankReport]) -> list[str]:
-    idle = max((rank.batches_skipped for rank in ranks), default=0)
-    if not idle:
+def _skipped(ranks: list[RankReport]) -> list[str]:
+    skipped = max((rank.batches_skipped for rank in ranks), default=0)
+    if not skipped:
         return []
     batches = max(((rank.batch or 0) + 1 for rank in ranks), default=0)
-    if idle < batches:
-        return [f"only one batch in {round(batches / (batches - idle))} was looked at; {idle} were left out"]
-    return [f"{idle} batches were left out"]
+    if skipped < batches:
+        return [f"only one batch in {round(batches / (batches - skipped))} was looked at; {skipped} were skipped"]
+    return [f"{skipped} batches were skipped"]
 
 
 def _cost(ranks: list[RankReport]) -> list[str]:

@@ -10,7 +10,7 @@ from ...core.preflight import STAGES, Finding, InventoryFacts
 from ..facts import RankFacts, RunFacts
 
 GRADES = ("ok", "victim", "unknown", "warn", "fail")
-"""From good to bad. `victim` failed only because others did; `""` is a stage that was not reached."""
+"""From good to bad. A `victim` failed only because others did. `""` is a stage that was not reached."""
 
 
 class StageCell(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class PreflightReport(msgspec.Struct, frozen=True):
     stages: list[StageColumn] = []
     nodes: list[NodeRow] = []
     findings: list[Finding] = []
-    """The worst first; what is `ok` is left out."""
+    """The worst first, without those that are `ok`."""
     bandwidth: list[BandwidthSize] = []
     inventory: list[RankInventory] = []
 
@@ -104,7 +104,7 @@ def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:
 
 
 def findings_of(ranks: Iterable[RankFacts]) -> list[Finding]:
-    """Every finding once, whoever told it: the worst first, then in the order of the stages."""
+    """Every finding once, though each rank reports it: the worst first, then in the order of the stages."""
     found: list[Finding] = []
     for rank in ranks:
         if rank.preflight is not None:
@@ -118,7 +118,7 @@ def seconds_of(rank: RankFacts) -> float:
 
 
 def stage_order(stage: str) -> int:
-    """Its place; what is not known comes last."""
+    """A stage's place in the order. An unknown stage comes last."""
     return STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
@@ -158,7 +158,7 @@ def _nodes(facts: RunFacts, ranks: list[RankFacts], findings: list[Finding]) -> 
 
 
 def _blamed(findings: list[Finding], everyone: set[int]) -> dict[tuple[str, int], Finding]:
-    """(stage, rank) -> what was found of it. What is of the whole job is of all its ranks."""
+    """(stage, rank) -> the finding that blames it. A finding about the whole job blames all ranks."""
     found: dict[tuple[str, int], Finding] = {}
     for finding in findings:
         for rank in finding.ranks or everyone:
@@ -201,7 +201,7 @@ def _cell(
 
 
 def _grade(stage: str, rank: RankFacts, finding: Finding | None, is_victim: bool) -> tuple[str, str] | None:
-    """(grade, why) of one rank; None where it has not been. `finding` is what blames it."""
+    """(grade, why) of one rank in a stage; None if it did not reach it. `finding` blames it, if one does."""
     ended = next((event for event in rank.stages if event.stage == stage), None)
     begun = any(event.stage == stage for event in rank.begun)
     if ended is None and not begun and finding is None:

@@ -1,4 +1,4 @@
-"""The preflight on a terminal: a row per node and a column per stage, then what was found beside the verdict."""
+"""The preflight on a terminal: a row per node and a column per stage, then the findings beside the verdict."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .preflight_table import GRADES, BandwidthSize, NodeRow, PreflightReport, St
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8
-"""Nodes that get a row each; of more, those with nothing to tell share one."""
+"""Up to this many nodes get a row each. Of more, the nodes without trouble share one."""
 _MOST_ALIKE = 4
-"""Nodes in trouble of the same kind that get a row each."""
+"""Up to this many nodes with the same trouble get a row each."""
 _MAX_FINDINGS = 16
 _MAX_HOSTS = 3
 
 
 def print_stages(console: Console, preflight: PreflightReport) -> None:
-    """How each node came through each stage, with the time of its slowest rank."""
+    """Print how each node passed each stage, with the time of its slowest rank."""
     if not preflight.stages:
         return
     stages = [column.stage for column in preflight.stages]
@@ -81,7 +81,7 @@ def _cell(cell: StageCell | None) -> Text:
 
 
 def print_findings(console: Console, preflight: PreflightReport, told: Iterable[str] = ()) -> None:
-    """What was found and is not in the verdict already (`told`), and the bandwidth."""
+    """Print the findings that the verdict (`told`) does not hold already, and the bandwidth."""
     told_already = " ".join(told)
     left = [finding for finding in preflight.findings if finding.sentence not in told_already]
     _list(console, "Differences between ranks", [f for f in left if f.stage == "consistency"])

@@ -1,4 +1,4 @@
-"""How far the preflight is, told while it runs: a fold over what comes in, no clock and no pipe.
+"""The lines that tell how far the preflight is: a fold over messages, without clock or pipe.
 
 hear(body) for every message, then due() for what has changed since the last time.
 """
@@ -11,6 +11,7 @@ from ...core.messages import AgentBody, EventMessage, Hello
 from ...core.pipe import PreflightOver, StageLine
 from ...core.preflight import Finding
 from ...core.records import PreflightBegan, PreflightResult, PreflightStage
+from ..shown_body import shown_body
 from .preflight_table import GRADES, stage_order, worst
 
 _MAX_WARNINGS = 8
@@ -24,7 +25,7 @@ class _Stage:
 
 @dataclass
 class StageLines:
-    """The preflight of the first attempt; a restarted job's is in its report alone."""
+    """The preflight of the first attempt. Those of later attempts are in the report alone."""
 
     _hosts: dict[str, Hello] = field(default_factory=dict)
     _stages: dict[str, _Stage] = field(default_factory=dict)
@@ -34,6 +35,9 @@ class StageLines:
 
     def hear(self, body: AgentBody) -> None:
         """One message that came in."""
+        if not isinstance(body, Hello | EventMessage):
+            return
+        body = shown_body(body)
         if isinstance(body, Hello):
             self._hosts[body.agent] = body
         if not isinstance(body, EventMessage):
@@ -51,20 +55,20 @@ class StageLines:
 
     @property
     def ranks(self) -> int:
-        """How many there will be, as far as is known."""
+        """How many ranks there will be, as far as is known."""
         hellos = self._hosts.values()
         known = sum(hello.nproc for hello in hellos)
         expected = max((hello.nproc * hello.min_nodes for hello in hellos), default=0)
         return max(known, expected, len({rank for stage in self._stages.values() for rank in stage.begun}))
 
     def due(self) -> list[StageLine | PreflightOver]:
-        """What has changed since this was last asked, in the order of the stages."""
+        """The lines that have changed since the last call, in the order of the stages."""
         if self._results and len(self._results) >= self.ranks:
             return self.end()
         return [] if self._is_over else list(self._changed(over=False))
 
     def end(self) -> list[StageLine | PreflightOver]:
-        """The last lines: no more will be heard of it."""
+        """The last lines: the preflight is over."""
         if self._is_over:
             return []
         self._is_over = True
@@ -75,11 +79,11 @@ class StageLines:
         lines = []
         furthest = max((stage_order(name) for name in self._stages), default=0)
         for name, stage in sorted(self._stages.items(), key=lambda pair: stage_order(pair[0])):
-            # what all ranks together make of a stage is known when they go on to the next, or end
+            # the common finding of a stage is known when the ranks begin the next one, or end
             finished = over or (len(stage.ended) >= ranks and stage_order(name) < furthest)
             line = StageLine(
                 stage=name,
-                # who waits for the others has arrived
+                # a rank that waits for the others has arrived
                 done=len(stage.begun if name == "arrive" and not finished else stage.ended),
                 ranks=ranks,
                 grade=self._grade(name, stage) if finished else "",
@@ -92,7 +96,7 @@ class StageLines:
         return lines
 
     def _grade(self, name: str, stage: _Stage) -> str:
-        """The worst of what its ranks say of it and what was found in it; a stage that some never ended has failed."""
+        """The worst grade of its ranks and findings. A stage that a rank never ended has failed or is unknown."""
         found = [event.grade for event in stage.ended.values()]
         found += [finding.grade for finding in self._findings() if finding.stage == name]
         if stage.begun - set(stage.ended):
@@ -108,7 +112,7 @@ class StageLines:
         return sorted(found, key=lambda f: (-GRADES.index(f.grade), stage_order(f.stage)))
 
     def _last(self) -> PreflightOver:
-        """One line for a launch that trains on. Of a preflight that failed, and of a check, the report says more."""
+        """One line for a launch that goes on to train. After a failed preflight or a check, the report says more."""
         if not self._results:
             return PreflightOver()
         findings = [finding for finding in self._findings() if finding.grade != "ok"]

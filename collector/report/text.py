@@ -1,4 +1,4 @@
-"""The report for a terminal: the answer, the picture of all ranks, then the numbers."""
+"""The report for a terminal: the verdict, the table of all ranks, then the numbers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.frames import Frame, format_number
+from ...core.frames import Frame, format_number, module_text
 from ...core.ranks_text import ranks_text
 from ..decide.verdict_model import Cascade
 from .frames_text import frames_text
-from .model import RankReport, Report
+from .model import FirstAnomaly, RankReport, Report
 from .notices_text import print_notices
 from .preflight_text import print_findings, print_stages
 
@@ -20,6 +20,7 @@ _COLORS = {"clean": "bold green", "interrupted": "bold yellow", "unknown": "bold
 _MAX_COLUMNS = 8
 _MAX_MATRIX_ROWS = 12
 _MAX_CASCADE = 8
+_MAX_ATTEMPTS = 8
 _CLOCK_OFF_S = 1.0
 
 
@@ -71,12 +72,14 @@ def _verdict(console: Console, report: Report) -> None:
     _list(console, "Why", verdict.evidence)
     if verdict.concurrent:
         others = [
-            f"rank {c.rank} on {c.host}: {c.value} in {c.role} of `{c.module}` ({c.cls})" for c in verdict.concurrent
+            f"rank {c.rank} on {c.host}: {c.text or f'{c.value} in {c.role} of {module_text(c.module, c.cls)}'}"
+            for c in verdict.concurrent
         ]
         _list(console, "At the same time", others)
     if verdict.cascade:
         _list(console, "Because of it", _cascade(verdict.cascade))
     _list(console, "Next", verdict.next)
+    _list(console, "Other attempts of this job, which torchrun restarted", _attempts(report))
     _list(
         console,
         "Before this job was requeued",
@@ -85,8 +88,15 @@ def _verdict(console: Console, report: Report) -> None:
     console.print()
 
 
+def _attempts(report: Report) -> list[str]:
+    """The last ones; there can be hundreds."""
+    left = max(0, len(report.attempts) - _MAX_ATTEMPTS)
+    lines = [f"attempt {other.attempt}: {other.statement}" for other in report.attempts[left:]]
+    return [*([f"{left} more in report.json"] if left else []), *lines]
+
+
 def _cascade(cascade: list[Cascade]) -> list[str]:
-    """Ranks that ended in the same way share a line: there can be hundreds of them."""
+    """Ranks that ended in the same way share a line, because there can be hundreds."""
     alike: dict[str, list[int]] = {}
     for entry in cascade:
         alike.setdefault(entry.how, []).append(entry.rank)
@@ -120,8 +130,6 @@ def _ranks(console: Console, report: Report) -> None:
     for title in ("rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"):
         table.add_column(title, overflow="fold")
     for rank in report.ranks:
-        first = rank.first_anomaly
-        seen = f"batch {first.batch}: {first.value}, {first.module or first.cls} {first.role}" if first else "-"
         lost = rank.lost.pages + rank.lost.messages + rank.lost.frames + rank.lost.rows
         exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
         table.add_row(
@@ -131,15 +139,24 @@ def _ranks(console: Console, report: Report) -> None:
             Text(rank.state + exit_),
             _number(rank.step),
             _number(rank.batch),
-            Text(seen),
+            Text(_first(rank.first_anomaly)),
             str(lost),
             style="bold" if rank.rank == report.verdict.rank else None,
         )
     console.print(table)
 
 
+def _first(first: FirstAnomaly | None) -> str:
+    """`batch 7: nan, fc1 output`: the row in which the first non-finite value was seen."""
+    if first is None:
+        return "-"
+    at = first.seen_in
+    module, cls, role = (at.module, at.cls, at.role) if at is not None else (first.module, first.cls, first.role)
+    return f"batch {first.batch}: {first.value}, {module or f'(root) {cls}'} {role}"
+
+
 def _clocks(console: Console, report: Report) -> None:
-    """Clocks that would mislead whoever compares the logs of two hosts."""
+    """Warn of clocks that are too far apart to compare the logs of two hosts."""
     for node in report.nodes:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
             off = -node.clock_offset_ns / 1e9
@@ -149,7 +166,7 @@ def _clocks(console: Console, report: Report) -> None:
 
 
 def _faults(console: Console, report: Report) -> None:
-    """What went wrong in gpuwatch itself."""
+    """Print the errors of gpuwatch itself."""
     for rank in report.ranks:
         for fault in rank.faults:
             console.print(Text(f"gpuwatch's own fault on rank {rank.rank}: {fault}", style="yellow"))
@@ -172,9 +189,11 @@ def _rank_to_show(report: Report, rank: int | None) -> RankReport | None:
 
 
 def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
-    """abs max of what each module returned, a column per rank: the same batch on all of them."""
+    """abs max of what each module returned, a column per rank: the same point of the training on all of them."""
     batch = shown.frames[-1].batch
-    others = [r for r in report.ranks if r.frames and r.frames[-1].batch == batch and r is not shown]
+    others = [r for r in report.ranks if r.frames and r.frames_comparable and r is not shown]
+    if not shown.frames_comparable:
+        return
     columns = [shown, *others[: _MAX_COLUMNS - 1]]
     if len(columns) < 2:
         return
@@ -184,7 +203,8 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("module", overflow="fold")
     for rank in columns:
-        table.add_column(f"rank {rank.rank}", justify="right")
+        own = rank.frames[-1].batch
+        table.add_column(f"rank {rank.rank}" + (f"\nbatch {own}" if own != batch else ""), justify="right")
     by_rank = [{_key(frame): frame for frame in rank.frames} for rank in columns]
     for frame in shown.frames[-_MAX_MATRIX_ROWS:]:
         title = f"{frame.module or '(root)'} {frame.cls}"
@@ -198,7 +218,7 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
 
 
 def _key(frame: Frame) -> tuple[str, str, str | int]:
-    """What is the same frame on two ranks. Gradients do not come in the same order everywhere."""
+    """Identifies the same frame on two ranks. Gradients come in another order on each rank."""
     return frame.module, frame.phase, frame.index if frame.phase == "forward" or not frame.rows else frame.rows[0].role
 
 

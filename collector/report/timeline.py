@@ -1,4 +1,4 @@
-"""Everything that happened once, in the order that the run itself gives it."""
+"""The events of a run, in the order that the run itself gives them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
+from ...core.frames import module_text
 from ...core.records import Anomaly, NodeSignal
 from ..facts import RunFacts
 
 
 class TimelineEntry(msgspec.Struct, frozen=True):
-    """Something that happened once. `time` is the clock of the host that it happened on."""
+    """An event. `time` is by the clock of the host where it happened."""
 
     time: str | None
     rank: int | None
@@ -29,7 +30,7 @@ def utc(seconds: float | None) -> str | None:
 
 
 def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
-    """Events in the order that the run itself gives them; within one place, by each host's own clock."""
+    """Events by attempt and number of collectives; at the same number, by each host's own clock."""
     found: list[tuple[tuple[int, int, int], TimelineEntry]] = []
     for rank in facts.ranks.values():
         events: list[tuple[Any, str]] = [(a, _anomaly_text(a)) for a in rank.anomalies]
@@ -68,4 +69,4 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
 
 
 def _anomaly_text(anomaly: Anomaly) -> str:
-    return f"{anomaly.value} in {anomaly.role} of {anomaly.module or anomaly.where.root} ({anomaly.cls})"
+    return f"{anomaly.value} in {anomaly.role} of {module_text(anomaly.module, anomaly.cls)}"

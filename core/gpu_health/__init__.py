@@ -1,7 +1,7 @@
-"""What the driver says of the health of GPUs, through NVML: read in a child with a deadline, judged by one table.
+"""The health of GPUs, as NVML reports it. A child process reads it under a deadline, and one table judges it.
 
     python -m gpuwatch.core.gpu_health [--device UUID]... [--loaded]     one reading, as JSON lines
     python -m gpuwatch.core.gpu_health --watch                           XIDs as they come; counters when asked
 
-GPUs are known by UUID, never by index: NVML counts them otherwise than CUDA does, and knows no CUDA_VISIBLE_DEVICES.
+GPUs are named by UUID, never by index: NVML's order differs from CUDA's and ignores CUDA_VISIBLE_DEVICES.
 """

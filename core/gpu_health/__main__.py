@@ -1,6 +1,6 @@
-"""The child process that talks to NVML, so that a driver that hangs hangs nobody else.
+"""The child process that talks to NVML. A driver that hangs blocks only this process.
 
-A hung driver may keep even this process from being killed; who has started it waits for its lines, never for its end.
+A hung driver can keep this process from being killed. So its parent waits for its lines, never for its end.
 """
 
 from __future__ import annotations

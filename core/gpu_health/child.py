@@ -1,4 +1,4 @@
-"""Asks NVML through a child process, and has an answer at the deadline, whatever the driver does."""
+"""Asks NVML through a child process. There is an answer at the deadline, whatever the driver does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from .facts import Answer, parse
 
 KILLED_S = 1.0
-"""How long a killed child may take to go. One that is stuck in the driver goes when the driver lets it."""
+"""How long a killed child may take to end. A child that is stuck in the driver ends when the driver lets it."""
 
 
 def command(*arguments: str) -> list[str]:
@@ -19,9 +19,9 @@ def command(*arguments: str) -> list[str]:
 
 
 def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> Answer:
-    """Read the GPUs with these UUIDs, or all; `loaded`: they are at work, and only what shows then is read.
+    """Read the GPUs with these UUIDs, or all. With `loaded` they are at work, and only what shows under load is read.
 
-    What had been told until the deadline is in the answer, with `trouble` saying what the driver was asked last.
+    At the deadline the answer holds what is known by then; `trouble` says what the driver was asked last.
     """
     arguments = [word for uuid in devices for word in ("--device", uuid)]
     child = subprocess.Popen(
@@ -48,7 +48,7 @@ def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> 
 
 
 def _follow(child: subprocess.Popen[bytes], answer: Answer, end: float) -> bool:
-    """Take its lines until it has said all, or closes its output: True; False at the deadline."""
+    """Read its lines. Returns True when it has said all or closed its output, False at the deadline."""
     pipe = child.stdout
     assert pipe is not None
     rest = b""

@@ -1,4 +1,4 @@
-"""What a run has done to the counters of a GPU: pure. Two readings of `GpuCounters`, and what stands between them."""
+"""What a run has done to the counters of a GPU: the difference between two readings of `GpuCounters`. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WORDS: dict[str, tuple[str, Grade]] = {
     "nvlink_recovery_errors": ("NVLink recoveries", "warn"),
     "pcie_replays": ("PCIe replays", "ok"),
 }
-"""Counter -> in words, and what it says of the GPU that it has grown. The totals of a GPU's life grow with these."""
+"""Counter -> its name in words, and the grade of its growth. The lifetime totals grow with these counters."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class GpuSincePreflight(msgspec.Struct, frozen=True):
-    """One GPU, from before the training to the last reading of it."""
+    """One GPU, from before the training to its last reading."""
 
     device: str
     known: bool
@@ -90,7 +90,7 @@ def difference(before: GpuCounters, after: GpuCounters) -> list[Change]:
 
 
 def since_preflight(events: Iterable[Xid | GpuCounters | GpuHealth], device: str) -> GpuSincePreflight:
-    """What has become of a GPU since the training began. `device` is what its rank calls it: the UUID of the GPU or of
+    """What happened to a GPU since the training began. `device` is what its rank calls it: the UUID of the GPU or of
     a MIG device on it, with or without `GPU-`."""
     events = list(events)
     readings = [event for event in events if isinstance(event, GpuCounters) and _is(event, device)]

@@ -1,12 +1,12 @@
-"""What the child that reads NVML prints, one JSON value per line, and what its lines add up to.
+"""The lines that the child process prints, one JSON value each, and the reading that they add up to.
 
     {"type":"started","driver":"580.95.05","library":"13.580.95.05"}
     {"type":"asking","device":"GPU-4d1c...","what":"ECC errors"}
     {"type":"told","device":"GPU-4d1c...","values":{"ecc_uncorrected_volatile":0},"unknown":{}}
     {"type":"finished"}
 
-A line is printed before each question, so that a driver that hangs is known by what it was asked, and what it had
-answered until then is kept.
+The child prints a line before each question. If the driver hangs, the question is known, and so are the answers
+before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
-    """Nothing can be asked: why, as one sentence without its full stop, and what to do about it."""
+    """NVML cannot be asked. The reason is one sentence without its full stop; `next` says what to do."""
 
     why: str
     next: str = ""
@@ -50,7 +50,7 @@ class Asking(msgspec.Struct, frozen=True, tag="asking"):
 
 
 class Told(msgspec.Struct, frozen=True, tag="told"):
-    """An answer, or several: numbers by name, and for what stays unknown the reason."""
+    """One or several answers: numbers by name, and a reason for each that is unknown."""
 
     device: str
     values: dict[str, int] = {}
@@ -67,7 +67,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class Watching(msgspec.Struct, frozen=True, tag="watching"):
-    """The XIDs of these GPUs will be told from now on; `unwatched` says of which not, and why."""
+    """XIDs of these GPUs are reported from now on. `unwatched` says which GPUs are not watched, and why."""
 
     driver: str = ""
     devices: dict[str, str] = {}
@@ -107,7 +107,7 @@ _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def parse(line: bytes) -> Line | None:
-    """One line of a child; None for anything that a library may have printed in between."""
+    """One line of a child; None for a line that a library printed."""
     try:
         return _decoder.decode(line)
     except msgspec.DecodeError:
@@ -116,7 +116,7 @@ def parse(line: bytes) -> Line | None:
 
 @dataclass
 class Reading:
-    """One GPU as NVML described it. A fact is in `values`, or in `unknown`, or was never asked for."""
+    """One GPU as NVML described it. A fact is in `values`, in `unknown`, or was never asked for."""
 
     device: str
     name: str = ""
@@ -138,7 +138,7 @@ class Reading:
         self.processes += told.processes
 
     def forget(self, names: Iterable[str], why: str) -> None:
-        """These were read, and mean nothing."""
+        """Remove facts that were read and mean nothing."""
         for name in names:
             self.values.pop(name, None)
             self.unknown[name] = why
@@ -150,7 +150,7 @@ class Reading:
 
 @dataclass
 class Answer:
-    """What a child has told until it ended, or was ended."""
+    """What a child has told by its end."""
 
     readings: dict[str, Reading] = field(default_factory=dict)
     """By the UUID that was asked for; without one: of every GPU."""

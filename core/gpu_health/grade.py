@@ -1,4 +1,4 @@
-"""From what NVML told to findings: pure. A fact that is not known is `unknown`, which is neither good nor bad."""
+"""Turns NVML's answers into findings. Pure. A fact that is not known is `unknown`, which is neither good nor bad."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Judgement:
     sentence: str
     next: str = ""
     optional: bool = False
-    """That it is unknown is not worth a finding."""
+    """If it is unknown, that is no finding."""
 
 
 def judge(reading: Reading, limits: Mapping[str, Limits]) -> list[Judgement]:
@@ -75,7 +75,7 @@ def _compare(check: Check, value: int, limits: Limits, reading: Reading) -> Judg
 
 
 def grade(reading: Reading, limits: Mapping[str, Limits], ranks: list[int], host: str) -> list[Finding]:
-    """What is wrong with a GPU, each by itself; what should be known and is not, in one. Empty: it is well."""
+    """One finding for each thing that is wrong with a GPU, and one for all that is unknown. Empty: the GPU is well."""
     who = f"{reading.name or 'GPU'} {reading.device} on {host}"
     judged = judge(reading, limits)
     findings = [
@@ -109,7 +109,7 @@ def _how_to_know(unknown: list[Judgement]) -> str:
 def grade_answer(
     answer: Answer, device: str, limits: Mapping[str, Limits], ranks: list[int], host: str
 ) -> tuple[list[Finding], str]:
-    """Findings about one GPU from a child's answer, and one line of what was looked at."""
+    """Findings about one GPU from a child's answer, and one line that counts the checks."""
     reading = answer.readings.get(device)
     findings = grade(reading, limits, ranks, host) if reading is not None else []
     if answer.trouble:

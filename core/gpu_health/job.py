@@ -1,4 +1,4 @@
-"""Which processes are of this job: all that torchrun has started with the same rendezvous, on this host."""
+"""Which processes belong to this job: those that torchrun started on this host with the same rendezvous."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import psutil
 
 _VARIABLES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
-"""torchrun gives them to every rank, and what a rank starts has them from it."""
+"""torchrun sets them for every rank, and a rank's child processes inherit them."""
 
 
 def is_of_this_job(pid: int) -> bool:
-    """Whether it has this process's torchrun variables, or started it, or was started by it.
+    """Whether a process has this process's torchrun variables, is its ancestor, or is its child.
 
     Another user's process does not show its variables, and is not of this job. Raises psutil.NoSuchProcess.
     """

@@ -1,6 +1,6 @@
 """The seam to NVML: the only file that imports nvidia-ml-py, and only in a child process.
 
-Whatever an old driver, an old nvidia-ml-py, or a driver in trouble cannot answer becomes a `NotKnown` with the reason.
+A question that the driver or nvidia-ml-py cannot answer becomes a `NotKnown` with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pynvml
 
 
 class NotKnown(Exception):
-    """NVML does not tell. `code` is its return value; None: this nvidia-ml-py does not know the question."""
+    """NVML has no answer. `code` is its return value; None if this nvidia-ml-py lacks the question."""
 
     def __init__(self, why: str, code: int | None = None) -> None:
         super().__init__(why)
@@ -20,7 +20,7 @@ class NotKnown(Exception):
 
     @property
     def gpu_is_lost(self) -> bool:
-        """The driver has no connection to the GPU any more, or refuses to use it before a reset."""
+        """The driver has lost the GPU, or refuses to use it before a reset."""
         return self.code in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 
     @property
@@ -76,7 +76,7 @@ def handle_of(uuid: str) -> Any:
 
 
 def handles() -> tuple[list[Any], dict[str, str]]:
-    """Every whole GPU that NVML shows here; of those that it refuses, the reason by NVML's own number."""
+    """Every whole GPU that NVML shows here. For a GPU that it refuses: the reason, by NVML's own index."""
     found, refused = [], {}
     for index in range(ask("nvmlDeviceGetCount")):
         try:
@@ -126,5 +126,5 @@ def text(function: str, *arguments: Any) -> str:
 
 
 def address_of(handle: Any) -> int:
-    """What tells two handles apart in an event: the driver gives the same pointer for the same device."""
+    """Identifies a handle in an event: the driver gives the same pointer for the same device."""
     return ctypes.cast(handle, ctypes.c_void_p).value or 0

@@ -1,6 +1,6 @@
-"""The questions to NVML about one GPU, in groups: a group that fails leaves the others whole.
+"""The questions to NVML about one GPU, in groups. A group that fails does not affect the others.
 
-A question is asked by its name, so that an older nvidia-ml-py, which lacks it, makes it unknown and nothing else.
+Questions are asked by name: where an older nvidia-ml-py lacks one, only that fact is unknown.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Asked:
 
     @contextmanager
     def facts(self, *names: str) -> Iterator[None]:
-        """Facts that one call gives: they are unknown if it fails."""
+        """Facts that come from one call. If it fails, they are all unknown."""
         try:
             yield
         except NotKnown as error:
@@ -171,7 +171,7 @@ def _nvlink_errors(whole: Any, active: list[int], asked: Asked) -> None:
 
 
 def _old_link_errors(whole: Any, link: int, counters: tuple[str, ...]) -> int:
-    """Sum of those that this GPU has: newer ones count no data CRC errors. Raises NotKnown if it has none of them."""
+    """Sum of the counters that this GPU has; newer GPUs count no data CRC errors. Raises NotKnown if it has none."""
     counts, why = [], NotKnown("")
     for counter in counters:
         try:
@@ -231,7 +231,7 @@ def _modes(device: Any, whole: Any, asked: Asked) -> None:
 
 
 def _processes(device: Any, whole: Any, asked: Asked) -> None:
-    """Who else has the GPU open. In a container NVML may give numbers that mean nothing here: those are not counted."""
+    """Other processes on the GPU. In a container NVML may give pids that mean nothing here; those are not counted."""
     with asked.facts("other_processes"):
         unseen = 0
         for process in ask("nvmlDeviceGetComputeRunningProcesses", device):
@@ -247,7 +247,7 @@ def _processes(device: Any, whole: Any, asked: Asked) -> None:
 
 
 def _clocks_and_link(device: Any, whole: Any, asked: Asked) -> None:
-    """For half a second: what holds the clocks back most of the time, and the best that the PCIe link did."""
+    """Sample for half a second: what holds the clocks back most of the time, and the fastest PCIe link seen."""
     reasons: list[int] = []
     generations: list[int] = []
     widths: list[int] = []
@@ -293,7 +293,7 @@ _GROUPS: tuple[tuple[str, Group], ...] = (
 
 
 def questions(loaded: bool) -> tuple[tuple[str, Group], ...]:
-    """All groups, in the order in which they are asked: what tells most comes first, should the driver hang."""
+    """All groups, the most telling first, because the driver may hang at any of them."""
     return (("clocks and PCIe under load", _clocks_and_link),) if loaded else _GROUPS
 
 
@@ -319,7 +319,7 @@ def introduce(uuid: str, device: Any) -> Told:
 
 
 def read_counters(whole: Any) -> Asked:
-    """Only what counts up: cheap enough to be read in the middle of a training."""
+    """Only the counters: cheap enough to be read in the middle of a training."""
     asked = Asked()
     for _, group in _COUNTERS:
         group(whole, whole, asked)

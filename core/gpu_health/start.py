@@ -1,4 +1,4 @@
-"""How a child begins: NVML loaded and initialised, or the reason why not; and how it speaks."""
+"""How a child begins: it loads and initialises NVML, or says why not. And how it prints its lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 def say(line: Line) -> None:
-    """One line for the process that has started this one."""
+    """Print one line for the parent process."""
     with _lock:
         sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
         sys.stdout.buffer.flush()

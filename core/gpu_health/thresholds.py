@@ -1,4 +1,4 @@
-"""From what on a fact about a GPU is a warning or a failure: one table, each row with its source; a file may change it.
+"""The limits at which a fact about a GPU is a warning or a failure: one table with sources. A file may change it.
 
     # thresholds.toml
     [pcie_lanes_lost]
@@ -38,13 +38,13 @@ LOADED_FACTS = (
     "pcie_generation",
     "pcie_width",
 )
-"""Without load, clocks and PCIe links rest, and nothing can be said of them."""
+"""An idle GPU lowers its clocks and PCIe link, so that these facts mean nothing without load."""
 
 Facts = Mapping[str, int]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """From what on it is a warning, and a failure; None: never."""
+    """The limits of a warning and of a failure; None: never."""
 
     warn: float | None = None
     fail: float | None = None
@@ -52,7 +52,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Check:
-    """A row of the table. `needs` are the facts that it is about: one that is unknown makes the check unknown."""
+    """A row of the table. If one of the facts in `needs` is unknown, so is the check."""
 
     name: str
     what: str
@@ -62,15 +62,15 @@ class Check:
     next: str
     source: str
     value: Callable[[Facts], int] | None = None
-    """From the facts; None: the one fact that it needs."""
+    """Computes the value from the facts; None: the value is the one fact that it needs."""
     low: bool = False
     """Small numbers are the bad ones."""
     moot_with: str = ""
-    """Where this fact is known, the GPU does it another way; that the check's own are not supported is no news."""
+    """The fact that newer GPUs report instead. Where it is known, the check's own facts may be unsupported."""
     flag: bool = False
-    """It is or it is not: no number is shown."""
+    """A yes or no; no number is shown."""
     optional: bool = False
-    """A good GPU may well not tell, to a user who is not root, in a container, or on a board without it."""
+    """A healthy GPU may not tell: without root, in a container, or on a board that lacks it."""
 
     def value_of(self, facts: Facts) -> int:
         """What is compared with the limits."""
@@ -452,13 +452,13 @@ RATES: dict[str, tuple[Limits, float, str]] = {
     "pcie_replays": (Limits(warn=8), 60.0, f"8 per minute, {DCGM}"),
     "nvlink_crc_errors": (Limits(warn=100), 1.0, f"100 per second, {DCGM}"),
 }
-"""Counters of which only the rate matters: limits, the seconds that they are counted over, source."""
+"""Counters whose rate matters: limits, the seconds of the rate, source."""
 
 DEFAULTS: dict[str, Limits] = {check.name: check.limits for check in CHECKS}
 
 
 def load_thresholds(path: str) -> dict[str, Limits]:
-    """The table's limits with those of the file in their place; "" is no file. Raises UsageError."""
+    """The table's limits, replaced by those of the file; "" is no file. Raises UsageError."""
     if not path:
         return dict(DEFAULTS)
     found = _parse(Path(path))

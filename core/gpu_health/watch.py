@@ -1,7 +1,7 @@
-"""The watching child: registers for XIDs before the training and tells each; reads counters when asked on stdin.
+"""The watching child. It registers for XIDs before the training, prints each, and reads counters when asked on stdin.
 
-NVML has no history of XIDs. It is only called in threads, so that the end of stdin ends this process even when the
-driver hangs: one waits for events, one reads counters, and the main thread only listens.
+NVML has no history of XIDs. It is only called in threads: one waits for events, one reads counters. The main thread
+reads stdin, so that its end ends this process even when the driver hangs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which GPU a rank has, as far as that is known without its help: pure."""
+"""Which GPU a rank has, as far as that is known without asking it. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 
 def gpu_of_rank(uuid: str, local_rank: int, environment: Mapping[str, str]) -> str:
-    """UUID of the rank's GPU: as CUDA tells it, or else the one that CUDA_VISIBLE_DEVICES gives it by UUID; "" is none.
+    """UUID of the rank's GPU: from CUDA, or else from CUDA_VISIBLE_DEVICES if that lists UUIDs; "" is none.
 
-    The second is what is left when CUDA does not work at all, which is when the GPU's health matters most.
+    The second source helps when CUDA does not work at all, which is when the GPU's health matters most.
     """
     if uuid:
         return uuid

@@ -110,5 +110,5 @@ _UNLISTED = XidMeaning(
 
 
 def meaning_of(number: int) -> XidMeaning:
-    """What an XID means; one that is not in the table says where to look."""
+    """What an XID means. For one that is not in the table, where to look."""
     return XIDS.get(number, _UNLISTED)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from ..records import Anomaly, LogEntry
+from ..pages import Names
+from ..records import Anomaly, Definition, LogEntry
 from . import layout
 from .layout import Closed, Field, FirstAnomaly, RankPhase, SegmentField
 
@@ -43,7 +44,19 @@ def _rows_of(count: int) -> struct.Struct:
 class OpenPage:
     """The rows of one batch so far. Whoever holds it may write on in it: the backward comes after other pages."""
 
-    __slots__ = ("batch", "ended", "frames", "number", "root", "segment", "segments", "step", "values")
+    __slots__ = (
+        "batch",
+        "ended",
+        "frames",
+        "held",
+        "judged",
+        "number",
+        "root",
+        "segment",
+        "segments",
+        "step",
+        "values",
+    )
 
     def __init__(self, number: int, root: int, batch: int, step: int) -> None:
         self.number = number
@@ -56,6 +69,10 @@ class OpenPage:
         self.segments = 0
         self.segment = -1
         """Its last segment, counted from the beginning of the run."""
+        self.held: list[int] = []
+        """All its segments, counted likewise."""
+        self.judged: object = None
+        """How far it has been judged: for whoever does that."""
         self.ended = False
 
 
@@ -99,6 +116,8 @@ class RecorderWriter:
         self._segments = segments
         self._segment = -1
         self._pages = 0
+        self.names = Names()
+        """The definitions so far, for whoever reads pages in this process."""
         self.page: OpenPage | None = None
         """The page that is being written."""
         self.cursor = array("q", [-1])
@@ -139,6 +158,17 @@ class RecorderWriter:
         return self._map
 
     @property
+    def view(self) -> memoryview:
+        """The whole file."""
+        return self._bytes
+
+    def segment_at(self, number: int) -> int | None:
+        """Offset in the file of a segment, counted from the beginning of the run; None if it was overwritten."""
+        if not 0 <= self._segment - number < self._segments:
+            return None
+        return self._segments_at + (number % self._segments) * layout.SEGMENT_BYTES
+
+    @property
     def value_position(self) -> int:
         """Position of the last value in its segment."""
         return self._seg[_VALUES] - 1
@@ -155,6 +185,8 @@ class RecorderWriter:
 
         The first anomaly is written into the header as well, see `note_first_anomaly`.
         """
+        if isinstance(record, Definition):
+            self.names.add((record,))
         if isinstance(record, Anomaly):
             self.note_first_anomaly(record)
         payload = self._encode(record)
@@ -326,6 +358,7 @@ class RecorderWriter:
         seg[SegmentField.STARTED_NS] = time.time_ns()
         seg[SegmentField.GENERATION] = generation + 2
         page.segment = self._segment
+        page.held.append(self._segment)
         page.segments += 1
         self._frames_at = at + layout.FRAMES_AT
         self._rows_at = at + layout.ROWS_AT

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from gpuwatch.core.alarm import alarm_of, anomaly_of, first_expected_gradient
 from gpuwatch.core.frames import Mark, Phase, RowKind
+from gpuwatch.core.judge import alarm_of, anomaly_of, first_expected_gradient
 from gpuwatch.core.messages import (
     AgentBody,
     Beat,
@@ -213,8 +213,8 @@ class Batch:
         assert found is not None
         self._alarm(*found, cause)
 
-    def unlooked(self, cause="not looked into: --every 5"):
-        """The root's output was bad, in a batch that was left out."""
+    def skipped_batch(self, cause="not looked into: --every 5"):
+        """The root's output was bad, in a batch that `--every` skips."""
         assert self.anomaly is not None
         self.anomaly = msgspec.structs.replace(self.anomaly, cause=cause)
 

@@ -202,18 +202,20 @@ def test_a_beat_is_kept_and_answered_with_what_there_is(two):
 
 def test_the_first_anomaly_asks_every_node_for_that_batch_once(two):
     two.say("a1", Definitions(1, 0, [RootDef(3, "Net", 1)]))
-    want = Want(0, "Net", 1, 3)
-    assert sent(two.say("a1", anomaly(rank=1, root="Net#2")), Want) == [("a0", want), ("a1", want)]
+    wants = [Want(0, "Net", 1, 3), Want(0, "Net", 1, 2)]
+    expected = [(agent, want) for want in wants for agent in ("a0", "a1")]
+    assert sent(two.say("a1", anomaly(rank=1, root="Net#2")), Want) == expected
     assert sent(two.say("a0", anomaly(rank=0, root="Net#2")), Want) == []
 
 
 def test_other_batches_are_asked_for_too(two):
-    assert len(sent(two.say("a0", anomaly(batch=3)), Want)) == 2
-    assert len(sent(two.say("a0", anomaly(batch=4)), Want)) == 2
+    assert len(sent(two.say("a0", anomaly(batch=3)), Want)) == 4
+    assert len(sent(two.say("a0", anomaly(batch=4)), Want)) == 4
+    assert len(sent(two.say("a0", anomaly(batch=0)), Want)) == 2, "there is no batch before the first"
 
 
 def test_the_second_root_of_a_class_is_told_by_its_name_even_if_its_definition_is_missing(two):
-    ((_, want), _) = sent(two.say("a0", anomaly(root="Net#3")), Want)
+    ((_, want), *_) = sent(two.say("a0", anomaly(root="Net#3")), Want)
     assert (want.root_cls, want.root_ordinal) == ("Net", 2)
 
 
@@ -326,7 +328,8 @@ def test_it_goes_on_where_the_one_before_it_was(make):
 def test_it_asks_again_for_the_batches_that_the_one_before_it_wanted(make):
     run_protocol = restored(make, anomaly(rank=1, root="Net#2"))
     beat = AgentMessage(0, Beat([], {}))
-    assert sent(run_protocol.hear("a0", beat, 1), Want) == [("a0", Want(0, "Net", 1, 3))]
+    asked = sent(run_protocol.hear("a0", beat, 1), Want)
+    assert asked == [("a0", Want(0, "Net", 1, 3)), ("a0", Want(0, "Net", 1, 2))]
     assert sent(run_protocol.hear("a0", beat, 2), Want) == []
 
 

@@ -30,6 +30,7 @@ INF, NAN = float("inf"), float("nan")
         (row(), "5.00e-01 2.00e+00 weight"),
         (row("input[0]", 0.0, 0.0), "0.00e+00 0.00e+00 input[0]"),
         (row("output", 1e-45, 3.4028235e38), "1.00e-45 3.40e+38 output"),
+        (row("before input[0]"), "5.00e-01 2.00e+00 before input[0]"),
         (row("output", 8.11e-2, INF, NonFinite.POSINF), "8.11e-02      inf output"),
         (row("output", INF, INF, NonFinite.NEGINF), "     inf      inf output"),
         (row("output", 1.0, NAN, NonFinite.NAN), "     nan      nan output"),

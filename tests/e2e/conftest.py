@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from gpuwatch.cli.main import main
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "TEST_RUN_MARK"
-TIMEOUT_S = 90
+TIMEOUT_S = 400
 
 
 @dataclass
@@ -50,14 +52,23 @@ class Bench:
 
     @property
     def environment(self) -> dict[str, str]:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_", "SLURM"))}
+        clean = {name: value for name, value in os.environ.items() if name not in self.removed()}
         return {**clean, MARK: self.mark, "OMP_NUM_THREADS": "1"}
+
+    @staticmethod
+    def removed() -> list[str]:
+        """Variables of a job that the tests themselves may be part of."""
+        return [name for name in os.environ if name.startswith(("GPUWATCH", "TORCHELASTIC", "PET_", "SLURM"))]
 
     def script(self, name: str) -> str:
         return str(SCRIPTS / name)
 
-    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """What is put into PYTHONPATH comes before what the tests themselves were started with."""
+    def start(self, *command: str, in_background: bool = False, **environment: str) -> subprocess.Popen[str]:
+        """What is put into PYTHONPATH comes before what the tests themselves were started with.
+
+        `in_background`: SIGINT is ignored, as in what a shell script starts with `&`; else it is not, however the tests
+        themselves were started.
+        """
         if "PYTHONPATH" in environment and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         process = subprocess.Popen(
@@ -67,6 +78,7 @@ class Bench:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=_ignore_interrupt if in_background else _hear_interrupt,
         )
         self.pids.add(process.pid)
         return process
@@ -115,6 +127,14 @@ class Bench:
         return found
 
 
+def _ignore_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _hear_interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def scratch_folders(pids: set[int]) -> list[Path]:
     """Folders of recorders that the launches with these pids have left; other jobs of this host have theirs."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
@@ -128,12 +148,38 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     left = bench.processes()
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=60)
     lines = [" ".join(process.cmdline()) for process in alive]
     for process in alive:
         process.kill()
     assert not lines, f"left running: {lines}"
     assert scratch_folders(bench.pids) == []
+
+
+@pytest.fixture
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """`refused("launch", "--nnodes", "two")`: exit code, stdout, stderr of a command that has to start nothing.
+
+    It runs in this process, which has imported torch.
+    """
+    for name in Bench(tmp_path).removed():
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", ["gpuwatch", *arguments])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return (code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture

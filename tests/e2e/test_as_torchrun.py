@@ -20,6 +20,8 @@ def test_a_clean_run_computes_the_same_bits(bench):
     assert {rank["preflight"]["outcome"] for rank in watched.report["ranks"]} == {"ok"}
 
 
+@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["plain", "a folder; with 'odd\" names"])
 def test_a_script_finds_its_process_as_it_expects(bench, folder):
     place = bench.cwd / folder
@@ -38,6 +40,7 @@ def test_a_script_finds_its_process_as_it_expects(bench, folder):
     assert facts["batches"] == facts["forked"] == [[0.0, 1.0, 4.0, 9.0], [16.0, 25.0, 36.0, 49.0]]
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_one(bench):
     shutil.copytree(bench.script("pack"), bench.cwd / "pack")
     arguments = ("--nproc-per-node", "2", "-m", "pack.train", "--lr", "1e-4")
@@ -70,6 +73,7 @@ def lines_of_rank(stderr: str, rank: int) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith(f"[rank{rank}]:")]
 
 
+@pytest.mark.slow
 def test_torchruns_own_options_do_what_they_do(bench):
     run = bench.launch("clean.py", "--log-dir", "logs here", "--redirects", "3", "--local-ranks-filter", "0")
 
@@ -79,6 +83,7 @@ def test_torchruns_own_options_do_what_they_do(bench):
     assert "rank 1 step 9" in written.read_text()
 
 
+@pytest.mark.slow
 def test_a_program_that_is_not_python_runs_unwatched(bench):
     run = bench.gpuwatch("launch", "--nproc-per-node", "1", "--no-python", "sh", "-c", "echo rank $RANK $0", "zero")
 
@@ -89,6 +94,7 @@ def test_a_program_that_is_not_python_runs_unwatched(bench):
     assert "not proven that there was none: rank 0 ran a program that is not watched" in run.stderr
 
 
+@pytest.mark.slow
 def test_elastic_restarts_work_and_their_attempts_are_kept_apart(bench):
     run = bench.launch("flaky.py", "--max-restarts", "2")
 
@@ -100,6 +106,7 @@ def test_elastic_restarts_work_and_their_attempts_are_kept_apart(bench):
     assert any(entry["attempt"] == 0 and entry["what"] == "raised RuntimeError" for entry in run.report["timeline"])
 
 
+@pytest.mark.slow
 def test_an_overflow_is_not_restarted(bench):
     run = bench.launch("ddp_overflow.py", "--max-restarts", "3", args=("--rank", "1", "--batch", "1"))
 

@@ -2,16 +2,22 @@
 
 import json
 import signal
-import time
 
 import pytest
 
 FULL = ["inventory", "arrive", "consistency", "health", "allocation", "compute", "node group", "bandwidth"]
 
 
-def start_check(bench, port, *options: str):
+def start_check(bench, port, *options: str, in_background: bool = False):
     where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "a job")
-    return bench.start("gpuwatch.cli.main", "check", "--nproc-per-node", "1", *where, *options)
+    command = ("gpuwatch.cli.main", "check", "--nproc-per-node", "1", *where, *options)
+    return bench.start(*command, in_background=in_background)
+
+
+def preflight_lines(run) -> list[str]:
+    """Without those that a slow machine adds: a stage takes long."""
+    lines = [line for line in run.stderr.splitlines() if line.startswith("gpuwatch: preflight ")]
+    return [line for line in lines if not line.endswith("still waiting")]
 
 
 def test_a_healthy_machine_passes(bench):
@@ -20,7 +26,7 @@ def test_a_healthy_machine_passes(bench):
     assert run.code == 0
     assert "Preflight passed: 2 ranks on 1 node" in run.stdout
     assert "Bandwidth of all_reduce over 2 ranks" in run.stdout
-    told = [line.split("preflight ")[1] for line in run.stderr.splitlines() if "gpuwatch: preflight " in line]
+    told = [line.split("preflight ")[1] for line in preflight_lines(run)]
     assert [line[:12].rstrip() for line in told] == FULL
     assert all("2 of 2 ranks" in line for line in told)
     report = run.report
@@ -32,6 +38,7 @@ def test_a_healthy_machine_passes(bench):
     assert [len(rank["preflight"]["stages"]) for rank in report["ranks"]] == [8, 8]
 
 
+@pytest.mark.slow
 def test_a_quick_one_as_json_is_the_report_and_nothing_else(bench):
     run = bench.gpuwatch("check", "--nproc-per-node", "2", "--quick", "--format", "json")
 
@@ -41,6 +48,7 @@ def test_a_quick_one_as_json_is_the_report_and_nothing_else(bench):
     assert [column["stage"] for column in printed["preflight"]["stages"]] == [*FULL[:5], "node group"]
 
 
+@pytest.mark.slow
 def test_a_failure_exits_with_3_and_its_reason_is_the_answer(bench):
     run = bench.gpuwatch("check", "--nproc-per-node", "2", "--bandwidth-size", "64K", "--min-busbw", "100000")
 
@@ -60,13 +68,13 @@ def test_a_failure_exits_with_3_and_its_reason_is_the_answer(bench):
         (("--on-overflow", "abort"), "unrecognized arguments"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_exits_with_2(bench, options, words):
-    run = bench.gpuwatch("check", *options)
+def test_wrong_usage_is_one_sentence_and_exits_with_2(refused, tmp_path, options, words):
+    code, _, stderr = refused("check", *options)
 
-    assert run.code == 2
-    (line,) = run.stderr.splitlines()
+    assert code == 2
+    (line,) = stderr.splitlines()
     assert words in line
-    assert not (bench.cwd / "gpuwatch-runs").exists()
+    assert not (tmp_path / "gpuwatch-runs").exists()
 
 
 @pytest.mark.slow
@@ -86,14 +94,13 @@ C10D = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:{}", "--rdzv-id"
 STATIC = ("--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", "{}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [C10D, STATIC], ids=["c10d", "static"])
 def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, where):
-    began = time.monotonic()
     meeting_point = [word.format(port) for word in where]
     run = bench.gpuwatch("check", "--nproc-per-node", "1", "--nnodes", "2", *meeting_point, "--preflight-timeout", "4")
 
-    assert 4 <= time.monotonic() - began < 40
     assert run.code == 3
     assert (run.verdict["kind"], run.verdict["stage"]) == ("preflight", "arrive")
     assert "1 of 2 nodes did not arrive" in run.stdout
@@ -101,22 +108,35 @@ def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, wher
     assert "Traceback" not in run.stderr
 
 
-def test_ctrl_c_ends_it(bench, port):
-    check = start_check(bench, port)
-    while not bench.running("gpuwatch.launcher.agent"):
+AGENT, COLLECTOR = "gpuwatch.launcher.agent", "gpuwatch.collector"
+
+
+@pytest.mark.parametrize(
+    ("child", "in_background"),
+    [
+        (AGENT, True),
+        *(pytest.param(*moment, marks=pytest.mark.slow) for moment in ((AGENT, False), (COLLECTOR, False))),
+    ],
+)
+def test_ctrl_c_before_the_ranks_are_started_ends_it(bench, port, child, in_background):
+    """While a child is being started, and while the other node is waited for."""
+    check = start_check(bench, port, in_background=in_background)
+    while not bench.running(child):
         assert check.poll() is None
     check.send_signal(signal.SIGINT)
     run = bench.finish(check)
 
     assert run.code == 130
+    assert (run.verdict["kind"], run.verdict["signal"]) == ("interrupted", "SIGINT")
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_a_launch_tells_its_preflight_in_one_line(bench):
     run = bench.launch("clean.py")
 
     assert run.code == 0
-    told = [line for line in run.stderr.splitlines() if line.startswith("gpuwatch: preflight ")]
+    told = preflight_lines(run)
     assert len(told) == 1
     assert told[0].startswith("gpuwatch: preflight ok: 2 ranks on 1 node in ")
 

@@ -25,7 +25,13 @@ def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     assert [entry["rank"] for entry in verdict["cascade"]] == [0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)),
+    ],
+)
 def test_a_signal_ends_everything_and_the_report_is_written(bench, number):
     process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("waits.py"))
     assert process.stdout is not None
@@ -39,6 +45,7 @@ def test_a_signal_ends_everything_and_the_report_is_written(bench, number):
     assert "VERDICT  interrupted" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once_and_leaves_nothing(bench):
     process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", bench.script("waits.py"))
     assert process.stdout is not None
@@ -50,6 +57,7 @@ def test_a_second_signal_leaves_at_once_and_leaves_nothing(bench):
     assert run.code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     process = bench.start("gpuwatch.cli.main", "launch", "--nproc-per-node", "1", bench.script("waits.py"))
     assert process.stdout is not None
@@ -58,7 +66,7 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     process.kill()
     process.wait()
     helpers = [p for p in bench.processes() if p.pid != worker.pid]
-    _, alive = psutil.wait_procs(helpers, timeout=30)
+    _, alive = psutil.wait_procs(helpers, timeout=300)
     worker.kill()  # the ranks of a killed torchrun live on, too
     process.communicate()
 
@@ -98,6 +106,7 @@ def test_without_any_agent_the_launch_still_tells_what_its_rank_has_said(bench, 
     assert "VERDICT" not in run.stderr
 
 
+@pytest.mark.slow
 def test_two_jobs_on_one_host_do_not_meet(bench):
     commands = [
         (bench.script("ddp_overflow.py"), "--rank", "1", "--batch", "1"),
@@ -113,6 +122,7 @@ def test_two_jobs_on_one_host_do_not_meet(bench):
     assert "block.widen" not in runs[1].stderr
 
 
+@pytest.mark.slow
 def test_no_room_for_a_recorder_means_training_unwatched(bench):
     run = bench.launch("clean.py", nproc=1, PYTHONPATH=str(bench.script("no_room")))
 
@@ -122,6 +132,7 @@ def test_no_room_for_a_recorder_means_training_unwatched(bench):
     assert "rank 0 step 9" in run.stdout
 
 
+@pytest.mark.slow
 def test_an_unwritable_runs_folder_is_one_sentence(bench):
     (bench.cwd / "file").write_text("not a folder")
     run = bench.launch("clean.py", "--runs-dir", "file")

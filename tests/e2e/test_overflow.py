@@ -5,8 +5,13 @@ import json
 import pytest
 from gpuwatch.core.exits import RANK_OVERFLOW
 
+slow = pytest.mark.slow
 
-@pytest.mark.parametrize(("nproc", "rank", "batch"), [(2, 1, 3), (2, 0, 0), (4, 2, 1)])
+
+@pytest.mark.parametrize(
+    ("nproc", "rank", "batch"),
+    [(2, 1, 3), pytest.param(2, 0, 0, marks=pytest.mark.soak), pytest.param(4, 2, 1, marks=slow)],
+)
 def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
     run = bench.launch("ddp_overflow.py", nproc=nproc, args=("--rank", str(rank), "--batch", str(batch)))
 
@@ -40,6 +45,7 @@ def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
         assert weight["abs_max"] == pytest.approx(2.0, abs=0.1)
 
 
+@slow
 def test_a_model_that_takes_keywords_and_returns_a_dict(bench):
     run = bench.launch("kwargs_dict.py")
 
@@ -50,6 +56,7 @@ def test_a_model_that_takes_keywords_and_returns_a_dict(bench):
     assert [row["role"] for row in frame["rows"]] == ["weight", "input[0]", "output"]
 
 
+@slow
 def test_frames_of_nested_keywords_and_outputs_are_opened(bench):
     run = bench.launch("kwargs_dict.py", "--on-overflow", "continue", "--trace-batches", "1")
 
@@ -63,6 +70,7 @@ def test_frames_of_nested_keywords_and_outputs_are_opened(bench):
     assert run.report["ranks"][0]["first_anomaly"] is None
 
 
+@slow
 def test_two_models_in_one_script_are_told_apart(bench):
     run = bench.launch("two_models.py")
 
@@ -71,6 +79,7 @@ def test_two_models_in_one_script_are_told_apart(bench):
     assert (verdict["rank"], verdict["root"], verdict["module"], verdict["batch"]) == (0, "Discriminator", "fc", 5)
 
 
+@slow
 def test_training_goes_on_after_an_overflow_when_asked_to(bench):
     run = bench.launch("ddp_overflow.py", "--on-overflow", "continue", args=("--rank", "1", "--batch", "2"))
 
@@ -80,6 +89,7 @@ def test_training_goes_on_after_an_overflow_when_asked_to(bench):
     assert run.report["ranks"][1]["state"] == "finished"
 
 
+@slow
 def test_the_report_can_be_read_and_made_again(bench):
     run = bench.launch("ddp_overflow.py", args=("--rank", "1", "--batch", "1"))
     written = run.report
@@ -98,12 +108,14 @@ def test_the_report_can_be_read_and_made_again(bench):
     assert written["run"]["id"] in missing.stderr
 
 
+@slow
 def test_at_most_as_many_frames_as_asked_for(bench):
     run = bench.launch("ddp_overflow.py", "--max-frames", "1", args=("--rank", "1", "--batch", "1"))
 
     assert [[frame["module"] for frame in rank["frames"]] for rank in run.report["ranks"]] == [["block.widen"]] * 2
 
 
+@slow
 def test_the_job_ends_cleanly_after_the_batch_asked_for(bench):
     run = bench.launch("ddp_overflow.py", "--abort-after-batch", "2", args=("--rank", "1", "--batch", "4"))
 

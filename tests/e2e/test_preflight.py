@@ -1,17 +1,18 @@
 """A rank that cannot take part is named before the training starts. The faults are put into the real processes."""
 
 import signal
-import time
 
 import pytest
 
+slow = pytest.mark.slow
+NEVER = ("--preflight-timeout", "3000")
+"""A deadline beyond that of the test: the news travels through the store, and nobody waits for it."""
+
 
 def launch_bad(bench, way: str, *options: str, script: str = "clean.py", nproc: int = 2, **environment: str):
-    """(finished run, seconds) of a launch with one bad rank."""
-    began = time.monotonic()
+    """The finished run of a launch with one bad rank."""
     bad = {"BAD_PROBE": way, "PYTHONPATH": bench.script("bad_probe"), **environment}
-    run = bench.launch(script, *options, nproc=nproc, **bad)
-    return run, time.monotonic() - began
+    return bench.launch(script, *options, nproc=nproc, **bad)
 
 
 def outcomes(run) -> list[str]:
@@ -22,28 +23,30 @@ def grades(run, rank: int) -> dict[str, str]:
     return {stage["stage"]: stage["grade"] for stage in run.report["ranks"][rank]["preflight"]["stages"]}
 
 
+DIES = ("dies", "node group", "died at all_gather: killed by SIGKILL", NEVER)
+COORDINATOR_DIES = ("coordinator dies", "allocation", "died in stage allocation: killed by SIGKILL", NEVER)
+SOON = ("--preflight-timeout", "30")
+HANGS = ("hangs", "node group", "hung at all_gather for 30 s", SOON)
+COORDINATOR_HANGS = ("coordinator hangs", "allocation", "hung in stage allocation", SOON)
+
+
 @pytest.mark.parametrize(
-    ("way", "stage", "words", "most_s"),
+    ("way", "stage", "words", "timeout", "bad_rank"),
     [
-        # no timeout is waited for: the news travels through the store
-        ("dies", "node group", "died at all_gather: killed by SIGKILL", 25),
-        pytest.param(
-            "coordinator dies",
-            "allocation",
-            "died in stage allocation: killed by SIGKILL",
-            25,
-            marks=pytest.mark.slow,
+        (*DIES, 1),
+        pytest.param(*DIES, 0, marks=slow),
+        pytest.param(*HANGS, 1, marks=slow),
+        *(
+            pytest.param(*bad, rank, marks=[slow, pytest.mark.sample(1, of=bad[0])])
+            for bad in (COORDINATOR_DIES, COORDINATOR_HANGS)
+            for rank in (0, 1)
         ),
-        ("hangs", "node group", "hung at all_gather for 6 s", 40),
-        pytest.param("coordinator hangs", "allocation", "hung in stage allocation", 40, marks=pytest.mark.slow),
+        pytest.param(*HANGS, 0, marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize("bad_rank", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_the_bad_rank_and_its_stage_are_named(bench, way, stage, words, most_s, bad_rank):
-    timeout = "60" if most_s < 30 else "6"
-    run, seconds = launch_bad(bench, way, "--preflight-timeout", timeout, BAD_RANK=str(bad_rank))
+def test_the_bad_rank_and_its_stage_are_named(bench, way, stage, words, timeout, bad_rank):
+    run = launch_bad(bench, way, *timeout, BAD_RANK=str(bad_rank))
 
-    assert seconds < most_s
     assert "rank 0 step" not in run.stdout
     assert run.code == 3
     verdict = run.verdict
@@ -57,20 +60,20 @@ def test_the_bad_rank_and_its_stage_are_named(bench, way, stage, words, most_s, 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_in_its_preflight_is_named(bench):
     """torchrun sees that before we do, and stops the job."""
-    run, seconds = launch_bad(bench, "worker dies")
+    run = launch_bad(bench, "worker dies", *NEVER)
 
-    assert seconds < 25
     assert run.code not in (0, 3)
     assert (run.verdict["kind"], run.verdict["rank"]) == ("lost", 1)
     assert grades(run, 1)["arrive"] == "ok"
 
 
-@pytest.mark.parametrize("missing", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.sample(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_never_starts_is_missed(bench, missing):
-    run, seconds = launch_bad(bench, "starts after 1000 s", "--preflight-timeout", "5", BAD_RANK=str(missing))
+    run = launch_bad(bench, "starts after 1000 s", "--preflight-timeout", "5", BAD_RANK=str(missing))
 
     assert run.code == 3
-    assert seconds < 40
     assert f"rank {missing} (node " in run.verdict["statement"]
     assert "did not arrive within 5 s" in run.verdict["statement"]
     assert outcomes(run)[1 - missing] == "victim"
@@ -88,19 +91,19 @@ def test_who_is_missing_is_said_with_its_node(bench, port):
     assert "ranks 3-5 (node " in runs[0].verdict["statement"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("late_s", "timeout_s"), [(4, 30), pytest.param(30, 60, marks=[pytest.mark.slow, pytest.mark.timeout(180)])]
+    ("late_s", "timeout_s"), [pytest.param(4, 300, marks=slow), pytest.param(30, 300, marks=pytest.mark.soak)]
 )
 def test_a_rank_that_starts_late_is_waited_for(bench, late_s, timeout_s):
-    run, _ = launch_bad(bench, f"starts after {late_s} s", "--preflight-timeout", str(timeout_s))
+    run = launch_bad(bench, f"starts after {late_s} s", "--preflight-timeout", str(timeout_s))
 
     assert run.code == 0
     assert outcomes(run) == ["ok", "ok"]
-    (arrival,) = [stage for stage in run.report["ranks"][0]["preflight"]["stages"] if stage["stage"] == "arrive"]
-    assert arrival["seconds"] > late_s - 2.5
+    assert grades(run, 0)["arrive"] == grades(run, 1)["arrive"] == "ok"
 
 
+@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["quick", "full"])
 def test_a_good_launch_passes_every_stage_and_leaves_nothing(bench, mode):
     run = bench.launch("late_init.py", "--preflight", mode, "--max-restarts", "1", args=("-1",))
@@ -114,6 +117,7 @@ def test_a_good_launch_passes_every_stage_and_leaves_nothing(bench, mode):
     assert "attempt 0 keys of gpuwatch []" in run.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_the_scripts_own_group_comes_up_with_any_rank_late_and_after_a_restart(bench, late_rank):
@@ -129,16 +133,15 @@ def test_the_scripts_own_group_comes_up_with_any_rank_late_and_after_a_restart(b
 
 @pytest.mark.slow
 def test_a_bad_rank_whose_last_word_is_cut_off_keeps_nobody_longer_than_the_deadlines(bench):
-    run, seconds = launch_bad(bench, "coordinator dies", "--preflight-timeout", "4", BAD_TELLER="1")
+    run = launch_bad(bench, "coordinator dies", "--preflight-timeout", "4", BAD_TELLER="1")
 
     assert run.code == 3
-    assert seconds < 40
     assert run.verdict["rank"] == 1
 
 
 @pytest.mark.slow
 def test_an_error_of_the_test_itself_does_not_keep_the_training_from_starting(bench):
-    run, _ = launch_bad(bench, "no longer there", "--preflight-timeout", "20")
+    run = launch_bad(bench, "no longer there", "--preflight-timeout", "20")
 
     assert run.code == 0
     assert "rank 0 step 9" in run.stdout
@@ -146,7 +149,7 @@ def test_an_error_of_the_test_itself_does_not_keep_the_training_from_starting(be
 
 @pytest.mark.slow
 def test_a_failure_is_not_restarted(bench):
-    run, _ = launch_bad(bench, "dies", "--max-restarts", "3")
+    run = launch_bad(bench, "dies", "--max-restarts", "3")
 
     assert run.code == 3
     assert run.report["run"]["attempts"] == 1
@@ -154,7 +157,7 @@ def test_a_failure_is_not_restarted(bench):
 
 @pytest.mark.slow
 def test_training_starts_all_the_same_when_asked_to(bench):
-    run, _ = launch_bad(bench, "dies", "--on-preflight-failure", "continue")
+    run = launch_bad(bench, "dies", "--on-preflight-failure", "continue")
 
     assert run.code == 0
     assert "rank 0 step 9" in run.stdout

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.slow
 HOST = socket.gethostname()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("way", "words"),
     [

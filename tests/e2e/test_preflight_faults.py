@@ -1,24 +1,21 @@
 """A rank that answers with wrong numbers, or that has no memory, is named before the training starts."""
 
-import time
-
 import pytest
 
 pytestmark = pytest.mark.slow
+NEVER = ("--preflight-timeout", "3000")
 
 
 def run_wrong(bench, way: str, command: str, nproc: int):
-    """(finished run, seconds) with a wrong rank 1."""
-    began = time.monotonic()
+    """The finished run with a wrong rank 1. No deadline is waited for: it would be beyond that of the test."""
     wrong = {"WRONG_RANK": way, "PYTHONPATH": bench.script("wrong_rank")}
     if command == "launch":
-        run = bench.launch("clean.py", nproc=nproc, **wrong)
-    else:
-        small = ("--alloc", "16MiB", "--bandwidth-size", "64KiB")
-        run = bench.gpuwatch("check", "--nproc-per-node", str(nproc), *small, **wrong)
-    return run, time.monotonic() - began
+        return bench.launch("clean.py", *NEVER, nproc=nproc, **wrong)
+    small = ("--alloc", "16MiB", "--bandwidth-size", "64KiB")
+    return bench.gpuwatch("check", "--nproc-per-node", str(nproc), *NEVER, *small, **wrong)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("way", "command", "nproc", "stage", "words"),
     [
@@ -30,11 +27,10 @@ def run_wrong(bench, way: str, command: str, nproc: int):
         ("full", "launch", 2, "allocation", "64 MiB could not be allocated on cpu: the largest block"),
     ],
 )
-def test_the_wrong_rank_is_named_in_time(bench, way, command, nproc, stage, words):
-    run, seconds = run_wrong(bench, way, command, nproc)
+def test_the_wrong_rank_is_named(bench, way, command, nproc, stage, words):
+    run = run_wrong(bench, way, command, nproc)
 
     assert run.code == 3
-    assert seconds < 40  # no deadline is waited for, which are 60 s each
     assert "rank 0 step" not in run.stdout
     verdict = run.verdict
     assert (verdict["kind"], verdict["rank"], verdict["stage"]) == ("preflight", 1, stage)
@@ -46,7 +42,7 @@ def test_the_wrong_rank_is_named_in_time(bench, way, command, nproc, stage, word
 
 
 def test_two_ranks_whose_matmul_differs_name_nobody(bench):
-    run, _ = run_wrong(bench, "another matmul", "check", 2)
+    run = run_wrong(bench, "another matmul", "check", 2)
 
     assert run.code == 3
     assert (run.verdict["stage"], run.verdict["rank"]) == ("compute", None)
@@ -54,7 +50,7 @@ def test_two_ranks_whose_matmul_differs_name_nobody(bench):
 
 
 def test_a_slow_rank_is_told_and_stops_nothing(bench):
-    run, _ = run_wrong(bench, "slow matmul", "check", 3)
+    run = run_wrong(bench, "slow matmul", "check", 3)
 
     assert run.code == 0
     told = [one for one in run.report["preflight"]["findings"] if one["stage"] == "compute" and 1 in one["ranks"]]

@@ -7,6 +7,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["quick", "full"])
 def test_two_launches_on_one_host_do_not_disturb_each_other(bench, mode):
     command = ("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", "--preflight", mode, bench.script("clean.py"))
@@ -19,6 +20,7 @@ def test_two_launches_on_one_host_do_not_disturb_each_other(bench, mode):
     assert all("rank 1 step 9" in run.stdout for run in runs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["a path with spaces", 'it\'s "quoted"; $HOME'])
 def test_a_folder_with_an_unfriendly_name(bench, name):
     bench.cwd = bench.cwd / name

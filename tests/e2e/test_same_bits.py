@@ -3,6 +3,7 @@
 import pytest
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "amp", "fsdp"])
 def test_fifty_steps_are_the_same(bench, kind):

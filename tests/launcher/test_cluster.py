@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.core.errors import UsageError
-from gpuwatch.launcher.cluster import PORTS, Job, read_job, rendezvous_port
+from gpuwatch.launcher.cluster import read_job
+from gpuwatch.launcher.job import Job
+from gpuwatch.launcher.slurm import PORTS, SLURM, rendezvous_port
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,7 +44,7 @@ def recorded(name: str) -> dict[str, str]:
 def test_what_a_real_slurm_tells(name, nodes, node_rank, head, rdzv_id, nproc, node, in_step, tasks):
     job = read_job(recorded(name))
     assert job is not None
-    assert (job.scheduler, job.nodes, job.node_rank, job.head) == ("slurm", (nodes, nodes), node_rank, head)
+    assert (job.scheduler, job.nodes, job.node_rank, job.head) == (SLURM, (nodes, nodes), node_rank, head)
     assert (job.rdzv_id, job.nproc, job.node) == (rdzv_id, nproc, node)
     assert (job.in_step, job.tasks_per_node) == (in_step, tasks)
     assert job.job_id == rdzv_id.split(".")[0]
@@ -78,7 +80,7 @@ STEP = {
 
 def test_the_example_of_the_docstring():
     assert read_job(STEP) == Job(
-        "slurm",
+        SLURM,
         nodes=(2, 2),
         node_rank=1,
         head="gpu-007",
@@ -161,8 +163,8 @@ def test_nothing_in_the_environment_is_no_job():
 def test_plain_variables():
     environ = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "3000", "NPROC_PER_NODE": "gpu"}
     job = read_job(environ)
-    assert job == Job("plain", nodes=(2, 2), node_rank=1, head="head", port=3000, nproc="gpu")
-    assert read_job({"NNODES": "1:4"}) == Job("plain", nodes=(1, 4))
+    assert job == Job(None, nodes=(2, 2), node_rank=1, head="head", port=3000, nproc="gpu")
+    assert read_job({"NNODES": "1:4"}) == Job(None, nodes=(1, 4))
     assert read_job({**environ, **STEP}) == read_job(STEP)
 
 

@@ -12,7 +12,7 @@ from gpuwatch.core.gpu_health.difference import since_preflight
 from gpuwatch.core.records import GpuCounters, GpuHealth, Xid
 from gpuwatch.launcher.gpus import ANSWER_S, BEGIN_S, END_S, GpuWatch
 
-WAIT_S = 20.0
+WAIT_S = 300.0
 
 
 class Watched:

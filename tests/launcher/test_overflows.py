@@ -68,3 +68,11 @@ def test_an_exit_code_or_a_damaged_header_is_told_without_a_place(record, tmp_pa
     record(2).fields[Field.ANOMALY] = FirstAnomaly.SEEN
     other.look(0, {2: 0})
     assert other.sentence == "rank 2 saw an overflow, and where is unknown"
+
+
+def test_a_hostile_name_reaches_no_terminal(record, tmp_path):
+    record(1).append(msgspec.structs.replace(ANOMALY, module="fc\x1b[2J\nVERDICT", role="kwargs.\x9b"))
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {1: 1})
+    assert overflows.sentence.isprintable()
+    assert "`fc\\x1b[2J\\nVERDICT` (Linear)" in overflows.sentence

@@ -22,10 +22,10 @@ def test_it_is_left_once_the_last_rank_has_ended():
     waits[0].communicate(b"\n")
     for _ in range(2):
         looked.clear()
-        assert looked.wait(10)
+        assert looked.wait(300)
     assert not left.is_set()
 
     waits[1].stdin.write(b"\n")
     waits[1].stdin.close()  # nobody waits for it: a zombie, as torchrun's children are
-    assert left.wait(10)
+    assert left.wait(300)
     waits[1].wait()

@@ -19,8 +19,10 @@ import psutil
 from truths import ANY, Scenario
 
 SCRIPTS = Path(__file__).parent / "scripts"
-TIMEOUT_S = 100
+TIMEOUT_S = 600
 WITNESS = "SCENARIO_WITNESS"
+LATE_DEVICE = "GPUWATCH_LATE_DEVICE"
+"""With a seed, ranks treat their CPU tensors as those of a device whose numbers come late."""
 NAMES = ("kind", "rank", "module", "root", "concurrent")
 """What a verdict names: saying something else here is worse than saying nothing."""
 
@@ -185,7 +187,11 @@ def _text(verdict: dict[str, Any], origins: dict[int, str]) -> str:
 
 
 def _start(command: list[str], scenario: Scenario, cwd: str, environment: dict[str, str] | None = None) -> Ended:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_"))}
+    clean = {
+        k: v
+        for k, v in os.environ.items()
+        if k == LATE_DEVICE or not k.startswith(("GPUWATCH", "TORCHELASTIC", "PET_"))
+    }
     began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-m", *command, str(SCRIPTS / scenario.script), *scenario.args],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,25 +11,22 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # run.py is a script, and finds its neighbours like this
 
 from runner import SCRIPTS, Ended, Grade, judge, run
-from truths import CLEAN, LEAF, SCENARIOS, Scenario
+from truths import CLEAN, KINDS, LEAF, SCENARIOS, Scenario
 
 NOT_SCENARIOS = {"common.py", "witness.py"}
 
 
-@pytest.fixture(scope="session")
-def outcomes(request):
-    """Scenario's name -> its outcome, to come. Two run at a time: much of a run is waiting for its other processes."""
-    chosen = [item.callspec.params["scenario"] for item in request.session.items if "outcomes" in item.fixturenames]
-    pool = ThreadPoolExecutor(2)
-    yield {scenario.name: pool.submit(run, scenario) for scenario in chosen}
-    pool.shutdown(cancel_futures=True)
-
-
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_the_verdict_is_the_truth(scenario, outcomes):
-    outcome = outcomes[scenario.name].result()
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(scenario, id=scenario.name, marks=pytest.mark.sample(3, of=f"scenarios: {kind}"))
+        for kind, scenarios in KINDS.items()
+        for scenario in scenarios
+    ],
+)
+def test_the_verdict_is_the_truth(scenario):
+    outcome = run(scenario)
 
     assert outcome.grade is Grade.RIGHT, "\n".join([*outcome.differences, outcome.log])
 

@@ -147,6 +147,14 @@ FORWARD = [
     ),
     Scenario("evaluation between training", "evaluation.py", CLEAN),
     Scenario("overflow in evaluation", "evaluation.py", _forward(1, "body.up", batch=7), args=("--fault", "eval")),
+    Scenario("evaluation on rank 0 alone", "evaluation_on_rank_0.py", CLEAN, args=("--fault", "none")),
+    Scenario(
+        "overflow where rank 0 alone has evaluated",
+        "evaluation_on_rank_0.py",
+        # weights differ between the ranks' batches of one number, because those are different steps
+        _forward(1, "head", batch=4),
+        witness="rank=1 phase=forward module=head class=Linear batch=4",
+    ),
     Scenario(
         "two ranks in one batch",
         "two_ranks.py",
@@ -463,4 +471,12 @@ EXPECTED = [
     Scenario("near overflow", "near_overflow.py", CLEAN, warnings=((1, "near overflow", "up", "output"),)),
 ]
 
-SCENARIOS = [*FORWARD, *INPUTS_AND_WEIGHTS, *BACKWARD, *STEP, *PARALLEL, *EXPECTED]
+KINDS = {
+    "forward": FORWARD,
+    "inputs and weights": INPUTS_AND_WEIGHTS,
+    "backward": BACKWARD,
+    "step": STEP,
+    "parallel": PARALLEL,
+    "expected": EXPECTED,
+}
+SCENARIOS = [scenario for kind in KINDS.values() for scenario in kind]

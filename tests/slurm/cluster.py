@@ -298,7 +298,7 @@ class Cluster:
     def _own(self) -> dict[str, str]:
         return {"PATH": _PATH, "LC_ALL": "C", "SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def _until(self, happened: Callable[[], bool], what: str, within_s: float = 30.0) -> None:
+    def _until(self, happened: Callable[[], bool], what: str, within_s: float = 300.0) -> None:
         deadline = time.monotonic() + within_s
         while not happened():
             if time.monotonic() > deadline:

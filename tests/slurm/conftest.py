@@ -64,11 +64,11 @@ class Job:
         path = Path(self.facts["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def says(self, text: str, within_s: float = 60.0) -> None:
+    def says(self, text: str, within_s: float = 600.0) -> None:
         """Returns once `text` is in its output."""
         self.user.until(lambda: text in self.output, f"{text!r} in the job's output", within_s, self)
 
-    def end(self, within_s: float = 100.0) -> str:
+    def end(self, within_s: float = 600.0) -> str:
         """Its exit code in SLURM, as `4:0`, once it has one."""
         self.user.until(lambda: self.state in OVER, "the end of the job", within_s, self)
         print(self.output)
@@ -89,7 +89,7 @@ class User:
         return {**clean, "PATH": path, "OMP_NUM_THREADS": "1"}
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return self.cluster.run(list(command), cwd=self.cwd, env={**self.environment, **environment}, timeout=150)
+        return self.cluster.run(list(command), cwd=self.cwd, env={**self.environment, **environment}, timeout=800)
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -147,9 +147,9 @@ def user(session_cluster: Cluster, tmp_path: Path) -> Iterator[User]:
     yield user
     for state in ("PENDING", "RUNNING"):
         user.run("scancel", f"--state={state}", "--user=root")
-    user.until(lambda: not user.run("squeue", "--noheader").stdout, "the end of all jobs", 60)
+    user.until(lambda: not user.run("squeue", "--noheader").stdout, "the end of all jobs", 400)
     try:
-        user.until(lambda: not session_cluster.left_by_jobs(), "nothing is left by jobs", 5)
+        user.until(lambda: not session_cluster.left_by_jobs(), "nothing is left by jobs", 60)
     finally:
         left = session_cluster.left_by_jobs()
         session_cluster.clear()

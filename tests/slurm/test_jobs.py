@@ -7,7 +7,8 @@ from pathlib import Path
 import gpuwatch
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
+sample = pytest.mark.sample
 
 TEMPLATE = str(Path(gpuwatch.__file__).parent / "slurm" / "gpuwatch.sbatch")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1")
@@ -31,6 +32,7 @@ def blames(report, rank, host):
 # -- a launch that is told nothing ------------------------------------------------------------------------------------
 
 
+@sample(1, of="a launch in a job")
 def test_a_launch_in_a_job_needs_no_options(user):
     command = f"srun --kill-on-bad-exit=1 --wait=60 gpuwatch launch {user.script('ddp_overflow.py')} --rank 1 --batch 2"
     job = user.sbatch(*TWO_NODES, "--ntasks-per-node=1", f"--wrap={command}")
@@ -39,6 +41,7 @@ def test_a_launch_in_a_job_needs_no_options(user):
     blames(user.report(), 1, "node-1")
 
 
+@sample(1, of="a launch in a job")
 def test_a_launch_without_a_batch_script_has_one_rank_for_each_gpu(user):
     command = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "gpuwatch", "launch")
     done = user.run(*command, "--preflight", "off", user.script("ddp_overflow.py"), *overflow(3))
@@ -49,6 +52,7 @@ def test_a_launch_without_a_batch_script_has_one_rank_for_each_gpu(user):
     assert (report["verdict"]["rank"], report["verdict"]["host"]) == (3, "node-1")
 
 
+@sample(1, of="a launch in a job")
 def test_what_is_given_wins_over_what_the_job_says(user):
     command = ("srun", *TWO_NODES, "--ntasks-per-node=1", "gpuwatch", "launch")
     given = ("--nproc-per-node", "2", "--rdzv-id", "mine", "--rdzv-endpoint", "node-0:31000", "--preflight", "off")
@@ -73,6 +77,7 @@ def test_several_tasks_on_a_node_are_one_sentence(user):
 # -- the template -----------------------------------------------------------------------------------------------------
 
 
+@sample(1, of="the template")
 def test_the_template_alone(user):
     job = user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1))
 
@@ -80,9 +85,10 @@ def test_the_template_alone(user):
     blames(user.report(), 1, "node-1")
 
 
+@sample(1, of="the template")
 def test_the_tasks_of_an_array_have_a_report_each(user):
     user.sbatch("--array=0-1", *TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1))
-    user.until(lambda: len(user.jobs()) == 2, "two tasks of the array", 10)
+    user.until(lambda: len(user.jobs()) == 2, "two tasks of the array", 300)
 
     assert [job.end() for job in user.jobs()] == [f"{OVERFLOW}:0"] * 2
     reports = user.reports()
@@ -91,6 +97,7 @@ def test_the_tasks_of_an_array_have_a_report_each(user):
         blames(report, 1, "node-1")
 
 
+@sample(1, of="the template")
 def test_two_jobs_at_once_on_the_same_nodes_do_not_meet(user):
     jobs = [user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(rank)) for rank in (0, 1)]
 
@@ -102,6 +109,7 @@ def test_two_jobs_at_once_on_the_same_nodes_do_not_meet(user):
     assert {report["verdict"]["rank"] for report in reports} == {0, 1}
 
 
+@sample(2, of="a job that SLURM ends")
 def test_scancel_leaves_a_report_that_says_so(user):
     job = user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *LONG)
     job.says(UNDER_WAY)
@@ -114,21 +122,23 @@ def test_scancel_leaves_a_report_that_says_so(user):
     assert "SIGTERM" in verdict["statement"]
 
 
+@sample(2, of="a job that SLURM ends")
 def test_the_time_limit_leaves_a_report_that_says_so(user):
     job = user.sbatch(*TWO_NODES, "--time=1", "--signal=USR2@10", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
     job.says(UNDER_WAY)
-    job.end(within_s=150)
+    job.end()
 
     verdict = user.report()["verdict"]
     assert (verdict["kind"], verdict["rank"]) == ("interrupted", None)
     assert "time limit" in verdict["statement"]
 
 
+@sample(2, of="a job that SLURM ends")
 def test_the_time_limit_without_a_warning_leaves_a_report_that_says_so(user):
     """A launch without the template hears SIGTERM, as from scancel, and asks SLURM why."""
     command = " ".join(["srun gpuwatch launch", user.script("ddp_overflow.py"), *LONG])
     job = user.sbatch(*TWO_NODES, "--ntasks-per-node=1", "--time=1", f"--wrap={command}")
-    job.end(within_s=150)
+    job.end()
 
     assert job.state == "TIMEOUT"
     verdict = user.report()["verdict"]
@@ -136,6 +146,7 @@ def test_the_time_limit_without_a_warning_leaves_a_report_that_says_so(user):
     assert "time limit" in verdict["statement"]
 
 
+@sample(2, of="a job that SLURM ends")
 def test_a_job_that_is_requeued_in_the_middle_keeps_its_attempts_apart(user):
     """The first attempt is stopped by SLURM; the second one runs to its overflow."""
     script = user.cwd / "train.py"
@@ -149,7 +160,7 @@ def test_a_job_that_is_requeued_in_the_middle_keeps_its_attempts_apart(user):
     job.says(UNDER_WAY)
     user.run("scontrol", "requeue", job.number)
 
-    assert job.end(within_s=200) == f"{OVERFLOW}:0"
+    assert job.end() == f"{OVERFLOW}:0"
     assert job.facts["Restarts"] == "1"
     first, second = user.reports()
     assert (first["verdict"]["kind"], first["verdict"]["rank"]) == ("interrupted", None)
@@ -158,6 +169,7 @@ def test_a_job_that_is_requeued_in_the_middle_keeps_its_attempts_apart(user):
     assert first["run"]["earlier"] == []
 
 
+@sample(1, of="a node that SLURM loses")
 def test_a_node_that_loses_its_power_is_lost_and_the_line_that_drains_it_is_said(user):
     job = user.sbatch(*TWO_NODES, "--no-requeue", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
     job.says(UNDER_WAY)
@@ -171,18 +183,20 @@ def test_a_node_that_loses_its_power_is_lost_and_the_line_that_drains_it_is_said
     assert "--exclude=node-1" in job.output
 
 
+@sample(1, of="a node that SLURM loses")
 def test_a_node_whose_slurmd_is_killed_is_lost(user):
     """SLURM takes the node for lost, and ends the job."""
     job = user.sbatch(*TWO_NODES, "--no-requeue", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
     job.says(UNDER_WAY)
     user.cluster.kill_slurmd(user.cluster.nodes[1])
-    job.end(within_s=150)
+    job.end()
 
     verdict = user.report()["verdict"]
     assert (verdict["kind"], verdict["host"]) == ("lost", "node-1")
     assert "scontrol update nodename=node-1 state=drain" in job.output
 
 
+@sample(1, of="a node that a preflight names")
 def test_a_preflight_that_fails_on_the_second_node_stops_the_job_and_names_it(user):
     job = user.sbatch(
         *TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *overflow(1), **second_node_adds_wrong(user)
@@ -198,6 +212,7 @@ def test_a_preflight_that_fails_on_the_second_node_stops_the_job_and_names_it(us
 # -- gpuwatch submit --------------------------------------------------------------------------------------------------
 
 
+@sample(1, of="submit")
 def test_submit_waits_for_the_job_and_prints_the_report(user):
     done = user.gpuwatch("submit", *TWO_NODES, "--wait", user.script("ddp_overflow.py"), *overflow(1))
 
@@ -210,6 +225,7 @@ def test_submit_waits_for_the_job_and_prints_the_report(user):
     assert job.facts["JobName"] == "ddp_overflow"
 
 
+@sample(1, of="submit")
 def test_submit_of_a_clean_run_of_two_ranks_on_each_node(user):
     options = ("--nodes", "2", "--gpus-per-node", "2", "--comment", "two words", "--preflight", "off", "-W")
     done = user.gpuwatch("submit", *options, user.script("ddp_overflow.py"), *overflow(9))
@@ -220,6 +236,7 @@ def test_submit_of_a_clean_run_of_two_ranks_on_each_node(user):
     assert not list((user.cwd / "gpuwatch-runs").glob(".secret*"))
 
 
+@sample(1, of="submit")
 def test_submit_without_waiting_says_which_job_it_is(user):
     done = user.gpuwatch("submit", *TWO_NODES, "--preflight", "off", user.script("ddp_overflow.py"), *overflow(9))
 
@@ -231,6 +248,7 @@ def test_submit_without_waiting_says_which_job_it_is(user):
     assert secrets not in job.output
 
 
+@sample(2)
 @pytest.mark.parametrize(
     "name", ["my train.py", "it's.py", 'a "b".py', "a; touch owned; .py", "$(touch owned).py", "-n.py"]
 )
@@ -256,6 +274,7 @@ def test_submit_of_what_slurm_does_not_take_is_one_sentence(user):
     assert user.jobs() == []
 
 
+@sample(1, of="a node that a preflight names")
 def test_the_line_that_drains_a_bad_node_drains_it_and_the_next_submit_leaves_it_out(user):
     bad = second_node_adds_wrong(user)
     done = user.gpuwatch("submit", *TWO_NODES, "-W", user.script("ddp_overflow.py"), *overflow(9), **bad)
@@ -275,6 +294,7 @@ def test_the_line_that_drains_a_bad_node_drains_it_and_the_next_submit_leaves_it
     assert user.jobs()[-1].facts["NodeList"] == first.host
 
 
+@sample(1, of="a node that a preflight names")
 def test_check_is_a_job_of_its_own(user):
     done = user.gpuwatch("check", "--slurm", "-N", "2", "--gpus-per-node=1", "--wait")
     assert done.returncode == 0

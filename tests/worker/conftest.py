@@ -31,6 +31,8 @@ class Watched:
         self._events: list[WorkerEvent] = []
 
     def _read(self) -> None:
+        if not self.recorder.memory.closed:
+            self.hooks.judging.finish()  # of a late device: see GPUWATCH_LATE_DEVICE
         definitions, events = self.reader.new_entries()
         self._names.add(definitions)
         self._events += events
@@ -77,7 +79,7 @@ class Watched:
         return row
 
     def close(self) -> None:
-        self.hooks.detach()
+        self.hooks.close()
         self.reader.close()
         self.recorder.close()
 

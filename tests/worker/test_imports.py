@@ -22,7 +22,7 @@ def run(tmp_path):
             "def then(): print('then', sys.modules['late'].value)\n"
         )
         done = subprocess.run(
-            [sys.executable, "-c", prelude + code], cwd=tmp_path, capture_output=True, text=True, timeout=20
+            [sys.executable, "-c", prelude + code], cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.split("\n")[:-1]

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ...core.alarm import anomaly_of_page
 from ...core.frames import Frame, Page, format_frames
+from ...core.judge import anomaly_of_page
 from ...core.pages import Names, decode_page
 from ...core.recorder.reader import RecorderReader
 from ...core.recorder.writer import RecorderWriter

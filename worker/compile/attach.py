@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..hooks.backward import Gradients
 from ..imports import after_import
-from ..record.policy import Policy
+from ..record.frames import Frames
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
@@ -34,7 +34,7 @@ class Graphs:
         progress: Progress,
         roots: Roots,
         rows: Rows,
-        policy: Policy,
+        frames: Frames,
         gradients: Gradients,
     ) -> None:
         self._resolve = resolve
@@ -42,7 +42,7 @@ class Graphs:
         self._progress = progress
         self._roots = roots
         self._rows = rows
-        self._policy = policy
+        self._frames = frames
         self._gradients = gradients
         self._attached = False
         self._regions: Regions | None = None
@@ -70,7 +70,7 @@ class Graphs:
 
         traced.before, traced.after = traced_before, traced_after
         self._regions = Regions(self._resolve, self._may_open, "grads" in self._progress.settings.watch)
-        self._pages = RegionPages(self._regions, self._progress, self._roots, self._rows, self._policy, self._gradients)
+        self._pages = RegionPages(self._regions, self._progress, self._roots, self._rows, self._frames, self._gradients)
         if "grads" in self._progress.settings.watch:
             self._gradients.before_parameter = self._pages.take_gradients
         self._regions.attach()
@@ -79,7 +79,11 @@ class Graphs:
         """See `RegionPages.take`."""
         return self._pages is not None and self._pages.take(under)
 
-    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """See `RegionPages.leaf`."""
-        pages = self._pages
-        return pages.leaf(info, role, leaf, mark) if pages is not None else self._rows.leaf(info, role, leaf, mark)
+        return self._pages.leaf(info, role, leaf) if self._pages is not None else self._rows.leaf(info, role, leaf)
+
+    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+        """See `RegionPages.argument`."""
+        reader = self._pages if self._pages is not None else self._rows
+        return reader.argument(info, role, leaf)

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from ...core.alarm import alarms
 from ...core.frames import Mark, Phase, RowKind, is_output
 from ...core.recorder.layout import NOTHING
-from ...core.recorder.writer import OpenPage, RowTuple
+from ...core.recorder.writer import OpenPage
+from ...core.roles import role_of_parameter
 from ...core.values import decode
 from ..hooks.backward import Gradients
-from ..record.collectives import issued
-from ..record.policy import NonFiniteRow, Policy
+from ..record.frames import Frames
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
@@ -31,7 +30,7 @@ class RegionPages:
         progress: Progress,
         roots: Roots,
         rows: Rows,
-        policy: Policy,
+        frames: Frames,
         gradients: Gradients,
     ) -> None:
         self._regions = regions
@@ -39,7 +38,7 @@ class RegionPages:
         self._recorder = progress.recorder
         self._roots = roots
         self._rows = rows
-        self._policy = policy
+        self._frames = frames
         self._gradients = gradients
         self._seen: dict[int, Row] = {}
         """place -> its row in the page, of the region that ran last."""
@@ -99,57 +98,24 @@ class RegionPages:
         under: ModuleInfo | None,
     ) -> None:
         info = frame.info
-        rows: list[RowTuple] = []
-        alarm: tuple[str, Row] | None = None
-        flags_of_weights = flags_of_inputs = 0
+        rows: list[Row] = []
         module = info.ref()
-        weights = list(module._parameters.items()) if module is not None and self._progress.watches_weights else []
-        for name, parameter in weights:
-            if parameter is not None:
-                row = self._rows.weight(info, name, parameter, self._progress.step)
-                rows.append(row.packed)
-                if row.flags:
-                    flags_of_weights |= row.flags
-                    if not row.packed[5] & Mark.IGNORED:
-                        alarm = alarm or (name, row)
+        if module is not None and self._progress.watches_weights:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    rows.append(self._rows.weight(info, role_of_parameter(name), parameter, self._progress.step))
         for traced in frame.rows:
             row = self._row(frame, traced, seen)
-            rows.append(row.packed)
-            if not traced.role.startswith("output"):
-                flags_of_inputs |= row.flags
-            elif row.fresh:
-                self._policy.notice(page, info.root.label, info, Phase.FORWARD, traced.role, row)
-            if (
-                alarm is None
-                and traced.role.startswith("output")
-                and row.fresh
-                and alarms(
-                    row.flags,
-                    mark=row.packed[5],
-                    is_output=True,
-                    has_weights=bool(weights),
-                    input_flags=flags_of_inputs,
-                )
-            ):
-                alarm = (traced.role, row)
+            rows.append(row if is_output(traced.role) else row._replace(notable=False))
         parent = frame.parent or under
-        depth = frame.depth + (under is not None)
-        index = self._recorder.frame(
-            info.id, parent.id if parent is not None else NOTHING, depth, Phase.FORWARD, issued(), rows
+        self._frames.put(
+            page,
+            info,
+            Phase.FORWARD,
+            rows,
+            parent=parent.id if parent is not None else NOTHING,
+            depth=frame.depth + (under is not None),
         )
-        if alarm is not None:
-            self._policy.alarm(
-                NonFiniteRow(
-                    page,
-                    info.root.label,
-                    info,
-                    index,
-                    Phase.FORWARD,
-                    *alarm,
-                    inputs_finite=not flags_of_inputs,
-                    weights_finite=not flags_of_weights,
-                )
-            )
 
     def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, Row]) -> Row:
         place = traced.place
@@ -166,18 +132,28 @@ class RegionPages:
             self._handed.append(row)
         return row
 
-    def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
-        """A row of the call around the graph: what its calls returned or were handed is known from them."""
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            known = self._seen.get(vars(leaf).pop(MARK, -1))
-            if known is None and not is_output(role):
-                row = self._rows.leaf(info, role, leaf, mark)
+    def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+        """A row of what the call around the graph returned: it is known from the graph's own calls."""
+        known = self._of_the_graph(leaf)
+        if known is None:
+            return self._rows.leaf(info, role, leaf)
+        return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)
+
+    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+        """A row of what the call around the graph was handed."""
+        known = self._of_the_graph(leaf)
+        if known is None:
+            row = self._rows.argument(info, role, leaf)
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 known = next((other for other in self._handed if row.high and _same(row, other)), None)
-                if known is None:
-                    return row
-            if known is not None:
-                return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)
-        return self._rows.leaf(info, role, leaf, mark)
+            if known is None:
+                return row
+        return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)._replace(notable=False)
+
+    def _of_the_graph(self, leaf: Any) -> Row | None:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return None
+        return self._seen.get(vars(leaf).pop(MARK, -1))
 
     def _take_gradients(self, region: Region, all_of_them: bool, ran: bool = False) -> None:
         found = region.new_gradients(all_of_them, ran)
@@ -201,7 +177,7 @@ class RegionPages:
                 place = region.gradients[position]
                 source = SEEN[place] or on_device(place)
                 row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, source, mark)
-                self._gradients.put(frame.info, role, page, row)
+                self._frames.put(page, frame.info, Phase.BACKWARD, [row])
 
 
 def _same(row: Row, other: Row) -> bool:

@@ -14,14 +14,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ...core.frames import Mark, Phase
-from ...core.recorder.layout import NOTHING, RankPhase
+from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
-from ..record.collectives import issued
+from ..record.frames import Frames
+from ..record.judging import Judging
 from ..record.leaves import OUTPUTS
-from ..record.policy import NonFiniteRow, Policy
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import Row, Rows, version_of
+from ..record.rows import Rows, version_of
 from ..without_modes import without_modes
 
 _is_compiling = torch.compiler.is_compiling
@@ -65,12 +65,18 @@ class Gradients:
     """All gradient hooks of a rank."""
 
     def __init__(
-        self, progress: Progress, rows: Rows, policy: Policy, on_fault: Callable[[str, Exception], None]
+        self,
+        progress: Progress,
+        rows: Rows,
+        frames: Frames,
+        judging: Judging,
+        on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._progress = progress
         self._recorder = progress.recorder
         self._rows = rows
-        self._policy = policy
+        self._frames = frames
+        self._judging = judging
         self._on_fault = on_fault
         self._sync = progress.settings.sync
         self._many = _FEW
@@ -84,8 +90,6 @@ class Gradients:
         """Of the backward that runs."""
         self.scaled = False
         """A GradScaler checks the gradients of this backward."""
-        self.first_scaled: NonFiniteRow | None = None
-        """The first non-finite gradient since the scaler's last step."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """Called with its module before a parameter's gradient is taken down: a compiled backward's may come first."""
 
@@ -141,8 +145,8 @@ class Gradients:
             without_modes(self.take, info, role, page, gradient)
         except Exception as error:
             self._on_fault("gradient hook", error)
-        if self._sync and self._policy.pending is not None:
-            self._policy.raise_pending()
+        if self._sync:
+            self._judge_now()
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
         """The local gradient of a parameter."""
@@ -159,8 +163,15 @@ class Gradients:
             self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
         except Exception as error:
             self._on_fault("parameter hook", error)
-        if self._sync and self._policy.pending is not None:
-            self._policy.raise_pending()
+        if self._sync:
+            self._judge_now()
+
+    def _judge_now(self) -> None:
+        try:
+            self._judging.finish()
+        except Exception as error:
+            self._on_fault("gradient hook", error)
+        self._judging.raise_pending()
 
     def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
         """Put a gradient down as a frame of its own."""
@@ -168,22 +179,8 @@ class Gradients:
         progress.resume(page)
         progress.enter(RankPhase.BACKWARD, info.id)
         self._rows.count_in(page.batch)
-        self.put(info, role, page, self._rows.gradient(info, role, gradient, Mark.SCALED if self.scaled else 0))
-
-    def put(self, info: ModuleInfo, role: str, page: OpenPage, row: Row) -> None:
-        """Record one gradient's row, and say what follows from it."""
-        frame = self._recorder.frame(info.id, NOTHING, 0, Phase.BACKWARD, issued(), (row.packed,))
-        root = info.root.label
-        self._policy.notice(page, root, info, Phase.BACKWARD, role, row)
-        if not row.flags:
-            return
-        bad_row = NonFiniteRow(page, root, info, frame, Phase.BACKWARD, role, row)
-        if row.packed[5] & Mark.IGNORED:
-            self._policy.hidden(bad_row)
-        elif row.packed[5] & Mark.SCALED:
-            self.first_scaled = self.first_scaled or bad_row
-        else:
-            self._policy.alarm(bad_row)
+        row = self._rows.gradient(info, role, gradient, Mark.SCALED if self.scaled else 0)
+        self._frames.put(page, info, Phase.BACKWARD, [row])
 
     def page_of(self, root: RootInfo) -> OpenPage | None:
         """The page that the running backward writes in, if it is one of this root's."""

@@ -1,7 +1,7 @@
 """Global hooks: a frame for every module call of an unmodified script, and what its backward and its optimizer do.
 
-The numbers of CPU tensors are read as the hooks run; those of CUDA tensors stay on the device until the page is copied
-(device_page.py). Nothing here raises into the training except the abort that the user asked for.
+The hooks record; record/judging.py decides, when the numbers of a frame are there. Nothing here raises into the
+training except the abort that the user asked for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -20,22 +19,23 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from ...core.alarm import alarms
 from ...core.errors import JobEnded
 from ...core.frames import Mark, Phase
 from ...core.recorder.layout import NOTHING, Field, RankPhase
-from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
+from ...core.recorder.writer import RecorderWriter
 from ...core.records import Fault, Where
+from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
 from ..record.collectives import issued
 from ..record.cost import CostMeter
-from ..record.device_results import DeviceResults
+from ..record.frames import Frames
+from ..record.judging import Judging
 from ..record.leaves import inputs_of, outputs_of
 from ..record.names import unwrap
 from ..record.native_writer import native_writer_of
-from ..record.policy import NonFiniteRow, Policy
+from ..record.notable import Notable
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
@@ -56,7 +56,7 @@ _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._get_tracing_state
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
-_IGNORED, _PASSED_THROUGH = int(Mark.IGNORED), int(Mark.PASSED_THROUGH)
+_SKIPPED = int(Mark.SKIPPED)
 
 _CALL = torch.nn.Module._call_impl.__code__
 """The code of every module call: how a frame or a traceback is seen to belong to one."""
@@ -91,24 +91,26 @@ class Hooks:
         selection = Selection(settings.modules, settings.ignore)
         self.progress = Progress(recorder, settings, rank)
         self._roots = Roots(recorder, selection)
-        self.rows = Rows(recorder, selection, self._fault)
-        self._measure_row: Callable[..., Row] = self.rows.leaf
-        self.policy = Policy(self.progress, self.rows)
-        self._device_results = DeviceResults(self.progress, self.rows, self.policy)
-        self._gradients = Gradients(self.progress, self.rows, self.policy, self._fault)
-        self._steps = Steps(self.progress, self.rows, self._roots, self.policy, self._gradients, self._fault)
+        notable = Notable(settings)
+        self.rows = Rows(recorder, selection, notable, self._fault)
+        self.judging = Judging(self.progress, self.rows)
+        self.frames = Frames(self.progress, self.judging)
+        self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
+        self._steps = Steps(
+            self.progress, self.rows, self._roots, self.frames, self.judging, self._gradients, self._fault
+        )
         self._steps.only = only is not None
-        self._scalers = Scalers(self.progress, self.policy, self._gradients, self._steps, self._fault)
+        self._scalers = Scalers(self.progress, self.judging, self._gradients, self._steps, self._fault)
         self._graphs = Graphs(
             self._resolve,
             self._may_open_region,
             self.progress,
             self._roots,
             self.rows,
-            self.policy,
+            self.frames,
             self._gradients,
         )
-        self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self.policy, self._gradients)
+        self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, notable, self._gradients)
         self._steps.writer = self.writer
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
@@ -149,6 +151,11 @@ class Hooks:
         self._scalers.detach()
         self._graphs.detach()
 
+    def close(self) -> None:
+        """Remove the hooks and let go of the recorder's memory, so that it can be unmapped."""
+        self.detach()
+        self.rows.close()
+
     def _forget(self) -> None:
         """In a forked child (a DataLoader worker): the recorder belongs to the parent."""
         self.detach()
@@ -178,8 +185,8 @@ class Hooks:
             if cost is not None:
                 self._recorder.append(cost)
                 self._cost = None
-        skips = self._scalers.look()
-        return self._device_results.look() and skips
+        everything = self.judging.collect()
+        return self._scalers.look() and everything
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 
@@ -196,8 +203,8 @@ class Hooks:
             self._enter(module)
         except Exception as error:
             self._fault("forward pre-hook", error)
-        if self.policy.pending is not None and len(self._stack) == 1:
-            self.policy.raise_pending()
+        if self.judging.pending is not None and len(self._stack) == 1:
+            self.judging.raise_pending()
 
     def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
@@ -223,15 +230,15 @@ class Hooks:
             return
         if finished:
             self._batch_ended()
-        if self._sync and self.policy.pending is not None and output is not None:
-            self.policy.raise_pending()
+        if self._sync and output is not None:
+            self._judge_now()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if _is_compiling():
             return None
         try:
             self._graphs.take()
-            self._device_results.look()
+            self.judging.collect()
         except Exception as error:
             self._fault("before the optimizer step", error)
         return self._steps.before(optimizer, args, kwargs)
@@ -257,23 +264,22 @@ class Hooks:
             without_modes(self._look_at_skipped, module, args, kwargs, output)
         except Exception as error:
             self._fault("forward hook", error)
-        self.policy.raise_pending()
+        self.judging.raise_pending()
 
     def _look_at_skipped(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Write a frame of what the root returns, unless all of it is known to be finite."""
         info, _ = self._roots.enter(module)
         page = None
+        rows: list[Row] = []
         for role, leaf in outputs_of(output):
             if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
             if page is None:
                 page = self.progress.begin_page(info.root)
                 self.rows.begin_page(page.batch)
-            row = self.rows.leaf(info, role, leaf)
-            if alarms(row.flags, mark=row.packed[5], is_output=True, has_weights=False, input_flags=0):
-                frame = self._recorder.frame(info.id, NOTHING, 0, Phase.FORWARD, issued(), (row.packed,))
-                cause = f"not looked into: --every {self._settings.every}"
-                self.policy.alarm(NonFiniteRow(page, info.root.label, info, frame, Phase.FORWARD, role, row), cause)
-                break
+            rows.append(self.rows.leaf(info, role, leaf, _SKIPPED))
+        if page is not None and any(row.flags or row.pending for row in rows):
+            self.frames.put(page, info, Phase.FORWARD, rows)
         self._recorder.pause_page()
 
     def _is_left_out(self, batch: int) -> bool:
@@ -340,7 +346,7 @@ class Hooks:
             self._phase = Phase.RECOMPUTE
         else:
             self._graphs.take()
-            self._device_results.look()
+            self.judging.collect()
             self._gradients.batch_begins()
             if self._first_root is None:
                 self._first_root = root.id
@@ -398,18 +404,20 @@ class Hooks:
                     self.progress.step,
                 )
             ):
-                without_modes(self._take_frame, info, module, args, kwargs, output, raised)
+                without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
         finally:
             stack.pop()
         fields = self._fields
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
-        if self.rows.device_buffer is not None and self.writer is not None:  # there, it would only be asked in vain
-            self.writer = self._gradients.writer = self._steps.writer = None
         self._graphs.take()
+        page = self._recorder.page
         self._recorder.pause_page()
-        self._device_results.look()
+        self.rows.flush()
+        self.judging.collect()
+        if page is not None:
+            self.judging.forward_ends(page)
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
@@ -424,106 +432,78 @@ class Hooks:
         rootless = self._graphs.take(info)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
-            self._measure_row = self._graphs.leaf
-            try:
-                without_modes(self._take_frame, info, module, args, kwargs, output, raised)
-            finally:
-                self._measure_row = self.rows.leaf
+            without_modes(self._take_frame, info, module, args, kwargs, output, raised, self._graphs)
 
     def _take_frame(
-        self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
+        self,
+        info: ModuleInfo,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+        raised: bool,
+        reader: Rows | Graphs,
     ) -> None:
         page = self._recorder.page
         if page is None:
             return
-        rows: list[RowTuple] = []
-        alarm: tuple[str, Row] | None = None
-        hidden: list[tuple[str, Row]] = []
-        flags_of_weights = flags_of_inputs = 0
-        weighted = False
-        measure_row = self._measure_row
+        rows: list[Row] = []
         for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if self._grads and parameter.requires_grad:
-                self._gradients.watch_parameter(parameter, info, name)
-            if not self._weights:
-                continue
-            row = self.rows.weight(info, name, parameter, self.progress.step)
-            rows.append(row[0])
-            weighted = True
-            flags = row[1]
-            if flags:
-                flags_of_weights |= flags
-                if row[0][5] & _IGNORED:
-                    hidden.append((name, row))
-                else:
-                    alarm = alarm or (name, row)
+            if parameter is not None:
+                role = role_of_parameter(name)
+                if self._grads and parameter.requires_grad:
+                    self._gradients.watch_parameter(parameter, info, role)
+                if self._weights:
+                    rows.append(self.rows.weight(info, role, parameter, self.progress.step))
+        weights = len(rows)
         if self._forward:
-            handed: set[int] | None = None
-            """Ids of tensors that came in bad."""
-            for role, leaf in inputs_of(args, kwargs):
-                row = measure_row(info, role, leaf)
-                rows.append(row[0])
-                flags = row[1]
-                if flags:
-                    flags_of_inputs |= flags
-                    if row[0][1] not in self.rows.became_nonfinite:
-                        handed = handed or set()
-                        handed.add(id(leaf))
+            self.rows.changed.clear()
+            arguments = inputs_of(args, kwargs)
+            for role, leaf in arguments:
+                rows.append(reader.argument(info, role, leaf))
             if not raised:
-                for role, leaf in outputs_of(output):
-                    mark = _PASSED_THROUGH if handed is not None and id(leaf) in handed else 0
-                    row = measure_row(info, role, leaf, mark)
-                    rows.append(row[0])
-                    if row[2]:
-                        self._returned(info, role, leaf, row, page)
-                    flags = row[1]
-                    if flags and alarm is None:
-                        mark = row[0][5]
-                        if mark & _IGNORED:
-                            hidden.append((role, row))
-                        elif alarms(
-                            flags, mark=mark, is_output=True, has_weights=weighted, input_flags=flags_of_inputs
-                        ):
-                            alarm = (role, row)
-        if alarm is not None and weighted and not flags_of_weights:
-            weights = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
-            for position, (name, parameter) in enumerate(weights):
-                row = self.rows.weight_again(info, name, parameter, self.progress.step)
-                rows[position] = row.packed
-                if row.flags and not row.packed[5] & Mark.IGNORED:
-                    flags_of_weights |= row.flags
-                    alarm = (name, row)
-                    break
-        seq = issued()
-        collectives = max(0, seq - info.seq) if info.seq >= 0 else 0
-        index = self._recorder.frame(info.id, self._parent(), len(self._stack) - 1, self._phase, seq, rows, collectives)
-        if alarm is None and not hidden:
-            return
-        label = info.root.label
-        for role, row in hidden:
-            self.policy.hidden(NonFiniteRow(page, label, info, index, self._phase, role, row))
-        if alarm is not None:
-            self.policy.alarm(
-                NonFiniteRow(
-                    page,
-                    label,
-                    info,
-                    index,
-                    self._phase,
-                    *alarm,
-                    inputs_finite=not flags_of_inputs,
-                    weights_finite=not flags_of_weights,
-                    collectives=collectives,
-                )
-            )
+                returned = outputs_of(output)
+                first = len(rows)
+                for role, leaf in returned:
+                    row = reader.leaf(info, role, leaf)
+                    rows.append(row)
+                    if row.fresh and self._grads:
+                        self._gradients.watch_output(info, role, leaf, page)
+                if weights and any(row.flags for row in rows[first:]):
+                    self._read_weights_again(info, module, rows, weights)
+                if self.rows.changed:
+                    self._put_before(info, arguments, returned, rows, first)
+        self.frames.put(
+            page, info, self._phase, rows, parent=self._parent(), depth=len(self._stack) - 1, entered=info.seq
+        )
 
-    def _returned(self, info: ModuleInfo, role: str, leaf: torch.Tensor, row: Row, page: OpenPage) -> None:
-        """A tensor that no call before this one has returned: look at its gradient, and at how large it is."""
-        if self._grads:
-            self._gradients.watch_output(info, role, leaf, page)
-        self.policy.notice(page, info.root.label, info, self._phase, role, row)
+    def _read_weights_again(self, info: ModuleInfo, module: torch.nn.Module, rows: list[Row], weights: int) -> None:
+        """Something bad came out: read again the weights that were finite when they were last read."""
+        if any(row.flags for row in rows[:weights]):
+            return
+        names = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+        for position, (name, parameter) in enumerate(names):
+            rows[position] = self.rows.weight_again(info, role_of_parameter(name), parameter, self.progress.step)
+            if rows[position].flags:
+                break
+
+    def _put_before(
+        self,
+        info: ModuleInfo,
+        arguments: list[tuple[str, Any]],
+        returned: list[tuple[str, Any]],
+        rows: list[Row],
+        first: int,
+    ) -> None:
+        """Show what an argument was that the call has changed in place and returns, unless it is known to be finite."""
+        unclear = {
+            id(leaf)
+            for (_, leaf), row in zip(returned, rows[first:], strict=True)
+            if id(leaf) in self.rows.changed and (row.flags or row.pending)
+        }
+        for role, leaf in arguments if unclear else ():
+            if id(leaf) in unclear:
+                rows.append(self.rows.before(info, role, leaf))
 
     def _parent(self) -> int:
         """The id of the module whose code made this call: the nearest one on the stack that is not a wrapper."""
@@ -555,7 +535,7 @@ class Hooks:
             without_modes(self._look_at, tensor, name)
         except Exception as error:
             self._fault("detect_overflow", error)
-        self.policy.raise_pending()
+        self.judging.raise_pending()
 
     def _look_at(self, tensor: Any, name: str) -> None:
         info = self._roots.place(name, self._stack[0].root if self._stack else None)
@@ -567,22 +547,23 @@ class Hooks:
         if page is None:
             return
         row = self.rows.leaf(info, "output", tensor)
-        depth = len(self._stack)
         parent = self._stack[-1].id if inside else NOTHING
-        frame = self._recorder.frame(info.id, parent, depth, Phase.FORWARD, issued(), (row.packed,))
-        if row.flags:
-            bad_row = NonFiniteRow(page, info.root.label, info, frame, Phase.FORWARD, "output", row)
-            if row.packed[5] & Mark.IGNORED:
-                self.policy.hidden(bad_row)
-            else:
-                self.policy.alarm(bad_row)
+        self.frames.put(page, info, Phase.FORWARD, [row], parent=parent, depth=len(self._stack))
         if not inside:
             self._recorder.pause_page()
 
+    def _judge_now(self) -> None:
+        """`--sync`: wait for the numbers of the call that has just returned. Raises what the user asked for."""
+        try:
+            self.judging.finish()
+        except Exception as error:
+            self._fault("forward hook", error)
+        self.judging.raise_pending()
+
     def _batch_ended(self) -> None:
         """The root's forward has returned. Raises what the user asked for, and nothing else."""
-        if self.policy.pending is not None:
-            self.policy.raise_pending()
+        if self.judging.pending is not None:
+            self.judging.raise_pending()
         last = self._settings.abort_after_batch
         if last is not None and self._last_root.id == self._first_root and self.progress.batch >= last:
             print(

@@ -10,10 +10,9 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import Field
-from ...core.records import ScalerSkip
-from ...core.values import NonFinite, name_of
-from ..record.policy import NonFiniteRow, Policy
+from ..record.judging import Judging
 from ..record.progress import Progress
+from ..stats.to_host import ToHost, to_host
 from ..without_modes import without_modes
 from .backward import Gradients
 from .optimizer import Steps
@@ -26,11 +25,11 @@ _MAX_SKIPS = 64
 class _Late(NamedTuple):
     """Whether a fused optimizer has skipped its step: on its way from the device."""
 
-    numbers: torch.Tensor
-    """Pinned: found_inf, scale."""
-    arrived: torch.cuda.Event
-    optimizer: int
-    bad_row: NonFiniteRow | None
+    answer: ToHost
+    """found_inf and the scale."""
+    optimizer: Any
+    step: int
+    """Optimizer steps before it."""
 
 
 class Scalers:
@@ -45,13 +44,13 @@ class Scalers:
     def __init__(
         self,
         progress: Progress,
-        policy: Policy,
+        judging: Judging,
         gradients: Gradients,
         steps: Steps,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._progress = progress
-        self._policy = policy
+        self._judging = judging
         self._gradients = gradients
         self._steps = steps
         self._on_fault = on_fault
@@ -104,71 +103,68 @@ class Scalers:
 
         setattr(scaler, name, wrapper)
 
-    def _stepped(self, scaler: Any, optimizer: Any, skipped: bool) -> None:
-        """A scaler has stepped an optimizer, or not. A fused optimizer is always called, and skips by itself."""
+    def _stepped(self, scaler: Any, optimizer: Any, step: int) -> None:
+        """A scaler has stepped an optimizer, or not. A fused optimizer is always called, and skips by itself.
+
+        `step` is the number of optimizer steps before.
+        """
         if not scaler.is_enabled():
             return
-        bad_row, self._gradients.first_scaled = self._gradients.first_scaled, None
         try:
             self.look()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
-            if found_inf is not None and found_inf.is_cuda:
-                self._ask(found_inf, scaler, optimizer, bad_row)
-                return
             if found_inf is not None:
-                skipped = bool(found_inf.item())
-            if skipped:
-                if bad_row is None:
-                    bad_row = without_modes(self._steps.first_bad_gradient, optimizer)
-                self._skipped(id(optimizer), bad_row, float(scaler.get_scale()))
+                self._ask(found_inf, scaler, optimizer, step)
+                self.look()
+            elif self._progress.step == step:
+                self._judging.finish()  # the scaler has waited for the device itself
+                self._skipped(optimizer, step, float(scaler.get_scale()))
             else:
-                self._in_a_row.pop(id(optimizer), None)
+                self._not_skipped(optimizer, step)
         except Exception as error:
             self._on_fault("GradScaler", error)
-        self._policy.raise_pending()
+        self._judging.raise_pending()
 
-    def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, bad_row: NonFiniteRow | None) -> None:
-        """Have the answer brought from the device without waiting for it."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        with torch.no_grad():
-            both = torch.stack((found_inf.reshape(()).float(), scaler._get_scale_async().reshape(()).float()))
-            numbers = torch.empty(2, pin_memory=True)
-            numbers.copy_(both, non_blocking=True)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
-        arrived.record()
-        self._late.append(_Late(numbers, arrived, id(optimizer), bad_row))
+    def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
+        """Have a fused optimizer's answer brought to the host without waiting for it."""
+        answer = to_host(found_inf, scaler._get_scale_async())
+        if answer is not None:
+            self._late.append(_Late(answer, optimizer, step))
 
     def look(self) -> bool:
-        """Take what has arrived. True when nothing more is on its way."""
-        while self._late and self._late[0].arrived.query():  # type: ignore[no-untyped-call]  # likewise
+        """Take what has arrived. True when nothing more is on its way.
+
+        An answer waits for the gradients that it is about: they may come by another stream.
+        """
+        if not self._late:
+            return True
+        self._judging.collect()
+        while self._late and self._late[0].answer.arrived() and not self._judging.is_late(self._late[0].step):
             late = self._late.pop(0)
-            found, scale = late.numbers.tolist()
+            found, scale = late.answer.numbers
             if found:
-                self._skipped(late.optimizer, late.bad_row, scale)
+                self._skipped(late.optimizer, late.step, scale)
             else:
-                self._in_a_row.pop(late.optimizer, None)
+                self._not_skipped(late.optimizer, late.step)
         return not self._late
 
-    def _skipped(self, optimizer: int, bad_row: NonFiniteRow | None, scale: float) -> None:
-        in_a_row = self._in_a_row[optimizer] = self._in_a_row.get(optimizer, 0) + 1
+    def _not_skipped(self, optimizer: Any, step: int) -> None:
+        self._in_a_row.pop(id(optimizer), None)
+        self._judging.take_scaled(step)
+
+    def _skipped(self, optimizer: Any, step: int, scale: float) -> None:
+        bad = self._judging.take_scaled(step)
+        if bad is None:  # of no module that is watched, or unscaled into something else
+            without_modes(self._steps.take_scaled_gradients, optimizer)
+            bad = self._judging.take_scaled(step)
+        in_a_row = self._in_a_row[id(optimizer)] = self._in_a_row.get(id(optimizer), 0) + 1
         self._skips += 1
         self._progress.fields[Field.SCALER_SKIPS] = self._skips
         if self._skips <= _MAX_SKIPS:
-            self._progress.recorder.append(
-                ScalerSkip(
-                    self._progress.where(bad_row.page if bad_row is not None else None),
-                    scale,
-                    in_a_row,
-                    bad_row.info.name if bad_row is not None else None,
-                    bad_row.info.cls if bad_row is not None else None,
-                    bad_row.role if bad_row is not None else None,
-                    name_of(NonFinite(bad_row.row.flags)) if bad_row is not None else None,
-                )
-            )
-        if bad_row is not None and (in_a_row >= self._limit or scale < COLLAPSED):
+            self._judging.skipped(bad, scale, in_a_row)
+        if bad is not None and (in_a_row >= self._limit or scale < COLLAPSED):
             times = f"{in_a_row} step{'s' if in_a_row != 1 else ''} in a row"
-            self._policy.alarm(bad_row, f"GradScaler skipped {times}, its scale is down to {scale:g}")
+            self._judging.alarm(bad, f"GradScaler skipped {times}, its scale is down to {scale:g}")
 
 
 # The wrappers: `original` is the method that they stand around.
@@ -192,7 +188,7 @@ def _step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any,
     before = [(watcher, watcher._progress.step) for watcher in Scalers._watchers]
     result = original(scaler, optimizer, *args, **kwargs)
     for watcher, step in before:
-        watcher._stepped(scaler, optimizer, watcher._progress.step == step)
+        watcher._stepped(scaler, optimizer, step)
     return result
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from ...core.frames import Mark, Phase
-from ...core.recorder.layout import NOTHING, Field, RankPhase
+from ...core.recorder.layout import Field, RankPhase
 from ...core.recorder.writer import OpenPage
-from ...core.values import NonFinite
-from ..record.collectives import issued, ranks
-from ..record.policy import NonFiniteRow, Policy
+from ..record.collectives import ranks
+from ..record.frames import Frames
+from ..record.judging import Judging
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
+from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 from ..without_modes import without_modes
 from .backward import Gradients
@@ -31,7 +32,8 @@ class Steps:
         progress: Progress,
         rows: Rows,
         roots: Roots,
-        policy: Policy,
+        frames: Frames,
+        judging: Judging,
         gradients: Gradients,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
@@ -40,7 +42,8 @@ class Steps:
         self._recorder = progress.recorder
         self._rows = rows
         self._roots = roots
-        self._policy = policy
+        self._frames = frames
+        self._judging = judging
         self._gradients = gradients
         self._on_fault = on_fault
         self._guard = settings.guard_optimizer
@@ -76,7 +79,7 @@ class Steps:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is left as it is
             except Exception as error:
                 self._on_fault("before the optimizer step", error)
-        self._policy.raise_pending()
+        self._judging.raise_pending()
 
     def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """A closure computes the gradients within the step: they are looked at when it returns."""
@@ -94,40 +97,42 @@ class Steps:
         return (args[0], guarded, *args[2:]), kwargs
 
     def _take_gradients(self, optimizer: Any) -> bool:
-        """Frames of the gradients that were not seen in their backward, or are not the same any more."""
+        """Frames of the gradients that were not seen in their backward, or are not the same any more.
+
+        True if the guard is on and one of them is an alarm: for that it waits for their numbers.
+        """
         reduced = ranks() > 1
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
-        bad = False
+        written: list[tuple[OpenPage, int]] = []
         for info, parameters in self._by_module(optimizer).items():
             page = self._resume(info)
-            if page is not None:
-                self._rows.count_in(page.batch)
+            if page is None:
+                continue
+            self._rows.count_in(page.batch)
             if not reduced and not self._guard and self.writer is not None and self.writer.all_local(parameters):
                 continue
-            rows: list[tuple[str, Row]] = []
+            rows: list[Row] = []
             for name, parameter in parameters:
                 gradient = parameter.grad
-                if gradient is None or not (reduced or self._guard or not self._gradients.is_local(gradient)):
-                    continue
-                role = f"grad {name}"
-                if self._guard:
-                    row = self._rows.gradient(info, role, gradient, mark, measure(gradient))
-                else:
-                    row = self._rows.gradient(info, role, gradient, mark)
-                rows.append((role, row))
-            if rows and page is not None:
-                bad |= self._put(info, page, Phase.COLLECTIVE, rows)
-        if self._guard and not (self.only and self._is_foreign(optimizer)):
-            bad |= self._take_others(optimizer, mark)
-        return bad
+                if gradient is not None and (reduced or self._guard or not self._gradients.is_local(gradient)):
+                    rows.append(self._rows.gradient(info, f"grad {name}", gradient, mark))
+            if rows:
+                written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, rows)))
+        self._rows.flush()
+        if not self._guard:
+            return False
+        if not (self.only and self._is_foreign(optimizer)):
+            written += self._take_others(optimizer, mark)
+        self._judging.finish()
+        return any(self._judging.judge_again(page, index).alarm is not None for page, index in written)
 
     def _is_foreign(self, optimizer: Any) -> bool:
         groups = optimizer.param_groups
         return not any(self._roots.owner_of(parameter) for group in groups for parameter in group["params"])
 
-    def _take_others(self, optimizer: Any, mark: int) -> bool:
+    def _take_others(self, optimizer: Any, mark: int) -> list[tuple[OpenPage, int]]:
         """The guard looks at the gradients, too, that are in no watched module. Only bad ones get a frame."""
-        bad = False
+        written: list[tuple[OpenPage, int]] = []
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 owner = self._roots.owner_of(parameter)
@@ -143,8 +148,8 @@ class Steps:
                     info, role = self._roots.place(name, self._progress.root, cls), f"grad params[{position}]"
                 page = self._resume(info) or self._progress.begin_page(info.root)
                 row = self._rows.gradient(info, role, parameter.grad, mark, numbers)
-                bad |= self._put(info, page, Phase.COLLECTIVE, [(role, row)])
-        return bad
+                written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, [row])))
+        return written
 
     @staticmethod
     def _has_place(info: ModuleInfo) -> bool:
@@ -167,7 +172,7 @@ class Steps:
                 self._on_fault("after the optimizer step", error)
         self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
-        self._policy.raise_pending()
+        self._judging.raise_pending()
 
     def _take_weights(self, optimizer: Any) -> None:
         self._rows.forget()  # parameters may have been changed without a new version
@@ -177,21 +182,19 @@ class Steps:
                 continue
             if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
                 continue
-            rows: list[tuple[str, Row]] = []
+            rows: list[Row] = []
             for name, parameter in parameters:
                 row = self._rows.weight(info, name, parameter, self._progress.step)
-                rows.append((name, row))
-                if row[1]:
+                rows.append(row)
+                if row.flags:
                     rows += self._state_rows(info, name, optimizer, parameter)
-            self._put(info, page, Phase.OPTIMIZER, rows)
+            self._frames.put(page, info, Phase.OPTIMIZER, rows)
+        self._rows.flush()
 
-    def _state_rows(
-        self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor
-    ) -> Iterator[tuple[str, Row]]:
+    def _state_rows(self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor) -> Iterator[Row]:
         for key, value in dict(optimizer.state.get(parameter, {})).items():
             if isinstance(value, torch.Tensor):
-                role = f"state {key} {name}"
-                yield role, self._rows.gradient(info, role, value)
+                yield self._rows.gradient(info, f"state {key} {name}", value)
 
     # -- both ---------------------------------------------------------------------------------------------------
 
@@ -226,32 +229,19 @@ class Steps:
             self._progress.resume(page)
         return page
 
-    def _put(self, info: ModuleInfo, page: OpenPage, phase: Phase, rows: list[tuple[str, Row]]) -> bool:
-        frame = self._recorder.frame(info.id, NOTHING, 0, phase, issued(), [row[0] for _, row in rows])
-        bad = False
-        for role, row in rows:
-            if not row[1]:
-                continue
-            bad_row = NonFiniteRow(page, info.root.label, info, frame, phase, role, row)
-            if row.packed[5] & Mark.IGNORED:
-                self._policy.hidden(bad_row)
-            elif not row.packed[5] & Mark.SCALED:
-                bad = True
-                self._policy.alarm(bad_row)
-        return bad
+    def take_scaled_gradients(self, optimizer: Any) -> None:
+        """For a step that a GradScaler has skipped: a frame of the first bad gradient of an optimizer's parameters.
 
-    def first_bad_gradient(self, optimizer: Any) -> NonFiniteRow | None:
-        """The first non-finite gradient of an optimizer's parameters: for a step that was skipped."""
+        Of gradients in host memory; those of a device were written as the optimizer got them.
+        """
         for info, parameters in self._by_module(optimizer).items():
             page = self._resume(info)
             for name, parameter in parameters:
                 gradient = parameter.grad
-                if gradient is None or page is None:
+                if gradient is None or page is None or is_on_device(gradient):
                     continue
                 numbers = measure(gradient)
-                if numbers.meta & 0xFF and NonFinite(numbers.meta & 0xFF):
-                    role = f"grad {name}"
-                    row = self._rows.gradient(info, role, gradient, Mark.SCALED, numbers)
-                    frame = self._recorder.frame(info.id, NOTHING, 0, Phase.COLLECTIVE, issued(), (row.packed,))
-                    return NonFiniteRow(page, info.root.label, info, frame, Phase.COLLECTIVE, role, row)
-        return None
+                if numbers.meta & 0xFF:
+                    row = self._rows.gradient(info, f"grad {name}", gradient, Mark.SCALED, numbers)
+                    self._frames.put(page, info, Phase.COLLECTIVE, [row])
+                    return

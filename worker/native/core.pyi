@@ -1,8 +1,9 @@
-"""native/core.c"""
+"""The compiled part of the worker: worker/native/module.c"""
 
 from typing import Any
 
-LAYOUT: tuple[int, ...]
+LAYOUT: dict[str, int]
+"""The numbers that it shares with Python: see include/layout.h."""
 
 def extremes(address: int, count: int, bytes: int, /) -> tuple[int, int]: ...
 def use_threads(*addresses: int | None) -> None: ...

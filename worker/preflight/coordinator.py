@@ -1,4 +1,4 @@
-"""The process that takes one rank through the preflight: it imports torch once, and forks a child for each test.
+"""The process that takes one rank through the preflight: it imports torch once, and forks a child that tests.
 
     python -m gpuwatch.worker.preflight.coordinator [--script FILE]
     python -m gpuwatch.worker.preflight.coordinator --fallen STEP --stage STAGE --detail TEXT

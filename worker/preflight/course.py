@@ -97,6 +97,8 @@ class Course:
             now = self._end_alone(now, self._lost(now.next, lost))
         except NoConclusion:
             now = self._end_alone(now, self._no_conclusion(now.next))
+        finally:
+            self._parts.close()
         backend = self._roster.backend if self._roster else ""
         self._say(Concluded(now.findings, now.outcomes, backend, self._parts.facts.device))
 
@@ -196,7 +198,9 @@ class Course:
 
     def _attend(self, inventory: Report) -> Report:
         facts = self._parts.facts
-        here = Attendance(facts.host, facts.node, self._me.local_rank, self._me.local_world_size, facts.device)
+        here = Attendance(
+            facts.host, facts.node, self._me.local_rank, self._me.local_world_size, facts.device, facts.uuid
+        )
         return Report(attendance=here, findings=inventory.findings)
 
     def _takes_part(self, step: str, before: Conclusion) -> bool:
@@ -222,15 +226,16 @@ class Course:
         self._begin(stage, step)
         if step == "consistency":  # compared by who hears all; its end is the conclusion
             return Report(facts=self._parts.facts)
+        assert self._roster is not None
         if is_local(step):
+            gpus = self._roster.gpus
             alone = {
                 "health": self._parts.health,
-                "allocation": self._parts.allocation,
+                "allocation": lambda: self._parts.allocation(gpus),
                 "compute": self._parts.compute,
             }
             report = alone[step]()
         else:
-            assert self._roster is not None
             test = self._parts.bandwidth if step == "bandwidth" else self._parts.group
             report = test(step, self._members(step, before), self._roster.backend, lambda at: self._say(At(stage, at)))
         if report.measured is not None:

@@ -1,13 +1,15 @@
-"""What one rank does by itself in each step: a test in a child of its own, and what came of it as a report."""
+"""What one rank does by itself in each step: a test in the rank's child, and what came of it as a report.
+
+A rank has one child for all its tests up to its first process group, which shares one CUDA context among them. After a
+group it has a new one: a group cannot be taken down safely where a rank may be gone.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -21,16 +23,15 @@ from ..identity import Identity
 from ..peer_failures import is_peer_failure
 from .deadlines import Deadlines
 from .decide.nccl_log import explain
-from .meeting import group_store
 from .reports import Report
-from .stages.allocation import allocate
-from .stages.bandwidth import Measured, measure
-from .stages.compute import ComputeResult, compute
-from .stages.device_facts import DeviceFacts, gather_device, with_device
-from .stages.forked import Ending, Say, run_forked
-from .stages.group import check_group
-from .stages.health import HealthResult, check_health, cuda_load
+from .stages.allocation import Allocated
+from .stages.bandwidth import Measured
+from .stages.child import Child, Ending, Say
+from .stages.compute import ComputeResult
+from .stages.device_facts import DeviceFacts, with_device
+from .stages.health import HealthResult
 from .stages.inventory import gather
+from .stages.requests import Allocate, CheckHealth, Compute, InGroup, LookAtDevice, Request, perform
 from .steps import stage_of
 
 _HEALTH_SHARE = 0.8
@@ -48,6 +49,14 @@ class Parts:
     prefix: str
     script: str
     facts: InventoryFacts = field(default_factory=InventoryFacts)
+    child: Child = field(default_factory=lambda: Child(perform))
+
+    def close(self) -> None:
+        """The child ends, and what it holds of the device is free for the script."""
+        self.child.close()
+
+    def _ask(self, request: Request, deadline_s: float, on_step: Say = lambda step: None) -> Ending:
+        return self.child.run(msgspec.json.encode(request), deadline_s, on_step)
 
     def inventory(self) -> Report:
         """What this rank runs on. A GPU at which a process hangs or dies is a bad one; other trouble is unknown."""
@@ -55,7 +64,7 @@ class Parts:
         self.facts = replace(facts, device=facts.device or "cpu")
         if facts.device == "cpu":
             return Report(facts=facts)
-        ending = run_forked(lambda say: gather_device(self.identity.local_rank), self.deadlines.work("inventory"))
+        ending = self._ask(LookAtDevice(self.identity.local_rank), self.deadlines.work("inventory"))
         if ending.kind != "ok":
             grade: Grade = "unknown" if ending.kind == "raised" else "fail"
             sentence = f"rank {self.identity.rank} ({facts.host}) could not look at its GPU: {ending.detail}"
@@ -78,31 +87,40 @@ class Parts:
         if not uuid and self.facts.device == "cpu":
             return Report(detail="no GPU in use")
 
-        def call(say: Say) -> HealthResult:
-            load = cuda_load(self.device.index) if self.device.type == "cuda" else None
-            thresholds = self.settings.health_thresholds
-            return check_health(uuid, me.rank, self.facts.host, thresholds, deadline_s * _HEALTH_SHARE, load)
-
-        ending = run_forked(call, deadline_s)
+        thresholds, share_s = self.settings.health_thresholds, deadline_s * _HEALTH_SHARE
+        ending = self._ask(
+            CheckHealth(uuid, me.rank, self.facts.host, thresholds, share_s, self.facts.device), deadline_s
+        )
         if ending.kind == "ok":
             result = msgspec.json.decode(ending.value, type=HealthResult)
+            if result.load_hangs:
+                self.child.close()
             return Report(findings=result.findings, detail=result.detail)
         sentence = f"the health of the GPU of rank {me.rank} ({self.facts.host}) could not be read: {ending.detail}"
         return Report(findings=[Finding("health", "unknown", "rank", [me.rank], [self.facts.host], sentence)])
 
-    def allocation(self) -> Report:
-        """Memory."""
+    def allocation(self, gpus: Sequence[str]) -> Report:
+        """Memory. `gpus` are the UUIDs of all ranks' GPUs: who shares one shares its memory."""
         amount = parse_amount(self.settings.alloc) if self.settings.alloc else None
         quick = self.settings.preflight == "quick"
-        sharers = 1 if self.device.type == "cuda" else self.identity.local_world_size
-        ending = run_forked(
-            lambda say: allocate(self.device, amount, quick=quick, sharers=sharers), self.deadlines.work("allocation")
-        )
-        return self._report(ending, own=True, detail=_text(ending))
+        on_cuda, uuid = self.device.type == "cuda", self.facts.uuid
+        sharers = max(1, gpus.count(uuid) if uuid else 1) if on_cuda else self.identity.local_world_size
+        ending = self._ask(Allocate(self.facts.device, amount, quick, sharers), self.deadlines.work("allocation"))
+        if ending.kind != "ok":
+            return self._report(ending, own=True)
+        allocated = msgspec.json.decode(ending.value, type=Allocated)
+        return Report(detail=allocated.detail, findings=self._scarce(allocated))
+
+    def _scarce(self, allocated: Allocated) -> list[Finding]:
+        if not allocated.scarce:
+            return []
+        me, host = self.identity.rank, self.facts.host
+        sentence = f"rank {me} ({host}) finds {allocated.scarce}"
+        return [Finding("allocation", "warn", "gpu", [me], [host], sentence, allocated.next, self.facts.uuid)]
 
     def compute(self) -> Report:
         """A matmul."""
-        ending = run_forked(lambda say: compute(self.device), self.deadlines.work("compute"))
+        ending = self._ask(Compute(self.facts.device), self.deadlines.work("compute"))
         if ending.kind != "ok":
             return self._report(ending, own=True)
         computed = msgspec.json.decode(ending.value, type=ComputeResult)
@@ -110,11 +128,10 @@ class Parts:
 
     def group(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> Report:
         """A process group of `ranks`, which are more than one."""
-        return self._in_group(check_group, step, ranks, backend, on_step, lambda ending: Report(detail=_text(ending)))
+        return self._in_group(step, ranks, backend, on_step, lambda ending: Report(detail=_text(ending)))
 
     def bandwidth(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> Report:
         """How fast all_reduce is."""
-        call = partial(measure, largest_bytes=self.settings.bandwidth_size)
 
         def report(ending: Ending) -> Report:
             measured = msgspec.json.decode(ending.value, type=Measured)
@@ -122,40 +139,36 @@ class Parts:
             detail = f"{best.busbw_gbs:.3g} GB/s bus bandwidth at {best.size_bytes >> 10} KiB" if best else ""
             return Report(measured=measured, detail=detail)
 
-        return self._in_group(call, step, ranks, backend, on_step, report)
+        return self._in_group(step, ranks, backend, on_step, report)
 
     def _in_group(
-        self,
-        test: Callable[..., Any],
-        step: str,
-        ranks: Sequence[int],
-        backend: str,
-        on_step: Say,
-        report: Callable[[Ending], Report],
+        self, step: str, ranks: Sequence[int], backend: str, on_step: Say, report: Callable[[Ending], Report]
     ) -> Report:
         stage = stage_of(step)
         rank = self.identity.rank
-        device = self.device if backend == "nccl" else torch.device("cpu")
-        timeout_s = self.deadlines.inside_group(stage)
         log = Path(self.settings.nccl_debug) / f"nccl-rank{rank}.log" if self.settings.nccl_debug else None
-        name = f"{step} {ranks[0]}"  # the groups of one step have no rank in common
-
-        def call(say: Say) -> Any:
-            if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=str(log))
-            store = group_store(self.identity, self.prefix, name, timeout_s)
-            return test(store, device, backend, ranks, rank, timeout_s, say)
-
-        ending = run_forked(call, self.deadlines.work(stage), on_step)
+        request = InGroup(
+            bandwidth=step == "bandwidth",
+            identity=self.identity,
+            prefix=self.prefix,
+            name=f"{step} {ranks[0]}",  # the groups of one step have no rank in common
+            device=self.facts.device if backend == "nccl" else "cpu",
+            backend=backend,
+            ranks=list(ranks),
+            timeout_s=self.deadlines.inside_group(stage),
+            log=str(log) if log is not None else "",
+            largest_bytes=self.settings.bandwidth_size,
+        )
+        try:
+            ending = self._ask(request, self.deadlines.work(stage), on_step)
+        finally:
+            self.child.close()
         if ending.kind == "ok":
             return report(ending)
         return self._report(ending, log=log)
 
-    def _report(self, ending: Ending, *, own: bool | None = None, detail: str = "", log: Path | None = None) -> Report:
-        """How it went, with what is known of the words that torch and NCCL have left."""
-        if ending.kind == "ok":
-            return Report(detail=detail)
+    def _report(self, ending: Ending, *, own: bool | None = None, log: Path | None = None) -> Report:
+        """How it failed, with what is known of the words that torch and NCCL have left."""
         if ending.kind == "raised" and ending.ours:
             return Report("fault", ending.detail, said=ending.said)
         if ending.kind == "raised" and ending.failure is not None:
@@ -175,7 +188,7 @@ class Parts:
 
 
 def _text(ending: Ending) -> str:
-    return msgspec.json.decode(ending.value, type=str) if ending.kind == "ok" else ""
+    return msgspec.json.decode(ending.value, type=str)
 
 
 def _tail(log: Path | None) -> str:

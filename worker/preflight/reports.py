@@ -23,6 +23,8 @@ class Attendance(msgspec.Struct, frozen=True):
     local_rank: int
     local_world_size: int
     device: str
+    gpu: str = ""
+    """UUID; "" where there is none, or it is not known."""
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,6 +53,8 @@ class Roster(msgspec.Struct, frozen=True):
     nodes: list[int]
     local_ranks: list[int]
     backend: str
+    gpus: list[str] = []
+    """UUIDs; "" where there is none, or it is not known."""
 
     def ranks_of(self, *nodes: int) -> list[int]:
         """The ranks of these nodes."""

@@ -1,50 +1,116 @@
-"""The native frame writer (`FrameWriter` of native/core.c), where it was built and torch lets it look at tensors.
+"""The native frame writer (`FrameWriter` of worker/native), where it was built and torch lends it its tensors.
 
-Without it the same is recorded, in more time: it does nothing that rows.py, hooks.py, gradients.py and steps.py do not
-do, on the dictionaries that are theirs.
+Without it the same is recorded, in more time: it does nothing that rows.py, forward.py, backward.py and optimizer.py do
+not do, on the dictionaries that are theirs.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ...core.frames import Mark, Phase, RowKind
 from ...core.recorder import layout
+from ...core.recorder.layout import Field, RankPhase, SegmentField
+from ...core.records import Fault
+from ...core.values import DTYPE_CODES, INF_BITS, Encoding
 from ..hooks.backward import Gradients
+from ..stats.device import late_device
 from ..stats.tensor_stats import TensorStats
 from .collectives import issued
-from .leaves import KWARGS
-from .policy import Policy
+from .leaves import KWARGS, leaves_of
+from .notable import Notable
 from .progress import Progress
 from .rows import COUNT_EVERY, Rows
 
 try:
     from ..native.core import LAYOUT, FrameWriter
 except ImportError:  # there was no compiler where this was installed
-    LAYOUT, FrameWriter = (), None  # type: ignore[assignment,misc]
-
-_LAYOUT = (
-    layout.FRAME.size,
-    layout.ROW.size,
-    layout.VALUE.size,
-    layout.FRAMES_PER_SEGMENT,
-    layout.ROWS_PER_SEGMENT,
-    layout.VALUES_PER_SEGMENT,
-    layout.FRAMES_AT,
-    layout.ROWS_AT,
-    layout.VALUES_AT,
-    COUNT_EVERY,
-)
+    LAYOUT, FrameWriter = {}, None  # type: ignore[assignment,misc]
 
 
-def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: Gradients) -> Any:
-    """A FrameWriter for these, or None where there can be none."""
+_NOT_SEEN_IN_C = {"unknown", "qint8", "quint8", "qint32"}
+"""dtypes that DLPack has no name for."""
+
+
+def _offset(record: struct.Struct, position: int) -> int:
+    """Bytes before a field of a struct, by the field's position in its format."""
+    return struct.calcsize(record.format[: 1 + position])  # the first character is the byte order
+
+
+def python_layout() -> dict[str, int]:
+    """The numbers that the native part shares with Python, by their names in worker/native/include/layout.h."""
+    numbers = {
+        "SEGMENT_BYTES": layout.SEGMENT_BYTES,
+        "SEGMENT_HEADER": layout.FRAMES_AT,
+        "FRAME_BYTES": layout.FRAME.size,
+        "ROW_BYTES": layout.ROW.size,
+        "VALUE_BYTES": layout.VALUE.size,
+        "FRAMES_PER_SEGMENT": layout.FRAMES_PER_SEGMENT,
+        "ROWS_PER_SEGMENT": layout.ROWS_PER_SEGMENT,
+        "VALUES_PER_SEGMENT": layout.VALUES_PER_SEGMENT,
+        "ROWS_AT": layout.ROWS_AT,
+        "VALUES_AT": layout.VALUES_AT,
+        "S_PAGE": SegmentField.PAGE,
+        "S_BATCH": SegmentField.BATCH,
+        "S_FRAMES": SegmentField.FRAMES,
+        "S_ROWS": SegmentField.ROWS,
+        "S_VALUES": SegmentField.VALUES,
+        "S_FRAME_BASE": SegmentField.FRAME_BASE,
+        "S_VALUE_BASE": SegmentField.VALUE_BASE,
+        "F_PHASE": Field.PHASE,
+        "F_MODULE": Field.MODULE,
+        "RANK_BACKWARD": RankPhase.BACKWARD,
+        "FRAME_DEPTH": _offset(layout.FRAME, 2),
+        "FRAME_PHASE": _offset(layout.FRAME, 3),
+        "FRAME_COLLECTIVES": _offset(layout.FRAME, 4),
+        "FRAME_SEQ": _offset(layout.FRAME, 5),
+        "FRAME_ROWS": _offset(layout.FRAME, 6),
+        "ROW_DTYPE": _offset(layout.ROW, 3),
+        "ROW_KIND": _offset(layout.ROW, 4),
+        "ROW_MARK": _offset(layout.ROW, 5),
+        "PHASE_BACKWARD": Phase.BACKWARD,
+        "PHASE_OPTIMIZER": Phase.OPTIMIZER,
+        "KIND_MEASURED": RowKind.MEASURED,
+        "KIND_NONE": RowKind.NONE,
+        "KIND_NOT_A_TENSOR": RowKind.NOT_A_TENSOR,
+        "KIND_NOT_MEASURABLE": RowKind.NOT_MEASURABLE,
+        "MARK_SCALED": Mark.SCALED,
+        "ENCODING_INTEGER": Encoding.INTEGER,
+        "COUNT_EVERY": COUNT_EVERY,
+        "NOTHING": layout.NOTHING,
+    }
+    for encoding in (Encoding.FLOAT32, Encoding.FLOAT16, Encoding.BFLOAT16, Encoding.FLOAT64):
+        numbers[f"ENCODING_{encoding.name}"] = encoding
+        numbers[f"INF_{encoding.name}"] = INF_BITS[encoding]
+    numbers |= {f"DTYPE_{name.upper()}": code for name, code in DTYPE_CODES.items() if name not in _NOT_SEEN_IN_C}
+    return {name: int(number) for name, number in numbers.items()}
+
+
+def difference(native: dict[str, int]) -> str:
+    """What the native part was built with that is not so in Python, one sentence; empty when they agree."""
+    python = python_layout()
+    wrong = sorted(name for name in python.keys() | native.keys() if python.get(name) != native.get(name))
+    found = ", ".join(f"{name} is {native.get(name)} and not {python.get(name)}" for name in wrong)
+    return f"not used: it was built for another layout ({found}); install gpuwatch again" if found else ""
+
+
+def native_writer_of(progress: Progress, rows: Rows, notable: Notable, gradients: Gradients) -> Any:
+    """A FrameWriter for these, or None where there can be none.
+
+    Tensors in host memory it reads itself; for those on a device it asks `rows.device_value` and `rows.device_weight`.
+    """
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
-    if FrameWriter is None or exchange is None or LAYOUT != _LAYOUT or settings.sync:
+    if FrameWriter is None or exchange is None or settings.sync:
+        return None
+    wrong = difference(LAYOUT)
+    if wrong:
+        progress.recorder.append(Fault(progress.where(), "native frame writer", wrong))
         return None
     try:
         return FrameWriter(
@@ -55,7 +121,6 @@ def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: 
             weights=rows.weights,
             shapes=rows.shapes,
             ignored=rows.ignored,
-            waived=rows.waived,
             watched=gradients.parameters,
             local=gradients.local,
             kwargs=KWARGS,
@@ -69,11 +134,16 @@ def native_writer_of(progress: Progress, rows: Rows, policy: Policy, gradients: 
             compiler=vars(torch.compiler),
             hook_dict=OrderedDict,
             handle=RemovableHandle,
+            leaves_of=leaves_of,
+            next_segment=progress.recorder._continue_segment,
             exchange=exchange,
-            near=policy.near,
+            near=notable.near,
             forward="forward" in settings.watch,
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,
+            device_value=rows.device_value,
+            device_weight=rows.device_weight,
+            reads_host=late_device() is None,
         )
     except (AttributeError, TypeError, ValueError):  # a torch that has changed
         return None

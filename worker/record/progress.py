@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from ...core.frames import Frame
 from ...core.recorder.layout import Field, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.records import Where
@@ -42,6 +43,23 @@ class Progress:
             seq=issued(),
             time_ns=time.time_ns(),
             clock=clock(),
+        )
+
+    def where_of(self, page: OpenPage, frame: Frame) -> Where:
+        """The place in the run of a frame, whether it was written just now or some batches ago."""
+        counts = clock()
+        if frame.seq != issued():  # of the past only the sum over all groups is known
+            counts = dict.fromkeys(counts, frame.seq) if len(counts) == 1 and frame.seq >= 0 else {}
+        return Where(
+            rank=self.rank,
+            attempt=self.settings.attempt,
+            step=page.step,
+            batch=page.batch,
+            root=self.recorder.names.root_label(page.root),
+            page=page.number,
+            seq=frame.seq,
+            time_ns=time.time_ns(),
+            clock=counts,
         )
 
     def begin_page(self, root: RootInfo) -> OpenPage:

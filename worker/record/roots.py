@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.records import ModuleDef, RootDef
+from ...core.roles import role_of_parameter
 from .names import class_of, walk, wrapped_child
 from .selection import Selection
 
@@ -34,6 +35,10 @@ def _made_by(parent: ModuleInfo, module: nn.Module) -> str:
     """The name of a module that is made on the fly: it hangs on no attribute of the model."""
     cls = type(module).__name__
     return f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>"
+
+
+class Slots(dict[str, int]):
+    """Role -> slot, of a module with a parameter whose role is not its name. The native writer leaves it to Python."""
 
 
 class ModuleInfo:
@@ -98,7 +103,7 @@ class Roots:
         self._modules = 0
         self._many = _FEW
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
-        """id of a parameter -> the first module that was seen to hold it, and its name there."""
+        """id of a parameter -> the first module that was seen to hold it, and its role there."""
         self.on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None = None
         """Called once for every parameter of every module that becomes known."""
 
@@ -168,17 +173,17 @@ class Roots:
         return info
 
     def owner_of(self, parameter: torch.Tensor) -> tuple[ModuleInfo, str] | None:
-        """The module that holds a parameter, and the parameter's name there; None for one that nobody has seen."""
+        """The module that holds a parameter, and the parameter's role there; None for one that nobody has seen."""
         known = self.parameters.get(id(parameter))
         return known[1:] if known is not None and known[0]() is parameter else None
 
-    def own(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
+    def own(self, parameter: torch.Tensor, info: ModuleInfo, role: str) -> None:
         """Remember whose parameter this is: of tied weights the first module's that is watched."""
         known = self.parameters.get(id(parameter))
         if known is None or known[0]() is not parameter or (info.watched and not known[1].watched):
-            self.parameters[id(parameter)] = (weakref.ref(parameter), info, name)
+            self.parameters[id(parameter)] = (weakref.ref(parameter), info, role)
             if self.on_parameter is not None:
-                self.on_parameter(parameter, info, name)
+                self.on_parameter(parameter, info, role)
 
     def find_parameters(self) -> None:
         """Look again at the modules of all roots: parameters may have been put in since."""
@@ -191,7 +196,10 @@ class Roots:
     def _own_all(self, module: nn.Module, info: ModuleInfo) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                self.own(parameter, info, name)
+                role = role_of_parameter(name)
+                if role != name and not isinstance(info.slots, Slots):
+                    info.slots = Slots(info.slots)
+                self.own(parameter, info, role)
 
     def _find(self, root: RootInfo) -> nn.Module | None:
         for ref, candidate in self._roots:

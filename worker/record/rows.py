@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...core.frames import Mark, RowKind, is_output
+from ...core.frames import Mark, RowKind
 from ...core.recorder.layout import NOTHING
-from ...core.recorder.writer import RecorderWriter, RowTuple
+from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
+from ...core.values import PENDING
+from ..stats.device import has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
+from ..without_modes import without_modes
+from .collectives import issued
+from .notable import Notable
 from .roots import ModuleInfo
 from .selection import Selection
 
@@ -29,11 +34,11 @@ COUNT_EVERY = 10
 _TENSOR = torch.Tensor
 _ref = weakref.ref
 _MEASURED = int(RowKind.MEASURED)
-_IGNORED, _PASSED_THROUGH = int(Mark.IGNORED), int(Mark.PASSED_THROUGH)
+_IGNORED = int(Mark.IGNORED)
 
 
 class Row(NamedTuple):
-    """A row as it is recorded. Of a tensor on a device the flags are known only later, and 0 here."""
+    """A row as it is recorded. Of a tensor on a device the numbers are known only later: `meta` is PENDING."""
 
     packed: RowTuple
     flags: int
@@ -41,6 +46,13 @@ class Row(NamedTuple):
     """Not seen before in this page."""
     high: int = 0
     meta: int = 0
+    notable: bool = False
+    """The judge should see its frame."""
+
+    @property
+    def pending(self) -> bool:
+        """Its numbers are on their way from a device."""
+        return self.meta == PENDING
 
 
 _new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
@@ -66,9 +78,14 @@ class Rows:
     """Measures tensors into the page that is being written."""
 
     def __init__(
-        self, recorder: RecorderWriter, selection: Selection, on_fault: Callable[[str, Exception], None]
+        self,
+        recorder: RecorderWriter,
+        selection: Selection,
+        notable: Notable,
+        on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._recorder = recorder
+        self._notable = notable
         self._selection = selection
         self._on_fault = on_fault
         self.seen: dict[int, _Seen] = {}
@@ -80,22 +97,24 @@ class Rows:
         self._many = _FEW
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
-        self.waived: set[int] = set()
-        """Values of the page that a rule covers as an output: whoever returns the same tensor has not made it."""
-        self.became_nonfinite: set[int] = set()
-        """Values of the page that are in a tensor which was finite when it was last seen: changed in place since."""
+        self.changed: dict[int, _Seen] = {}
+        """id of a tensor -> how it was last seen, for arguments of this call that were changed in place since."""
         self.count = False
         """Count zeros and subnormals in this batch."""
         self.device_buffer: DeviceStatsBuffer | None = None
         self.on_device_buffer: Callable[[DeviceStatsBuffer], None] | None = None
+        self.expect: Callable[[OpenPage], None] | None = None
+        """Called with the page that a value was written into whose numbers come later."""
         self._device_failed = False
+        self._late = late_device()
+        self._seq = -1
+        """Collectives that had been issued when a tensor on a device was last read."""
 
     def begin_page(self, batch: int) -> None:
         """What was seen in another page is not known in this one."""
         self.seen.clear()
         self.by_memory.clear()
-        self.waived.clear()
-        self.became_nonfinite.clear()
+        self.changed.clear()
         if len(self.weights) > self._many:  # those of modules that a forward makes anew each time
             for gone in [key for key, known in self.weights.items() if known[0]() is None]:
                 del self.weights[gone]
@@ -142,7 +161,24 @@ class Rows:
         """The inverse of `_shape`, for an event."""
         return next((list(dims) for dims, number in self.shapes.items() if number == shape), None)
 
+    def rule_for(self, module: str, role: str) -> str:
+        """The rule that covers a row; "" if there is none."""
+        return self._selection.ignored_by(module, role) or ""
+
     # -- rows ---------------------------------------------------------------------------------------------------
+
+    def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+        """The row of an input. It is never notable: the judge asks what comes out."""
+        known = self.seen.get(id(leaf))
+        row = self.leaf(info, role, leaf)
+        if row.fresh and known is not None and known[0]() is leaf:
+            self.changed[id(leaf)] = known
+        return row._replace(notable=False) if row.notable else row
+
+    def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
+        """The row of an argument in `changed`, as it was last seen."""
+        _, _, value, shape, code, kind, flags, _, _ = self.changed[id(leaf)]
+        return _new(Row, ((self.slot(info, f"before {role}"), value, shape, code, kind, 0), flags, False, 0, 0, False))
 
     def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
         """The row of an input, an output or a gradient."""
@@ -160,10 +196,9 @@ class Rows:
         key = id(leaf)
         known = self.seen.get(key)
         if known is not None and known[1] == version >= 0 and known[0]() is leaf:
-            if known[2] in self.waived:
-                mark |= _PASSED_THROUGH
-            return _new(Row, ((slot, known[2], known[3], known[4], known[5], mark), known[6], False, 0, 0))
-        place = in_memory(leaf)
+            packed = (slot, known[2], known[3], known[4], known[5], mark)
+            return _new(Row, (packed, known[6], False, 0, 0, known[6] != 0))
+        place = in_memory(leaf) if self._late is None else None
         memory = None
         if place is not None:
             if type(leaf) is _TENSOR:
@@ -171,18 +206,12 @@ class Rows:
                 alias = self.by_memory.get(memory)
                 if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
                     # another view of the same elements: reshaped, or handed through an autograd function as FSDP does
-                    if alias[2] in self.waived:
-                        mark |= _PASSED_THROUGH
                     packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
-                    return _new(Row, (packed, alias[6], False, 0, 0))
+                    return _new(Row, (packed, alias[6], False, 0, 0, alias[6] != 0))
             row = self._plain_row(slot, leaf, mark, place)
         else:
             row = self._row(slot, leaf, mark)
-        packed, flags, _, high, meta = row
-        if mark & _IGNORED and packed[1] != NOTHING and is_output(role):
-            self.waived.add(packed[1])
-        if flags and known is not None and not known[6] and known[0]() is leaf:
-            self.became_nonfinite.add(packed[1])
+        packed, flags, _, high, meta, _ = row
         seen = (_ref(leaf), version, packed[1], packed[2], packed[3], packed[4], flags, high, meta)
         self.seen[key] = seen
         if memory is not None:
@@ -211,7 +240,7 @@ class Rows:
             slot = self.slot(info, role)
         if slot in self.ignored:
             mark |= _IGNORED
-        place = in_memory(gradient) if numbers is None else None
+        place = in_memory(gradient) if numbers is None and self._late is None else None
         if place is not None:
             return self._plain_row(slot, gradient, mark, place)
         return self._row(slot, gradient, mark, numbers)
@@ -240,16 +269,18 @@ class Rows:
         if source is None:
             return Row((slot, NOTHING, NOTHING, code, int(kind), mark), 0, False)
         if isinstance(source, Row):
-            packed, flags, _, high, meta = source
-            return _new(Row, ((slot, packed[1], packed[2], code, packed[4], mark), flags, False, high, meta))
+            packed, flags, _, high, meta, _ = source
+            again = (slot, packed[1], packed[2], code, packed[4], mark)
+            return _new(Row, (again, flags, False, high, meta, flags != 0))
         if isinstance(source, torch.Tensor):
-            packed, flags, _, high, meta = self._row(slot, source, mark)
-            return _new(Row, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta))
+            packed, flags, _, high, meta, notable = self._row(slot, source, mark)
+            return _new(Row, ((slot, packed[1], NOTHING, code, packed[4], mark), flags, True, high, meta, notable))
         (low, high, meta, seen_as), dims = source
         if seen_as != _MEASURED:
             return Row((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
         value = self._recorder.value(low, high, meta)
-        return _new(Row, ((slot, value, self._shape_of(dims), code, 0, mark), meta & 0xFF, True, high, meta))
+        packed = (slot, value, self._shape_of(dims), code, 0, mark)
+        return _new(Row, (packed, meta & 0xFF, True, high, meta, self._notable(code, high, meta)))
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""
@@ -262,7 +293,7 @@ class Rows:
         seen = self.seen.get(key)
         if seen is not None and seen[1] == version and seen[0]() is parameter:
             packed = (slot, seen[2], seen[3], seen[4], seen[5], mark)
-            return _new(Row, (packed, seen[6], False, seen[7], seen[8]))
+            return _new(Row, (packed, seen[6], False, seen[7], seen[8], seen[6] != 0))
         known = self.weights.get(key)
         numbers: TensorStats | DeviceRow | None
         if known is not None and known[1] == version and known[2] == step and known[0]() is parameter:
@@ -270,7 +301,7 @@ class Rows:
             row = self._row(slot, parameter, mark, known[3])
         else:
             reference = _ref(parameter)
-            if not parameter.is_cpu:
+            if is_on_device(parameter):
                 row = self._row(slot, parameter, mark)
                 numbers = self.device_buffer.last() if self.device_buffer and row[0][1] != NOTHING else None
             else:
@@ -278,7 +309,7 @@ class Rows:
                 row = self._row(slot, parameter, mark, numbers)
             if numbers is not None:
                 self.weights[key] = (reference, version, step, numbers)
-        packed = row[0]
+        packed = row.packed
         self.seen[key] = (reference, version, packed[1], packed[2], packed[3], packed[4], row[1], row[3], row[4])
         return row
 
@@ -292,10 +323,13 @@ class Rows:
         """The row of a tensor for which `in_memory` has said where it is."""
         low, high, meta, _ = stats_in_memory(tensor, *place, self.count)
         value = self._recorder.value(low, high, meta)
-        return _new(Row, ((slot, value, self._shape(tensor), place[2][0], 0, mark), meta & 0xFF, True, high, meta))
+        code = place[2][0]
+        packed = (slot, value, self._shape(tensor), code, 0, mark)
+        return _new(Row, (packed, meta & 0xFF, True, high, meta, self._notable(code, high, meta)))
 
     def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | DeviceRow | None = None) -> Row:
         value, flags, high, meta = NOTHING, 0, 0, 0
+        code = CODES.get(tensor.dtype, 0)
         kind: int
         if isinstance(numbers, DeviceRow):
             assert self.device_buffer is not None
@@ -304,29 +338,70 @@ class Rows:
             if numbers.numbers is not None:  # they have come back since
                 _, high, meta = numbers.numbers
                 flags = meta & 0xFF
-        elif numbers is None and not tensor.is_cpu:
+            elif again is not None:
+                meta = PENDING
+                self._expect(again)
+        elif numbers is None and is_on_device(tensor):
             index = self._device_value(tensor)
             value = NOTHING if index is None else index
             kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
+            meta = 0 if index is None else PENDING
         else:
             low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)
             if kind == _MEASURED:
                 value = self._recorder.value(low, high, meta)
                 flags = meta & 0xFF
-        packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
-        return _new(Row, (packed, flags, True, high, meta))
+        packed = (slot, value, self._shape(tensor), code, int(kind), mark)
+        notable = meta != PENDING and kind == _MEASURED and self._notable(code, high, meta)
+        return _new(Row, (packed, flags, True, high, meta, notable))
+
+    def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
+        """For the native writer: the value's index of a tensor on a device, None if it cannot be measured."""
+        self.count = count
+        return without_modes(self._device_value, tensor)
+
+    def device_weight(self, parameter: torch.Tensor, numbers: Any, count: bool) -> tuple[int | None, Any]:
+        """For the native writer: (value's index, what is to be handed in as `numbers` the next time)."""
+        if isinstance(numbers, DeviceRow) and self.device_buffer is not None:
+            index = self.device_buffer.again(numbers)
+            self._expect(index)
+            return index, numbers
+        index = self.device_value(parameter, count)
+        return index, self.device_buffer.last() if index is not None and self.device_buffer is not None else None
 
     def _device_value(self, tensor: torch.Tensor) -> int | None:
         if self.device_buffer is None:
-            if tensor.device.type != "cuda" or self._device_failed:
+            if self._device_failed or not has_reader(tensor.device):
                 return None
             try:
                 self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device)
             except Exception as error:
                 self._device_failed = True
-                self._on_fault("device page", error)
+                self._on_fault("device", error)
                 return None
             if self.on_device_buffer is not None:
                 self.on_device_buffer(self.device_buffer)
-        pages = self.device_buffer
-        return pages.measure(tensor, self.count) if tensor.device == pages.device else None
+        buffer = self.device_buffer
+        seq = issued()
+        if seq != self._seq:  # a collective has begun since: whatever becomes of it, what was read before it leaves now
+            self._seq = seq
+            buffer.flush()
+        index = buffer.measure(tensor, self.count)
+        self._expect(index)
+        return index
+
+    def close(self) -> None:
+        """Let go of the recorder's memory. Waits for what is on its way from a device."""
+        buffer, self.device_buffer = self.device_buffer, None
+        if buffer is not None:
+            buffer.close()
+
+    def flush(self) -> None:
+        """Let what has been read on a device leave for the recorder now."""
+        if self.device_buffer is not None:
+            self.device_buffer.flush()
+
+    def _expect(self, index: int | None) -> None:
+        page = self._recorder.page
+        if index is not None and page is not None and self.expect is not None:
+            self.expect(page)

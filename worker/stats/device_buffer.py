@@ -1,13 +1,12 @@
-"""TensorStats of CUDA tensors: computed on the device, kept there, and copied into the recorder without waiting.
+"""TensorStats of tensors on a device: computed there, kept there, and copied into the recorder without waiting.
 
-Each tensor is read into a row on its device (device_rows.py), on the stream that is current when its hook runs. When a
-segment of the recorder is full, or its page is left for another, the rows are packed into the recorder's own form, and
-one asynchronous copy per run of rows brings them into the mapped file, which is registered with the driver: they arrive
-with no help from Python, even while the rank is blocked in a collective. `arrived()` and `noticed()` look at what has
-come, and never wait.
+Each tensor is read into a row on its device (device_reader.py), on the stream that is current when its hook runs. A
+flush, and the end of a segment, pack the rows into the recorder's own form and start one asynchronous copy per run of
+rows. The mapped file is registered with the driver, so the numbers arrive in it with no help from Python, even while
+the rank is blocked in a collective. `collect()` looks at what has arrived, and never waits.
 
-Every stream has rows of its own (a lane), and packs and copies them itself: no stream of the user's ever waits for
-another because of us, except where a weight's row is used again on another stream than it was measured on.
+Every stream of every device has rows of its own, and packs and copies them itself: no stream of the user's ever waits
+for another because of us.
 
 To be called by one thread at a time, as the recorder is.
 """
@@ -15,101 +14,34 @@ To be called by one thread at a time, as the recorder is.
 from __future__ import annotations
 
 import ctypes
-import math
-from collections import Counter, deque
-from contextlib import nullcontext
+import time
+from collections import Counter
 from typing import Any
 
+import numpy
 import torch
 
 from ...core.recorder import layout
 from ...core.recorder.layout import Field
 from ...core.recorder.writer import RecorderWriter
-from ...core.values import COUNTED, INF_BITS, PENDING, SHARE
+from ...core.values import PENDING
 from ..without_modes import without_modes
-from .device_reader import Reader, Source, TorchReader, TritonReader, fresh_rows, source_of
+from .device import Device, StreamKey, device_for
+from .device_reader import Reader, Source, TorchReader, fresh_rows, source_of
+from .file_system import file_system_of
+from .notable import Notable
+from .stream_buffer import Block, Copy, StreamBuffer, runs
+from .stream_buffer import DeviceRow as DeviceRow
+from .triton_reader import TritonReader
 
-_INFINITE = {int(encoding): bits for encoding, bits in INF_BITS.items()}
 _CAPACITY = layout.VALUES_PER_SEGMENT
 
 
-class Unregistered(Exception):
-    """The driver does not take the recorder's memory: copies into it would block."""
-
-
-class DeviceRow:
-    """The numbers of a tensor that was measured before, wherever they are by now: see `DeviceStatsBuffer.again`."""
-
-    __slots__ = ("_lane", "_packed", "_position", "numbers")
-
-    def __init__(self, lane: _StreamBuffer, position: int) -> None:
-        self._lane = lane
-        self._position = position
-        self._packed: torch.Tensor | None = None
-        self.numbers: tuple[int, int, int] | None = None
-        """low, high, meta, once they have been seen to arrive."""
-
-    @property
-    def is_packed(self) -> bool:
-        """The segment in which it was measured has ended."""
-        return self._packed is not None
-
-    def on_device(self) -> torch.Tensor:
-        """The row, packed or not."""
-        return self._lane.rows[self._position] if self._packed is None else self._packed[self._position]
-
-    def packed_into(self, packed: torch.Tensor) -> None:
-        """The lane's rows are about to be used for other tensors."""
-        self._packed = packed
-
-    def arrive(self, numbers: tuple[int, int, int]) -> None:
-        """The host knows them: nothing on the device is needed any more."""
-        self.numbers = numbers
-        self._packed = None
-
-    @property
-    def lane(self) -> _StreamBuffer:
-        """Where it was measured."""
-        return self._lane
-
-    @property
-    def position(self) -> int:
-        """Its position in the segment in which it was measured."""
-        return self._position
-
-
-class _Copy:
-    """Rows of one segment on their way."""
-
-    __slots__ = ("event", "page", "remembered", "runs", "values_at")
-
-    def __init__(self, page: int, values_at: int, remembered: list[DeviceRow]) -> None:
-        self.page = page
-        self.values_at = values_at
-        self.remembered = remembered
-        self.runs: list[torch.Tensor] = []
-        self.event: torch.cuda.Event | None = None
-
-
-class _StreamBuffer:
-    """One stream's rows of the segment that is being written, and its copies."""
-
-    __slots__ = ("device", "flying", "positions", "remembered", "rows", "stream")
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self.rows = fresh_rows(_CAPACITY, device)
-        self.positions: list[int] = []
-        self.remembered: list[DeviceRow] = []
-        self.flying: deque[_Copy] = deque()
-
-
 class DeviceStatsBuffer:
-    """The device side of one recorder. `device` may be the CPU, for tests: then copies have arrived at once.
+    """The device side of one recorder, for all devices of the kind of `device` in this process.
 
     `near_bits`: encoding -> sign-cleared bits from which on a value is near overflow. `underflow_share`: the share of
-    subnormal elements from which on a tensor is in underflow. Pages with such rows are told by `noticed()`.
+    subnormal elements from which on a tensor is in underflow. Both are for the filter of `collect()`.
     """
 
     def __init__(
@@ -117,66 +49,116 @@ class DeviceStatsBuffer:
         recorder: RecorderWriter,
         device: torch.device,
         *,
+        driver: Device | None = None,
         reader: Reader | None = None,
         near_bits: dict[int, int] | None = None,
         underflow_share: float | None = None,
     ) -> None:
         self.device = device
-        self.near_bits = near_bits or {}
-        self.underflow_share = underflow_share
+        """The first device of which something was measured."""
         self.note = ""
-        """Why the tensors are read by torch's operations and not by the kernel; empty if they are not."""
+        """What does not work as it should, and what that costs; empty while there is nothing. It may grow."""
+        self.not_seen_in_graphs = 0
+        """Calls that could not measure, because the user captured a graph."""
+        self._near_bits = near_bits or {}
+        self._underflow_share = underflow_share
+        self._notable = Notable(self._near_bits, underflow_share)
+        self._driver = driver or device_for(device)
         self._recorder = recorder
         self._fields = recorder.fields
         self._memory = recorder.memory
         self._reader = reader or self._best_reader()
         with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
-            self._file = torch.frombuffer(self._memory, dtype=torch.int64)
-        self._lanes: dict[tuple[int, int], _StreamBuffer] = {}
-        self._last: tuple[_StreamBuffer, int] | None = None
+            self._file = without_modes(torch.frombuffer, self._memory, dtype=torch.int64)
+        self._numbers: Any = numpy.frombuffer(self._memory, dtype=numpy.int64)
+        """The same memory, to look at: no mode of the script's sees NumPy."""
+        self._buffers: dict[StreamKey, StreamBuffer] = {}
+        self._last: tuple[StreamBuffer, int] | None = None
+        self._queued = 0
+        """Values whose copy was not started yet; all are of the segment that is open, or of `_unsent`."""
+        self._queued_page = -1
         self._unsent: tuple[int, int] | None = None
         """A segment that ended while the user's graph was captured: (offset of its values, page)."""
         self._in_flight: Counter[int] = Counter()
         """Offset of a segment's values -> copies into it that have not been seen to arrive."""
-        self._bad: set[int] = set()
-        self._noticed: set[int] = set()
-        self._registered: Any = None
-        if device.type == "cuda":
-            self._register()
+        self._flying_of: Counter[int] = Counter()
+        """Page -> the same."""
+        self._told: set[int] = set()
+        """Pages for the next `collect()`."""
+        self._anchor: Any = ctypes.c_char.from_buffer(self._memory)  # keeps the mapping where it is
+        self._register()
         recorder.on_segment_end = self._segment_ended
 
+    @property
+    def near_bits(self) -> dict[int, int]:
+        """See the class."""
+        return self._near_bits
+
+    @near_bits.setter
+    def near_bits(self, near_bits: dict[int, int]) -> None:
+        self._near_bits = near_bits
+        self._notable = Notable(near_bits, self._underflow_share)
+
+    @property
+    def underflow_share(self) -> float | None:
+        """See the class."""
+        return self._underflow_share
+
+    @underflow_share.setter
+    def underflow_share(self, share: float | None) -> None:
+        self._underflow_share = share
+        self._notable = Notable(self._near_bits, share)
+
     def _best_reader(self) -> Reader:
-        if self.device.type != "cuda":
+        if self._driver.type != "cuda":
             return TorchReader()
         try:
             reader = TritonReader()
             if not reader.interpreted:
                 return reader
-            self.note = "Triton runs in its interpreter"
+            self._say(_no_kernel("Triton runs in its interpreter"))
         except Exception as error:  # whatever a Triton that does not fit may raise
-            self.note = f"{type(error).__name__}: {error}"
+            self._say(_no_kernel(_line(error)))
         return TorchReader()
 
+    def _say(self, what: str) -> None:
+        if what not in self.note:
+            self.note = f"{self.note}; {what}" if self.note else what
+
     def _register(self) -> None:
-        anchor = ctypes.c_char.from_buffer(self._memory)
-        result = torch.cuda.cudart().cudaHostRegister(ctypes.addressof(anchor), len(self._memory), 0)  # type: ignore[no-untyped-call]  # torch has no annotation there
-        if int(result) != 0:
-            raise Unregistered(f"cudaHostRegister returned {int(result)}")
-        self._registered = anchor  # keeps the mapping where it is
+        try:
+            refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
+        except Exception as error:  # a torch that does not have the call
+            refusal = _line(error)
+        self._registered = not refusal
+        if refusal:
+            self._say(
+                f"the driver does not take the recorder's memory ({refusal}; {self._recorder.path} is on "
+                f"{file_system_of(self._recorder.path)}): its numbers come through pinned memory, and a rank that "
+                "hangs or dies loses those that it has not yet fetched from there"
+            )
 
     def close(self) -> None:
         """Let go of the recorder's memory, so that it can be unmapped. Waits for the copies that are on their way."""
         self._recorder.on_segment_end = None
-        for lane in self._lanes.values():
-            if lane.stream is not None:
-                lane.stream.synchronize()
-        self._lanes.clear()
+        for buffer in self._buffers.values():
+            with self._driver.use(buffer.key, buffer.stream):
+                try:
+                    self._driver.synchronize(buffer.stream)
+                except Exception as error:
+                    self._gone(buffer, error)
+        without_modes(self._take)
+        self._buffers.clear()
         self._in_flight.clear()
+        self._flying_of.clear()
+        self._queued = 0
         self._last = self._unsent = None
+        if self._registered:
+            self._registered = False
+            self._driver.unregister(ctypes.addressof(self._anchor), self.device)
         self._file = torch.empty(0, dtype=torch.int64, device="cpu")
-        anchor, self._registered = self._registered, None
-        if anchor is not None:
-            torch.cuda.cudart().cudaHostUnregister(ctypes.addressof(anchor))  # type: ignore[no-untyped-call]  # likewise
+        self._numbers = None
+        self._anchor = None
 
     # -- one tensor ---------------------------------------------------------------------------------------------
 
@@ -185,166 +167,263 @@ class DeviceStatsBuffer:
 
         With gradients off. `count` asks for the shares of zeros and subnormals, where the dtype is of low precision.
         """
-        if tensor.device.type != self.device.type or self._capturing():
-            return None  # while a graph is captured, it would become a part of it
+        if not self._driver.holds(tensor):
+            return None
+        if self._driver.is_capturing():  # the reading would become a part of the user's graph
+            self._not_seen()
+            return None
         try:
             source = source_of(tensor)
         except Exception:  # a tensor class that nobody has met
             return None
         if source is None:
             return None
-        lane = self._lane(source.tensor.device)
-        index = self._put(lane)
-        self._read(source, lane, count)
+        buffer = self._buffer(source.tensor.device)
+        index = self._next_value()
+        position = self._recorder.value_position
+        self._last = (buffer, position)
+        self._read(source, buffer, position, count)
+        buffer.positions.append(position)
+        self._queued += 1
+        limit = self._notable.limit(tensor.dtype)
+        if limit is not None:
+            buffer.limits[position] = limit
         return index
+
+    def _not_seen(self) -> None:
+        self.not_seen_in_graphs += 1
+        self._say("a CUDA graph was captured: what it computes when it is replayed is not seen")
 
     def last(self) -> DeviceRow:
         """What was measured last, for `again`."""
         assert self._last is not None
-        lane, position = self._last
-        row = DeviceRow(lane, position)
-        lane.remembered.append(row)
+        buffer, position = self._last
+        row = DeviceRow(buffer, position, buffer.limits.get(position))
+        buffer.remembered.append(row)
         return row
 
     def again(self, row: DeviceRow) -> int | None:
-        """Put the numbers of a row into this page, too. None, as in `measure`, while a graph is captured."""
+        """Put the numbers of a row into this page, too. None where that cannot be: see `measure`.
+
+        Nothing is launched here: the rows that the host does not know yet are gathered by the next flush.
+        """
         if row.numbers is not None:
-            low, high, meta = row.numbers
-            index = self._recorder.value(low, high, meta)
-            page = self._recorder.page
-            assert page is not None
-            self._look_at_one(page.number, low, high, meta)
+            index = self._recorder.value(*row.numbers)
+            if row.is_notable:
+                assert self._recorder.page is not None
+                self._told.add(self._recorder.page.number)
             return index
-        if self._capturing():
+        if row.is_lost:
             return None
-        lane = self._lane(row.lane.device)
-        index = self._put(lane)
-        source = row.on_device()
-        here, there = lane.stream, row.lane.stream
-        if here is None or there is None or lane is row.lane:
-            lane.rows[lane.positions[-1], : source.numel()].copy_(source)
-            return index
-        here.wait_stream(there)  # the host does not wait
-        source.record_stream(here)
-        lane.rows[lane.positions[-1], : source.numel()].copy_(source, non_blocking=True)
-        if not row.is_packed:
-            there.wait_stream(here)  # or it would make the row new before it was read
-        return index
-
-    def _capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _lane(self, device: torch.device) -> _StreamBuffer:
-        key = self._stream_key(device)
-        lane = self._lanes.get(key)
-        if lane is None:
-            with torch.inference_mode(False):
-                lane = self._lanes[key] = _StreamBuffer(device)
-        return lane
-
-    def _stream_key(self, device: torch.device) -> tuple[int, int]:
-        """Device and current stream, as numbers."""
-        return (device.index, torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else (0, 0)
-
-    def _put(self, lane: _StreamBuffer) -> int:
-        """Take the next value of the page for a row of this lane."""
-        if self._unsent is not None:
-            without_modes(self._send, *self._unsent)
-        index = self._recorder.value(0, 0, PENDING)  # may end the segment before
+        if self._driver.is_capturing():
+            self._not_seen()
+            return None
+        index = self._next_value()
         position = self._recorder.value_position
-        lane.positions.append(position)
-        self._last = (lane, position)
+        row.buffer.repeats.append((position, row))
+        self._queued += 1
+        if row.limit is not None:
+            row.buffer.limits[position] = row.limit
         return index
 
-    def _read(self, source: Source, lane: _StreamBuffer, count: bool) -> None:
-        position = lane.positions[-1]
-        with self._on_device_of(lane):
-            try:
-                self._reader.read(source, lane.rows, position, count)
-            except Exception as error:
-                lane.positions.pop()  # nothing is there: the value stays pending
-                self._fall_back(error)
-                self._reader.read(source, lane.rows, position, count)
-                lane.positions.append(position)
+    def _buffer(self, device: torch.device) -> StreamBuffer:
+        """That of the current stream, with rows to read into."""
+        key = self._driver.stream_key(device)
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = StreamBuffer(key, device, self._driver.stream(device))
+        if buffer.rows is None:
+            with torch.inference_mode(False):
+                buffer.rows = without_modes(self._fresh_rows, buffer)
+        return buffer
 
-    def _fall_back(self, error: Exception) -> None:
+    def _fresh_rows(self, buffer: StreamBuffer) -> torch.Tensor:
+        with self._driver.use(buffer.key, buffer.stream):
+            return self._driver.rows(fresh_rows(_CAPACITY, buffer.device))
+
+    def _next_value(self) -> int:
+        """Take the next value of the page. Its index."""
+        if self._unsent is not None:
+            without_modes(self._send, *self._unsent, is_end=True)
+        index = self._recorder.value(0, 0, PENDING)  # may end the segment before
+        assert self._recorder.page is not None
+        self._queued_page = self._recorder.page.number
+        return index
+
+    def _read(self, source: Source, buffer: StreamBuffer, position: int, count: bool) -> None:
+        assert buffer.rows is not None
+        with self._driver.use(buffer.key, buffer.stream):
+            try:
+                self._reader.read(source, buffer.rows, position, count)
+            except Exception as error:
+                reader = self._other_reader(error)
+                reader.read(source, buffer.rows, position, count)
+                self._fall_back(reader, error)
+
+    def _other_reader(self, error: Exception) -> Reader:
         """No compiler, no place for Triton's cache, a device that it does not know: torch can do it, too."""
         if isinstance(self._reader, TorchReader):
             raise error
-        self._reader = TorchReader()
-        self.note = f"{type(error).__name__}: {error}"
+        return TorchReader()
 
-    @staticmethod
-    def _on_device_of(lane: _StreamBuffer) -> Any:
-        if lane.stream is None or torch.cuda.current_device() == lane.device.index:
-            return nullcontext()
-        return torch.cuda.device(lane.device)
+    def _fall_back(self, reader: Reader, error: Exception) -> None:
+        """The other reader could do what the first one could not: it was not the device that failed."""
+        self._reader = reader
+        self._say(_no_kernel(_line(error)))
 
-    @staticmethod
-    def _on_stream_of(lane: _StreamBuffer) -> Any:
-        return nullcontext() if lane.stream is None else torch.cuda.stream(lane.stream)
+    # -- off to the host ----------------------------------------------------------------------------------------
 
-    # -- one segment --------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Start the copies of all rows that are there now. Does nothing while the user captures a graph.
+
+        The segment that is open goes on: what is measured into it later is copied later.
+        """
+        if not self._queued or self._driver.is_capturing():
+            return
+        if self._unsent is not None:
+            without_modes(self._send, *self._unsent, is_end=True)
+        else:
+            without_modes(self._send, self._recorder.cursor[0] + layout.VALUES_AT, self._queued_page, is_end=False)
+
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Flush, and wait until all has arrived, `timeout_s` seconds at most. `pages_pending()` says if it has not.
+
+        While the user captures a graph it neither flushes nor waits.
+        """
+        if self._driver.is_capturing():
+            return
+        self.flush()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for buffer in self._buffers.values():
+            if buffer.flying:
+                left = None if until is None else max(0.0, until - time.monotonic())
+                without_modes(self._wait, buffer, left)
+        without_modes(self._take)
 
     def _segment_ended(self, values_at: int, page: int) -> None:
-        if any(lane.positions for lane in self._lanes.values()):
-            if self._capturing():
+        if self._queued:
+            if self._driver.is_capturing():
                 # Nothing may be launched now. Nothing is measured either, so these rows can wait where they are.
                 if self._unsent is None:
                     self._unsent = (values_at, page)
                     self._in_flight[values_at] += 1
             else:
-                without_modes(self._send, *(self._unsent or (values_at, page)))
+                without_modes(self._send, *(self._unsent or (values_at, page)), is_end=True)
         self._step_over()
 
-    def _send(self, values_at: int, page: int) -> None:
+    def _send(self, values_at: int, page: int, *, is_end: bool) -> None:
         """Start the copies of all rows that are there, into the segment whose values begin at `values_at`."""
         if self._unsent is not None:
             self._unsent = None
-            self._landed_in(values_at)
-        # A copy cannot be called back, so a segment is not used again before its copy has arrived; but half of them
-        # always can be. The host is never so far ahead of a device that is alive.
+            self._left(values_at)
+        # An issued copy cannot be cancelled, so a segment is not used again before its copies have arrived. Half of
+        # the segments always can be used. The host is never so far ahead of a device that is alive.
+        lost = False
         half = self._fields[Field.SEGMENTS] // 2
-        if len(self._in_flight) >= half:
-            self._collect()
-        lost = len(self._in_flight) >= half
-        for key, lane in list(self._lanes.items()):
-            if not lane.positions:
-                continue
-            positions, lane.positions = lane.positions, []
-            copy = _Copy(page, values_at, lane.remembered)
-            lane.remembered = []
-            with self._on_stream_of(lane):
-                try:
-                    packed = self._pack(lane, positions[-1] + 1)
-                except Exception:
-                    del self._lanes[key]  # its rows have not been made as new, and must not be read into
-                    raise
-                for row in copy.remembered:
-                    row.packed_into(packed)
-                if lost:
-                    self._fields[Field.ROWS_LOST] += len(positions)
-                    continue
-                for first, end in runs(positions):
-                    target = self._values(values_at, first, end)
-                    target.copy_(packed[first:end], non_blocking=True)
-                    copy.runs.append(target)
-                if lane.stream is not None:
-                    copy.event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no annotation there
-                    copy.event.record(lane.stream)
-            lane.flying.append(copy)
-            self._in_flight[values_at] += 1
+        if values_at not in self._in_flight and len(self._in_flight) >= half:
+            self._take()
+            lost = len(self._in_flight) >= half
+            if lost and not is_end:
+                return  # there may be room when the segment ends
+        self._queued = 0
+        first_error: Exception | None = None  # the other streams' rows are not for the next segment
+        for buffer in self._buffers.values():
+            if buffer.has_rows:
+                with self._driver.use(buffer.key, buffer.stream):
+                    try:
+                        if not self._driver.is_capturing():
+                            self._send_stream(buffer, Copy(page, values_at), lost)
+                        elif is_end:  # a graph is captured on this stream, while another one is current
+                            self._fields[Field.ROWS_LOST] += buffer.drop()
+                        else:
+                            self._queued += len(buffer.positions) + len(buffer.repeats)
+                    except Exception as error:
+                        first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
-    def _values(self, values_at: int, first: int, end: int) -> torch.Tensor:
-        """Values of a segment in the file, as (n, 3)."""
-        return self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
-
-    def _pack(self, lane: _StreamBuffer, count: int) -> torch.Tensor:
+    def _send_stream(self, buffer: StreamBuffer, copy: Copy, lost: bool) -> None:
+        """On the buffer's own stream."""
+        positions, buffer.positions = buffer.positions, []
+        repeats, buffer.repeats = buffer.repeats, []
+        copy.remembered, buffer.remembered = buffer.remembered, []
+        copy.limits, buffer.limits = buffer.limits, {}
+        started = False
         try:
-            return self._reader.pack(lane.rows, count)
-        except Exception as error:
-            self._fall_back(error)
-            return self._reader.pack(lane.rows, count)
+            if positions:
+                copy.blocks.append(self._pack(buffer, positions, copy.remembered))
+            if not lost:
+                repeats = self._known(copy, repeats)
+                if repeats:
+                    copy.blocks.append(self._gather(repeats))
+                started = bool(copy.blocks)
+                for block in copy.blocks:
+                    self._start(block, copy.values_at)
+                if started:
+                    copy.event = self._driver.record(buffer.stream)
+        finally:
+            if started:  # what was started is still on its way after an error
+                buffer.flying.append(copy)
+                self._in_flight[copy.values_at] += 1
+                self._flying_of[copy.page] += 1
+            else:
+                self._fields[Field.ROWS_LOST] += len(positions) + len(repeats)
+
+    def _pack(self, buffer: StreamBuffer, positions: list[int], remembered: list[DeviceRow]) -> Block:
+        rows, buffer.rows = buffer.rows, None  # after an error they are not as new, and must not be read into
+        assert rows is not None
+        first, end = positions[0], positions[-1] + 1
+        try:
+            try:
+                packed = self._reader.pack(rows[first:end], end - first)
+            except Exception as error:
+                reader = self._other_reader(error)
+                packed = reader.pack(rows[first:end], end - first)
+                self._fall_back(reader, error)
+        except BaseException:
+            for row in remembered:
+                row.is_lost = True
+            raise
+        buffer.rows = rows
+        for row in remembered:
+            row.packed = (packed, row.position - first)
+        return Block(packed, [position - first for position in positions], positions, self._staging(packed))
+
+    def _known(self, copy: Copy, repeats: list[tuple[int, DeviceRow]]) -> list[tuple[int, DeviceRow]]:
+        """Put down those numbers that have arrived in the meantime; returns the others."""
+        others = []
+        for position, row in repeats:
+            if row.numbers is not None:
+                layout.VALUE.pack_into(self._memory, copy.values_at + position * layout.VALUE.size, *row.numbers)
+                if row.is_notable:
+                    self._told.add(copy.page)
+            elif row.packed is not None:
+                others.append((position, row))
+            else:
+                self._fields[Field.ROWS_LOST] += 1
+        return others
+
+    def _gather(self, repeats: list[tuple[int, DeviceRow]]) -> Block:
+        """All of them in one launch, on the stream that has measured them: no stream waits for another."""
+        gathered = torch.stack(
+            [packed[at] for packed, at in (row.packed for _, row in repeats if row.packed is not None)]
+        )
+        positions = [position for position, _ in repeats]
+        return Block(gathered, list(range(len(positions))), positions, self._staging(gathered))
+
+    def _staging(self, source: torch.Tensor) -> torch.Tensor | None:
+        return None if self._registered else self._driver.staging(*source.shape, dtype=source.dtype)
+
+    def _start(self, block: Block, values_at: int) -> None:
+        if block.staging is not None:
+            self._driver.copy(block.source, block.staging)
+            return
+        at = 0
+        for first, end in runs(block.positions):
+            row = block.rows[at]
+            at += end - first
+            target = self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
+            self._driver.copy(block.source[row : row + end - first], target)
 
     def _step_over(self) -> None:
         """Have the recorder leave out the segments that copies are still on their way to."""
@@ -355,109 +434,138 @@ class DeviceStatsBuffer:
         for step in range(number):
             values_at = first + (self._recorder._segment + 1) % number * layout.SEGMENT_BYTES
             if step == 0 and values_at in self._in_flight:
-                without_modes(self._collect)
+                without_modes(self._take)
             if values_at not in self._in_flight:
                 break
             self._recorder._segment += 1
 
     # -- what has come back -------------------------------------------------------------------------------------
 
-    def arrived(self) -> list[int]:
-        """Pages in which, since the last call, something has arrived that is non-finite. Never waits.
+    def collect(self) -> list[int]:
+        """Take what has arrived. Pages in which something notable has arrived since the last call, the earliest first.
 
-        The earliest page first; one that has more on its way may come again.
+        Never waits. A page that has more on its way may come again.
         """
-        without_modes(self._collect)
-        found = sorted(self._bad)
-        self._bad.clear()
+        without_modes(self._take)
+        found = sorted(self._told)
+        self._told.clear()
         return found
 
-    def noticed(self) -> list[int]:
-        """Pages in which, since the last call, something has arrived that is near overflow or in underflow."""
-        without_modes(self._collect)
-        found = sorted(self._noticed)
-        self._noticed.clear()
-        return found
+    def pending(self, page: int) -> bool:
+        """Whether a value of the page has not been seen to arrive yet."""
+        return self._flying_of[page] > 0 or (self._queued > 0 and self._queued_page == page)
 
-    def _collect(self) -> None:
-        if self._capturing():
-            return  # asking for an event would end the user's capture
-        landed: list[_Copy] = []
-        for lane in self._lanes.values():
-            while lane.flying:
-                copy = lane.flying[0]
-                if copy.event is not None and not copy.event.query():  # type: ignore[no-untyped-call]  # likewise
-                    break
-                lane.flying.popleft()
-                self._landed_in(copy.values_at)
-                landed.append(copy)
-        if landed:
-            self._look_at(landed)
-            for copy in landed:
-                for row in copy.remembered:
-                    at = copy.values_at + row.position * layout.VALUE.size
-                    row.arrive(layout.VALUE.unpack_from(self._memory, at))
-
-    def _landed_in(self, values_at: int) -> None:
-        self._in_flight[values_at] -= 1
-        if self._in_flight[values_at] <= 0:
-            del self._in_flight[values_at]
-
-    def _look_at(self, copies: list[_Copy]) -> None:
-        """One look at all of them, and a second one at each only where there is something to be seen."""
-        rows = torch.cat([run for copy in copies for run in copy.runs])
-        high, meta = rows[:, 1], rows[:, 2]
-        bad = bool((meta & 0xFF).any())
-        notable = self._is_notable(high, meta)
-        if len(copies) > 1 and (bad or notable):
-            for copy in copies:
-                self._look_at([copy])
-        elif bad or notable:
-            self._bad |= {copies[0].page} if bad else set()
-            self._noticed |= {copies[0].page} if notable else set()
-
-    def _is_notable(self, high: torch.Tensor, meta: torch.Tensor) -> bool:
-        """Whether one of the rows is near overflow or in underflow."""
-        if self.near_bits:
-            encoding = meta >> 8 & 0xFF
-            for one, near in self.near_bits.items():
-                largest = _INFINITE[one] - 1  # what masks are filled with
-                if bool(((encoding == one) & (high >= near) & (high < largest)).any()):
-                    return True
-        if self.underflow_share is not None:
-            # Above the share there are only the bit that says that it was counted, and nothing
-            least = math.ceil(self.underflow_share * SHARE) << 32 | COUNTED
-            return bool(((meta & (SHARE << 32 | COUNTED)) >= least).any())
-        return False
-
-    def _look_at_one(self, page: int, low: int, high: int, meta: int) -> None:
-        """As `_look_at`, of numbers that the host knows already."""
-        if meta & 0xFF:
-            self._bad.add(page)
-        encoding = meta >> 8 & 0xFF
-        near = self.near_bits.get(encoding)
-        if near is not None and near <= high < _INFINITE[encoding] - 1:
-            self._noticed.add(page)
-        share = self.underflow_share
-        if share is not None and meta & COUNTED and (meta >> 32 & SHARE) >= share * SHARE:
-            self._noticed.add(page)
+    def pages_pending(self) -> bool:
+        """Whether a value of any page has not been seen to arrive yet."""
+        return self._queued > 0 or bool(self._flying_of)
 
     @property
     def flying(self) -> int:
         """Copies that have not been seen to arrive."""
-        return sum(len(lane.flying) for lane in self._lanes.values())
+        return self._flying_of.total()
+
+    def _take(self) -> None:
+        if not self._flying_of or self._driver.is_capturing():  # asking for an event would end the user's capture
+            return
+        landed: list[Copy] = []
+        for buffer in self._buffers.values():
+            if not buffer.flying:
+                continue
+            with self._driver.use(buffer.key, buffer.stream):
+                try:
+                    while (
+                        buffer.flying and not self._driver.is_capturing() and self._driver.query(self._event_of(buffer))
+                    ):
+                        landed.append(buffer.flying.popleft())
+                except Exception as error:
+                    self._gone(buffer, error)
+        for copy in landed:
+            self._land(copy)
+        if landed:
+            self._look_at(landed)
+
+    def _wait(self, buffer: StreamBuffer, timeout_s: float | None) -> None:
+        """Wait for the last copy of a stream."""
+        with self._driver.use(buffer.key, buffer.stream):
+            if self._driver.is_capturing():
+                return
+            try:
+                self._driver.wait(self._event_of(buffer, -1), timeout_s)
+            except Exception as error:
+                self._gone(buffer, error)
+
+    def _event_of(self, buffer: StreamBuffer, which: int = 0) -> Any:
+        copy = buffer.flying[which]
+        if copy.event is None:  # there was an error before it could be recorded
+            copy.event = self._driver.record(buffer.stream)
+        return copy.event
+
+    def _gone(self, buffer: StreamBuffer, error: Exception) -> None:
+        """The device has failed: no copy of this stream will come. The user's next call will raise the same.
+
+        Its segments stay in `_in_flight`, as nobody knows whether something still writes there.
+        """
+        self._say(f"the device does not bring its numbers any more: {_line(error)}")
+        for copy in buffer.flying:
+            self._fields[Field.ROWS_LOST] += len(copy.positions)
+            self._landed_of(copy.page)
+        buffer.flying.clear()
+
+    def _land(self, copy: Copy) -> None:
+        self._left(copy.values_at)
+        self._landed_of(copy.page)
+        for block in copy.blocks:
+            if block.staging is not None:
+                at = copy.values_at // 8
+                staged = block.staging.numpy()
+                target = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
+                target[block.positions] = staged[block.rows]
+
+    def _left(self, values_at: int) -> None:
+        self._in_flight[values_at] -= 1
+        if self._in_flight[values_at] <= 0:
+            del self._in_flight[values_at]
+
+    def _landed_of(self, page: int) -> None:
+        self._flying_of[page] -= 1
+        if self._flying_of[page] <= 0:
+            del self._flying_of[page]
+
+    def _look_at(self, copies: list[Copy]) -> None:
+        """One look at all of them, and a second one at each only where there is something to be seen."""
+        parts = [self._values_of(copy, copy.positions) for copy in copies]
+        limited = any(copy.limits for copy in copies)
+        notable = limited or self._notable.any(numpy.concatenate(parts))
+        for copy, values in zip(copies, parts, strict=True):
+            here = notable and (self._notable.any(values) or self._is_over_limit(copy, copy.limits))
+            if here:
+                self._told.add(copy.page)
+            for row in copy.remembered:
+                numbers = layout.VALUE.unpack_from(self._memory, copy.values_at + row.position * layout.VALUE.size)
+                row.arrive(numbers, here and self._is_notable_row(copy, row))
+
+    def _is_notable_row(self, copy: Copy, row: DeviceRow) -> bool:
+        limits = {row.position: row.limit} if row.limit is not None else {}
+        return self._notable.any(self._values_of(copy, [row.position])) or self._is_over_limit(copy, limits)
+
+    def _is_over_limit(self, copy: Copy, limits: dict[int, int]) -> bool:
+        values = self._values_of(copy, list(limits))
+        return any(high >= limit for high, limit in zip(values[:, 1], limits.values(), strict=True))
+
+    def _values_of(self, copy: Copy, positions: list[int]) -> Any:
+        """The numbers of these values in the file, as an array (n, 3)."""
+        at = copy.values_at // 8
+        return self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)[positions]
 
 
-def runs(positions: list[int]) -> list[tuple[int, int]]:
-    """Ascending positions as half-open runs.
+def _line(error: Exception) -> str:
+    """An error on one line; a compiler's may have hundreds."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
-    >>> runs([0, 1, 2, 5, 6])
-    [(0, 3), (5, 7)]
-    """
-    found: list[tuple[int, int]] = []
-    for position in positions:
-        if found and found[-1][1] == position:
-            found[-1] = (found[-1][0], position + 1)
-        else:
-            found.append((position, position + 1))
-    return found
+
+def _no_kernel(why: str) -> str:
+    return (
+        f"no kernel of our own ({why}): torch's operations read each tensor instead, in about 30 launches for one and "
+        "several passes over it. Triton needs a C compiler and Python.h on the machine that trains"
+    )

@@ -1,4 +1,4 @@
-"""One tensor into one row on its device, without waiting: by the Triton kernels, or by torch's own operations.
+"""One tensor into one row on its device, without waiting: by torch's own operations, or see triton_reader.py.
 
 A row is six integers: low, high, meta (see core/values.py), then zeros, subnormals, and the elements among which those
 were counted. `pack` turns rows into the recorder's three integers and makes them as new. Both readers give the same
@@ -9,12 +9,12 @@ as the same nan.
 from __future__ import annotations
 
 import struct
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, Encoding, NonFinite
-from .tensor_stats import FLOATS, LOW_PRECISION, to_plain
+from .tensor_stats import FLOATS, LOW_PRECISION, has_memory, to_plain
 
 COLUMNS = 6
 LARGEST = (1 << 63) - 1
@@ -51,6 +51,8 @@ def _kinds() -> dict[torch.dtype, Kind]:
 
 
 KINDS = _kinds()
+_TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Source(NamedTuple):
@@ -69,30 +71,36 @@ class Source(NamedTuple):
 def source_of(tensor: torch.Tensor) -> Source | None:
     """What there is to read; None when there is nothing, or nothing that can be read without waiting."""
     plain = _plain(tensor)
-    if plain is None or plain.numel() == 0 or plain.dtype not in KINDS:
+    if plain is None or plain.dtype not in KINDS:
         return None
+    count = plain.numel()
+    if plain.is_contiguous():  # nearly all are, and this is what the host's time goes into
+        end = (plain.storage_offset() + count) * plain.itemsize
+        if not count or not plain.data_ptr() or plain.untyped_storage().nbytes() < end:
+            return None
+        return Source(plain, count, count, 0)
+    if not count or not has_memory(plain):
+        return None  # a kernel must not go there
     source = _runs(plain)
     if source is None:  # holes of more than one size
         plain = plain.contiguous()
         source = Source(plain, plain.numel(), plain.numel(), 0)
-    end = (source.elements // source.inner - 1) * source.stride + source.inner + plain.storage_offset()
-    if plain.data_ptr() == 0 or plain.untyped_storage().nbytes() < end * plain.itemsize:
-        return None  # no memory of its own, or given back already (FSDP does that): a kernel must not go there
     return source
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """As `to_plain`, but of the dtype that the tensor has where that can be read, and without waiting."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if _is_wrapped(tensor):
         return None
+    cls = type(tensor)
+    plain = (cls is _TENSOR or cls is _PARAMETER) and tensor.layout is _STRIDED and not tensor.is_nested
+    if plain and tensor.dtype in KINDS:
+        return tensor.resolve_neg() if tensor.is_neg() else tensor
     local = getattr(tensor, "_local_tensor", None)
     if isinstance(local, torch.Tensor):
-        tensor = local
-    if type(tensor).__name__ == "AsyncCollectiveTensor":
-        tensor = tensor.trigger_wait()  # type: ignore[attr-defined]  # makes the stream wait, not the host
-    plain = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
-    if plain and tensor.layout is torch.strided and tensor.dtype in KINDS and not tensor.is_nested:
-        return tensor.resolve_neg() if tensor.is_neg() else tensor
+        return _plain(local)
+    if cls.__name__ == "AsyncCollectiveTensor":
+        return _plain(tensor.trigger_wait())  # type: ignore[attr-defined]  # makes the stream wait, not the host
     if tensor.layout is torch.jagged:
         # unbind() would wait for the offsets. With lengths of their own the parts have holes between them.
         values: torch.Tensor | None = getattr(tensor, "_values", None)
@@ -101,10 +109,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _runs(tensor: torch.Tensor) -> Source | None:
-    """The memory of a strided tensor as runs of equal length; None where one stride does not describe them."""
-    if tensor.is_contiguous():
-        count = tensor.numel()
-        return Source(tensor, count, count, 0)
+    """The memory of a strided tensor with holes as runs of equal length; None where one stride does not describe it."""
     # An expanded dimension shows the same elements again and again
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and step)
     inner, outer, stride = 1, 1, 0
@@ -134,56 +139,6 @@ def fresh_rows(count: int, device: torch.device) -> torch.Tensor:
     rows = torch.zeros(count, COLUMNS, dtype=torch.int64, device=device)
     rows[:, 0].fill_(LARGEST)
     return rows
-
-
-class TritonReader:
-    """One kernel for one tensor. Raises ImportError where Triton is not; the first launches may raise anything."""
-
-    def __init__(self) -> None:
-        from . import kernel
-
-        self._kernel: Any = kernel
-        self._programs: dict[torch.device, int] = {}
-        self.interpreted: bool = kernel.INTERPRETED
-
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
-        """See `Reader`. The device must be the current one."""
-        tensor, elements, inner, stride = source
-        kind = KINDS[tensor.dtype]
-        if stride == 0:
-            layout, deep = 0, kind.deep
-        else:
-            layout, deep = (1 if elements < 1 << 31 else 2), 1
-        programs = min(-(-elements // (deep * kind.wide)), self._most(tensor.device))
-        self._kernel.read[(programs,)](
-            tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as),
-            rows,
-            position,
-            elements,
-            inner,
-            stride,
-            kind.code,
-            count and tensor.dtype in LOW_PRECISION,
-            layout,
-            deep,
-            kind.wide,
-        )
-
-    def _most(self, device: torch.device) -> int:
-        """Programs that keep the memory busy; each then goes on to its next block."""
-        most = self._programs.get(device)
-        if most is None:
-            most = 3
-            if device.type == "cuda":
-                most = 4 * torch.cuda.get_device_properties(device).multi_processor_count
-            self._programs[device] = most
-        return most
-
-    def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """See `Reader`."""
-        packed = torch.empty(count, 3, dtype=torch.int64, device=rows.device)
-        self._kernel.pack[(-(-count // 128),)](rows, packed, count, 128)
-        return packed
 
 
 class TorchReader:

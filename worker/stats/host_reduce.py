@@ -1,4 +1,4 @@
-"""Loops over the bits of host memory: `extremes` and `below` of native/core.c, or the same in NumPy without it.
+"""Loops over the bits of host memory: `extremes` and `below` of worker/native, or the same in NumPy without it.
 
 Not in torch: its operations make several passes, and a temporary as large as the tensor. Those of NumPy stay in the
 calling thread; the extension reads large tensors with torch's own threads.

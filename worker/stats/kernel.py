@@ -310,5 +310,7 @@ def pack(rows, packed, count, BLOCK: tl.constexpr):
         tl.store(row + column, nothing, mask=there)
 
 
+VERSION = triton.__version__
+
 INTERPRETED = not isinstance(read, triton.JITFunction)
 """Triton was told to run its kernels on the CPU (TRITON_INTERPRET=1)."""

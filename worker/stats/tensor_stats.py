@@ -102,9 +102,13 @@ def in_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
         if not tensor.is_contiguous() or tensor.is_neg():
             return None
         address, count = tensor.data_ptr(), tensor.numel()
+        # FSDP gives memory back, and a view into it that starts further on has an address all the same.
+        end = (tensor.storage_offset() + count) * kind.size
+        if not count or not address or tensor.untyped_storage().nbytes() < end:
+            return None
     except Exception:  # a layout that does not know what that means
         return None
-    return (address, count, kind) if count and address else None
+    return address, count, kind
 
 
 def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: Float, shares: bool) -> TensorStats:
@@ -139,15 +143,12 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
             return NOT_MEASURABLE
         tensor = local
         kind = FLOATS.get(tensor.dtype)
-        if tensor.numel() == 0:
-            return _EMPTY
-        if kind is None:
-            return _measure_integers(tensor)
-    count = tensor.numel()
-    if count == 0:
+    if tensor.numel() == 0:
         return _EMPTY
-    if not tensor.data_ptr():  # a parameter whose memory FSDP has freed
+    if not has_memory(tensor):
         return NOT_MEASURABLE
+    if kind is None:
+        return _measure_integers(tensor)
     bits = tensor.view(kind.bits)
     if tensor.is_cpu:
         flat = _flat(bits).contiguous()
@@ -158,6 +159,15 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
     if high >= kind.inf:
         meta |= _second_look(tensor)
     return TensorStats(low, high, meta, RowKind.MEASURED)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor lies within its storage. FSDP frees the storage of parameters, views stay behind."""
+    if tensor.numel() == 0:
+        return True
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    return tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= end
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -231,6 +241,8 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
 def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """A strided tensor of a measurable dtype that holds the numbers of `tensor`; None when there is none.
 
+    None, too, when its memory was freed.
+
     Sparse: the values that are stored. Nested: the values of all parts. Quantized: what the integers stand for.
     DTensor: the local shard. Complex: the magnitudes. float8: widened, which is exact.
     """
@@ -252,6 +264,8 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
+    if torch._C._has_storage(tensor) and not has_memory(tensor):
+        return None  # the operations below would read it
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.is_complex():

@@ -1,4 +1,4 @@
-"""Which nodes a verdict blames, and the lines for SLURM."""
+"""Which nodes a verdict blames, and the lines for its scheduler."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from gpuwatch.core.gpu_health.xids import XIDS
 from gpuwatch.core.messages import Bye, EventMessage
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.records import GpuCounters, Inventory, NodeSignal, Xid
+from gpuwatch.core.scheduler_job import SchedulerJob
+from gpuwatch.launcher.job import Job
+from gpuwatch.launcher.slurm import SLURM
 
 NODES = ["gpu-1", "gpu-2", "gpu-3"]
+
+
+def slurm_job(node, nodes=NODES):
+    return Job(SLURM, job_id="17", node=node, hosts=tuple(nodes)).on_the_wire
 
 
 def verdict(make, *, nodes=NODES, in_slurm=True, lost=(), missing=(), **bodies):
@@ -24,8 +31,8 @@ def verdict(make, *, nodes=NODES, in_slurm=True, lost=(), missing=(), **bodies):
         agent = f"a{number}"
         if node in missing:
             continue
-        slurm = {"slurm_job": "17", "slurm_node": node, "slurm_nodes": list(nodes)} if in_slurm else {}
-        hello = make.hello(agent, f"host{number}", 1, len(nodes), **slurm)
+        job = {"job": slurm_job(node, nodes)} if in_slurm else {}
+        hello = make.hello(agent, f"host{number}", 1, len(nodes), **job)
         said = [hello, *bodies.get(agent, []), *([] if agent in lost else [Bye("failed")])]
         messages += [(agent, n, body) for n, body in enumerate(said, 1)]
     return decide(fold(messages, lost))
@@ -91,10 +98,29 @@ def test_a_node_that_went_silent(make):
 
 
 def test_a_node_that_slurm_has_lost_is_named_though_it_still_speaks(make):
-    ended = EventMessage(NodeSignal(15, 1, "SLURM: a node of the job is down", ["gpu-2"]))
+    ended = EventMessage(NodeSignal(15, 1, "SLURM: a node of the job is down", ["gpu-2"], "sinfo"))
     found = verdict(make, a0=[ended, make.ended(0, -15, "torchrun")], a1=[make.ended(1, -15, "torchrun")])
     assert (found.kind, found.certainty, found.rank, found.bad_nodes) == ("lost", "established", 1, ["gpu-2"])
     assert found.statement == "SLURM has lost node gpu-2 (rank 1) and ended the job."
+    assert found.evidence[0] == "sinfo says that gpu-2 is down"
+    assert found.next[0] == "Look whether gpu-2 is up and its slurmd runs."
+
+
+def test_another_scheduler_needs_no_word_here(make):
+    """PBS has no option of its own that leaves a node out."""
+    job = SchedulerJob("PBS", "8", "n1", ["n1", "n2"], "pbsnodes -o -C {reason} {nodes}")
+    assert advice(["n1"], "lost", job) == [
+        "Drain it, or ask whoever may:\npbsnodes -o -C 'gpuwatch: lost, job 8' n1",
+    ]
+    ended = EventMessage(NodeSignal(15, 1, "PBS: a node of the job is down", ["n2"]))
+    hellos = [
+        make.hello(f"a{rank}", f"host{rank}", 1, 2, job=msgspec.structs.replace(job, node=f"n{rank + 1}"))
+        for rank in range(2)
+    ]
+    messages = [("a0", 1, hellos[0]), ("a1", 1, hellos[1]), ("a0", 2, ended), ("a0", 3, Bye("signal", 15))]
+    found = decide(fold([*messages, ("a1", 2, make.ended(1, -15, "torchrun")), ("a1", 3, Bye("signal", 15))]))
+    assert found.statement == "PBS has lost node n2 (rank 1) and ended the job."
+    assert not any("slurm" in text.lower() for text in [*found.evidence, *found.next])
 
 
 def gpu_messages(make, number: int):
@@ -132,7 +158,7 @@ def test_a_clean_run_blames_nobody(make):
     bodies = {f"a{rank}": make.finished(rank) for rank in range(3)}
     messages = []
     for number, node in enumerate(NODES):
-        hello = make.hello(f"a{number}", f"host{number}", 1, 3, slurm_job="17", slurm_node=node, slurm_nodes=NODES)
+        hello = make.hello(f"a{number}", f"host{number}", 1, 3, job=slurm_job(node))
         said = [hello, *bodies[f"a{number}"], Bye("ok")]
         messages += [(f"a{number}", n, body) for n, body in enumerate(said, 1)]
     found = decide(fold(messages))
@@ -140,7 +166,7 @@ def test_a_clean_run_blames_nobody(make):
 
 
 def test_the_lines_are_for_a_shell():
-    drain, exclude = (step.splitlines()[1] for step in advice(["a 1", "b;2"], "it's; bad", "17"))
+    drain, exclude = (step.splitlines()[1] for step in advice(["a 1", "b;2"], "it's; bad", slurm_job("a 1")))
     assert shlex.split(drain) == [
         "scontrol",
         "update",
@@ -151,8 +177,7 @@ def test_the_lines_are_for_a_shell():
     assert shlex.split(exclude) == ["--exclude=a 1,b;2"]
 
 
-def test_a_hello_of_an_earlier_version_has_no_slurm(make):
+def test_a_hello_of_an_earlier_version_has_no_job(make):
     hello = msgspec.to_builtins(make.hello())
-    for field in ("slurm_job", "slurm_node", "slurm_nodes"):
-        del hello[field]
-    assert msgspec.convert(hello, type(make.hello())).slurm_nodes == []
+    del hello["job"]
+    assert msgspec.convert({**hello, "slurm_job": "17"}, type(make.hello())).job is None

@@ -1,4 +1,4 @@
-"""Which of two ranks' findings came first, by the collectives that they share."""
+"""Which of two ranks' diagnoses came first, by the collectives that they share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpuwatch.collector.diagnose.local_diagnosis import from_event
 
 
 def at(make, rank=0, **place):
-    """A finding at a place."""
+    """A diagnosis at a place."""
     batch = make.Batch(rank, **place)
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
     return from_event(batch.anomaly)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.overflow_verdict import finding_of
 from gpuwatch.collector.decide.replicas import odd_weight, run_the_same_model
 from gpuwatch.collector.facts import fold
 
@@ -22,16 +21,19 @@ def model(make, rank, *, gain=1.0, body=2.0, head=3.0, out=1.0, collectives=0, *
 
 
 def odd(*batches):
-    """What is odd about the weight of the last rank's finding."""
+    """What is odd about the weight of the last rank's diagnosis."""
     facts = fold(("a0", n, body) for n, body in enumerate(body for batch in batches for body in batch.messages()))
-    finding = finding_of(facts.ranks[0, batches[-1].rank])
-    return odd_weight(facts, finding)
+    diagnosis = facts.ranks[0, batches[-1].rank].diagnosis
+    return odd_weight(facts, diagnosis)
 
 
 def test_a_weight_that_is_wildly_larger_on_one_of_two_ranks(make):
     found = odd(model(make, 0), model(make, 1, gain=1e38, out=make.INF))
-    assert (found.row.role, found.ranks, found.compared) == ("weight", [0], 2)
-    assert found.certain
+    assert (found.row.role, found.ranks, found.compared, found.agreed_in) == ("weight", [0], 2, None)
+    assert not found.certain
+    history = [model(make, rank, batch=4, page=0) for rank in (0, 1)]
+    now = model(make, 0, batch=5, page=1), model(make, 1, gain=1e38, out=make.INF, batch=5, page=1)
+    assert (odd(*history, *now).certain, odd(*history, *now).agreed_in) == (True, 4)
 
 
 def test_of_two_ranks_a_small_difference_is_not_certain(make):
@@ -43,7 +45,8 @@ def test_of_three_ranks_two_agree(make):
 
 
 def test_a_weight_that_is_not_finite_on_one_rank(make):
-    assert odd(model(make, 0), model(make, 1, gain=make.NAN, out=make.NAN)).certain
+    ranks = [model(make, rank, batch=5, page=1) for rank in (0, 2)]
+    assert odd(*ranks, model(make, 1, gain=make.NAN, out=make.NAN, batch=5, page=1)).certain
 
 
 @pytest.mark.parametrize("other", [{"body": 2.5}, {"gain": 1e38}])

@@ -485,3 +485,66 @@ def test_missing_pages_never_make_a_wrong_name_an_established_one(make, name):
         assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
     verdict = decide(fold(m for m in messages if m not in pages))
     assert verdict.certainty != "established"
+
+
+# -- ranks that are alike, and the first step ---------------------------------------------------------------------
+
+
+def test_where_all_ranks_are_alike_that_is_said(make):
+    ranks = [leaf_origin(make, rank, batch=4, seq=9) for rank in range(3)]
+    verdict = judge(make.hello(nproc=3), *(body for batch in ranks for body in batch.messages()))
+    assert verdict.statement == "All 3 ranks overflowed alike: +inf in the output of `fc2` (Linear), forward, batch 4."
+    assert any("look at what they share" in line for line in verdict.evidence)
+    assert (verdict.certainty, len(verdict.concurrent)) == ("supported", 2)
+
+
+def test_some_ranks_that_are_alike_are_named(make):
+    ranks = [leaf_origin(make, 0, seq=9), leaf_origin(make, 2, seq=9), clean(make, 1, seq=9)]
+    verdict = judge(make.hello(nproc=3), *(body for batch in ranks for body in batch.messages()))
+    assert verdict.statement.startswith("Ranks 0 and 2 overflowed alike: ")
+    assert not any("look at what they share" in line for line in verdict.evidence)
+
+
+def test_a_rank_that_met_something_else_at_the_same_time_is_not_said_to_have_met_the_same(make):
+    left, right = leaf_origin(make, 0, seq=9), leaf_origin(make, 1, seq=9, module="other")
+    statement = judge(make.hello(host="alpha"), *left.messages(), *right.messages()).statement
+    assert statement == (
+        "Rank 0 on alpha overflowed: +inf in the output of `fc2` (Linear), forward, batch 0; concurrently, rank 1 met "
+        "a non-finite value elsewhere."
+    )
+
+
+def test_all_ranks_were_fed_the_same(make):
+    ranks = [bad_input(make, rank, seq=2) for rank in range(2)]
+    verdict = judge(make.hello(), *(body for batch in ranks for body in batch.messages()))
+    assert verdict.statement.startswith("All 2 ranks were fed nan: ")
+
+
+def never_initialised(make, number, **place):
+    """`torch.empty` in front of the module that overflows."""
+    batch = make.Batch(0, **place)
+    x, h, y = batch.tensor(), batch.tensor(1e31), batch.tensor(make.INF)
+    batch.call("fc1", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor(number)})
+    batch.call("fc2", "Linear", given=[h], returned=[y], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x], returned=[y])
+    return batch
+
+
+def test_before_the_first_step_no_learning_rate_is_to_blame(make):
+    verdict = judge(make.hello(nproc=1), *never_initialised(make, 1e31, batch=0, step=0).messages())
+    told = " ".join([*verdict.evidence, *verdict.next])
+    assert "learning rate" not in told
+    assert "the largest weight up to there: weight of `fc1` (Linear), abs max 1.00e+31" in verdict.evidence
+    assert "No optimizer step has run yet" in verdict.next[0]
+    assert "weight of `fc1` (Linear)" in verdict.next[0]
+    ordinary = judge(make.hello(nproc=1), *never_initialised(make, 0.5, batch=0, step=0).messages())
+    assert "learning rate" not in " ".join(ordinary.next)
+    assert not any("largest weight" in line for line in ordinary.evidence)
+    later = judge(make.hello(nproc=1), *never_initialised(make, 1e31, batch=9, step=9).messages())
+    assert "learning rate" in " ".join(later.next)
+
+
+def test_a_weight_that_was_bad_before_the_first_step_was_not_made_by_a_step(make):
+    verdict = judge(make.hello(nproc=1), *bad_weight(make, 0, batch=0, step=0).messages())
+    assert "step before" not in " ".join(verdict.next)
+    assert "initialised" in verdict.next[0]

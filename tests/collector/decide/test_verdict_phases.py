@@ -1,4 +1,4 @@
-"""Which rank was first, by what was bad: gradients, steps, sums over ranks, weights, masks, batches left out."""
+"""Which rank was first, by what was bad: gradients, steps, sums over ranks, weights, masks, skipped batches."""
 
 from __future__ import annotations
 
@@ -262,25 +262,47 @@ def test_weights_whose_gradients_nobody_looked_at_name_nobody(make):
 # -- one rank's copy of a weight ----------------------------------------------------------------------------------
 
 
-def test_a_flipped_bit_that_makes_a_huge_weight(make):
-    flipped = forward(make, 1, weight=1e38, out=make.INF, batch=3)
-    verdict = judge(make, forward(make, 0, batch=3), flipped)
+def test_a_weight_that_has_changed_on_one_of_two_ranks(make):
+    """Their copies agreed in the batch before."""
+    before = [forward(make, rank, batch=2, page=0) for rank in (0, 1)]
+    flipped = forward(make, 1, weight=1e38, out=make.INF, batch=3, page=1)
+    verdict = judge(make, *before, forward(make, 0, batch=3, page=1), flipped, nproc=2)
     assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "weight", "head", "weight")
     assert verdict.certainty == "established"
-    assert "this rank's copy differs from the others'" in verdict.statement
+    assert "this rank's copy differs from the others', and agreed with them in batch 2" in verdict.statement
     assert any("abs max 1.00e+38, theirs has abs max 1.00e+00" in line for line in verdict.evidence)
     assert "memory" in verdict.next[0]
 
 
-def test_a_small_difference_of_two_ranks_is_supported_and_no_more(make):
+def test_of_two_ranks_without_a_history_none_is_the_odd_one(make):
+    """Another seed would look the same: the output overflowed, and the weights differ."""
+    flipped = forward(make, 1, weight=1e38, out=make.INF, batch=3)
+    verdict = judge(make, forward(make, 0, batch=3), flipped)
+    assert (verdict.rank, verdict.phase, verdict.role, verdict.certainty) == (1, "forward", "output", "supported")
+    assert any("differs from that of rank 0" in line for line in verdict.evidence)
+    assert any("not known since when they differ" in line for line in verdict.evidence)
+    assert not any("memory" in text for text in [verdict.statement, *verdict.evidence, *verdict.next])
+
+
+def test_a_weight_that_differed_before_is_a_weight_of_its_own(make):
+    """A head outside of DDP."""
+    before = [forward(make, rank, weight=1.0 + rank, batch=2, page=0) for rank in (0, 1)]
+    bad = forward(make, 1, weight=1e38, out=make.INF, batch=3, page=1)
+    verdict = judge(make, *before, forward(make, 0, batch=3, page=1), bad, nproc=2)
+    assert (verdict.phase, verdict.role) == ("forward", "output")
+    assert not any("copy" in text for text in [verdict.statement, *verdict.evidence, *verdict.next])
+
+
+def test_a_small_difference_of_two_ranks_blames_no_weight(make):
     verdict = judge(make, forward(make, 0), forward(make, 1, weight=1.5, out=make.INF))
-    assert (verdict.phase, verdict.certainty) == ("weight", "supported")
+    assert (verdict.phase, verdict.certainty) == ("forward", "supported")
 
 
-def test_a_flipped_bit_that_makes_a_weight_non_finite(make):
+def test_a_weight_that_is_not_finite_on_one_rank_alone(make):
     verdict = judge(make, forward(make, 0, batch=3), forward(make, 1, weight=make.INF, out=make.INF, batch=3))
     assert (verdict.rank, verdict.phase, verdict.role, verdict.certainty) == (1, "weight", "weight", "established")
-    assert "differs" in verdict.statement
+    assert any("differs from that of rank 0" in line for line in verdict.evidence)
+    assert "memory" not in verdict.statement
 
 
 def test_weights_that_differ_anyway_are_no_evidence(make):
@@ -322,7 +344,7 @@ def test_an_origin_elsewhere_beats_what_a_collective_brought(make):
     assert (verdict.rank, verdict.module, verdict.concurrent) == (1, "head", [])
 
 
-# -- masks, and batches that were left out ------------------------------------------------------------------------
+# -- masks, and skipped batches -----------------------------------------------------------------------------------
 
 
 def test_the_verdict_names_where_a_neginf_came_in_and_what_turned_it_into_nan(make):
@@ -343,7 +365,7 @@ def test_the_verdict_names_where_a_neginf_came_in_and_what_turned_it_into_nan(ma
 def left_out(make, rank, **place):
     batch = make.Batch(rank, **place)
     batch.call("", "Net", returned=[batch.tensor(make.NAN)])
-    batch.unlooked("not looked into: --every 5")
+    batch.skipped_batch("not looked into: --every 5")
     return batch
 
 
@@ -456,3 +478,26 @@ def test_missing_pages_never_make_a_wrong_name_an_established_one(make, name):
         assert verdict.rank in SOURCES[name] or verdict.certainty != "established", verdict.statement
     verdict = decide(fold(m for m in messages if m not in pages))
     assert verdict.certainty != "established"
+
+
+# -- a weight that is wild and finite -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_a_wild_weight_further_up_is_the_first_wild_number(make, history):
+    """Rank 1's `embed` was multiplied by 1e30. What overflows is `head`, whose own weight is as it was."""
+    pages = [forward(make, 1, batch=2, page=0)] if history else []
+    bad = forward(make, 1, embed=2e30, out=make.INF, batch=3, page=1)
+    verdict = judge(make, *pages, forward(make, 0, batch=3, page=1), bad, nproc=2)
+    against = "2.00e+00 in batch 2" if history else "2.00e+00 on rank 0"
+    line = f"first wild number: weight of `embed` (Linear), abs max 2.00e+30, against {against}"
+    assert line in verdict.evidence
+    assert (verdict.module, verdict.certainty) == ("head", "supported")
+
+
+def test_a_weight_that_has_grown_from_zero_is_not_wild(make):
+    pages = [forward(make, rank, embed=0.0, batch=2, page=0) for rank in (0, 1)]
+    bad = forward(make, 1, embed=0.5, out=make.INF, batch=3, page=1)
+    verdict = judge(make, *pages, forward(make, 0, embed=0.5, batch=3, page=1), bad, nproc=2)
+    assert not any("wild" in line for line in verdict.evidence)
+    assert verdict.certainty == "established"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
-from gpuwatch.collector.diagnose.origin import analyze
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.messages import EventMessage
 
 
 def find(batch):
-    """The finding of a batch, by way of its messages."""
+    """The diagnosis of a batch, by way of its messages."""
     messages = [batch.definitions(), EventMessage(batch.anomaly), batch.page_message()]
     (rank,) = fold(("a", n, body) for n, body in enumerate(messages)).ranks.values()
-    return analyze(rank.pages[batch.page], rank.anomalies[0])
+    return rank.diagnosis
 
 
 def chain(make, *, head=True, **place):

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
-from gpuwatch.collector.diagnose.origin import analyze
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.messages import EventMessage
 
 
 def find(batch, **page):
-    """The finding of a batch, by way of its messages."""
+    """The diagnosis of a batch, by way of its messages."""
     messages = [batch.definitions(), EventMessage(batch.anomaly), batch.page_message(**page)]
     facts = fold(("a", n, body) for n, body in enumerate(messages))
     (rank,) = facts.ranks.values()
-    return analyze(rank.pages[batch.page], rank.anomalies[0])
+    return rank.diagnosis
 
 
 def test_a_leaf_that_made_it_out_of_finite_values(make):
@@ -333,7 +332,7 @@ def test_a_call_that_may_have_written_into_what_it_was_handed(make):
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     found = find(batch)
     assert (found.module, found.between, found.sure) == ("", ("fc", "square"), False)
-    assert "`square` returned the very tensor" in found.notes[0]
+    assert "`square` (Square) returned the very tensor" in found.notes[0]
 
 
 def test_what_is_around_it_is_not_watched(make):
@@ -407,5 +406,16 @@ def test_a_forward_that_is_run_again_is_looked_at_alone(make):
 def test_a_batch_that_was_left_out_names_no_module(make):
     batch = make.Batch()
     batch.call("", "Net", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
-    batch.unlooked()
-    assert (find(batch).source, find(batch).from_page) == ("unlooked", False)
+    batch.skipped_batch()
+    assert (find(batch).source, find(batch).from_page) == ("skipped", False)
+
+
+def test_an_argument_as_it_was_before_the_call_is_no_weight_and_no_argument(make):
+    """`relu_(x)`: x was nan when it was last seen, and the call has overwritten it."""
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.INF)
+    rows = {"before input[0]": batch.tensor(make.NAN)}
+    batch.call("act", "Clamp", given=[x], returned=[y], weights=rows)
+    batch.call("", "Net", given=[x], returned=[y])
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.value) == ("act", "forward", "output", "+inf")

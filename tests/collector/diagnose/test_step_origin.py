@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
-from gpuwatch.collector.diagnose.origin import analyze
+from gpuwatch.collector.diagnose.origin import origin_in_page
 
 
 def trained(make, *, weight=1.0, local=1.0, **place):
@@ -20,7 +20,7 @@ def trained(make, *, weight=1.0, local=1.0, **place):
 
 
 def find(batch):
-    return analyze(batch.decoded(), batch.anomaly)
+    return origin_in_page(batch.decoded(), batch.anomaly)
 
 
 def test_a_gradient_that_was_finite_before_it_was_reduced(make):

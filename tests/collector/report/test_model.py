@@ -145,6 +145,46 @@ def test_events_stand_in_the_runs_own_order(make):
     assert [(entry.rank, entry.seq) for entry in timeline] == [(1, 4), (1, 4), (0, 9), (None, None)]
 
 
+@pytest.mark.parametrize(("message", "told"), [("boom", "boom."), ("boom....", "boom."), ("", "ValueError.")])
+def test_a_statement_ends_in_one_full_stop(make, message, told):
+    report = report_of([make.hello(), make.raised(0, message=message), make.ended(0, 1), make.Bye("failed")])
+    assert report.verdict.statement.endswith(told)
+
+
+def test_attempts_before_a_restart_are_lines_of_the_report(make):
+    bodies = [make.hello()]
+    bodies += [make.raised(1, "RuntimeError", "disk full.", batch=3), make.ended(1, 1, batch=3)]
+    bodies += [make.ended(0, -15, "torchrun", batch=3)]
+    for rank in range(2):
+        bodies += make.finished(rank, attempt=1, batch=15)
+    report = report_of([*bodies, make.Bye("ok")])
+    assert report.verdict.kind == "clean"
+    assert [(other.attempt, other.statement) for other in report.attempts] == [
+        (0, "rank 1 raised RuntimeError: disk full, in batch 3")
+    ]
+    lines = render_text(report).splitlines()
+    assert "  - attempt 0: rank 1 raised RuntimeError: disk full, in batch 3" in lines
+
+
+def test_what_came_after_the_verdicts_attempt_is_a_line_too(make):
+    bodies = [*overflow(make)[:-1]]
+    for rank in range(2):
+        bodies += make.finished(rank, attempt=1, batch=15)
+    report = report_of([*bodies, make.Bye("ok")])
+    assert report.verdict.attempt == 0
+    assert [(other.attempt, other.statement) for other in report.attempts] == [(1, "finished after 16 batches")]
+
+
+def test_of_hundreds_of_attempts_the_last_ones_are_shown(make):
+    bodies = [make.hello(nproc=1)]
+    for attempt in range(200):
+        bodies += [make.raised(0, attempt=attempt), make.ended(0, 1, attempt=attempt)]
+    text = render_text(report_of([*bodies, make.Bye("failed")]))
+    assert "attempt 198: rank 0 raised ValueError: boom" in text
+    assert "191 more in report.json" in text
+    assert "attempt 190:" not in text
+
+
 @pytest.mark.parametrize("time_ns", [0, -(1 << 63), (1 << 64) - 1])
 def test_any_clock_is_written(make, time_ns):
     report = report_of([make.hello(), make.raised(0, time_ns=time_ns)])

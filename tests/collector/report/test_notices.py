@@ -1,4 +1,4 @@
-"""What a report says beside the verdict: values near trouble, skipped steps, hidden rows, batches left out, cost."""
+"""What a report says beside the verdict: values near trouble, skipped steps, waived rows, skipped batches, cost."""
 
 from __future__ import annotations
 
@@ -143,18 +143,18 @@ def test_hidden_rows_are_counted_and_told(make):
     assert report.ranks[1].hidden == [
         {"pattern": "probe*", "module": "probe", "role": "output", "value": "+inf", "batch": 2}
     ]
-    line = "hidden by --ignore 'probe*': 12 rows, first +inf in output of probe, rank 1, batch 2"
+    line = "waived by --ignore 'probe*': 12 rows, first +inf in output of probe, rank 1, batch 2"
     assert line in text_of(report)
 
 
 def test_several_rules_are_told_apart(make):
     report = report_of(run(make, hidden(make, 0), hidden(make, 0, pattern="x", module="x"), ignored=3))
     text = text_of(report)
-    assert "hidden by --ignore 'x': first +inf in output of x" in text
-    assert "hidden by --ignore: 6 rows in all" in text
+    assert "waived by --ignore 'x': first +inf in output of x" in text
+    assert "waived by --ignore: 6 rows in all" in text
 
 
-# -- batches left out, and the cost -------------------------------------------------------------------------------
+# -- skipped batches, and the cost ---------------------------------------------------------------------------------
 
 
 def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_others(make):
@@ -169,7 +169,7 @@ def test_a_run_of_which_only_some_batches_were_looked_at_does_not_claim_the_othe
 
 
 def test_the_text_says_that_batches_were_left_out(make):
-    assert "only one batch in 5 was looked at; 80 were left out" in text_of(
+    assert "only one batch in 5 was looked at; 80 were skipped" in text_of(
         report_of(run(make, batches=100, batches_skipped=80))
     )
 

@@ -149,14 +149,15 @@ class Network:
 
 
 def take_down(name: str) -> None:
-    """By name alone; there need be nothing of that name."""
+    """By name alone; there need be nothing of that name, and another process may take it down at the same time."""
     for namespace in _namespaces(name):
-        for pid in _run(f"ip netns pids {namespace}").split():
+        for pid in _tried(f"ip netns pids {namespace}").stdout.split():
             try:
                 os.kill(int(pid), signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        _run(f"ip netns delete {namespace}")
+        _tried(f"ip netns delete {namespace}")
+        assert not (_NAMESPACES / namespace).exists(), namespace
 
 
 def name_of_this_process() -> str:
@@ -188,7 +189,11 @@ def _at(namespace: str, command: str) -> str:
     return _run(f"ip netns exec {namespace} {command}")
 
 
+def _tried(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command.split(), capture_output=True, text=True)
+
+
 def _run(command: str) -> str:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
+    done = _tried(command)
     assert done.returncode == 0, f"{command}: {done.stderr.strip()}"
     return done.stdout

@@ -12,14 +12,14 @@ from gpuwatch.collector.facts import fold
 from gpuwatch.collector.store import RunStore
 from gpuwatch.launcher.scratch import remove_stale
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 COLLECTOR_PORT = 29401
-WITHIN_S = 200
+WITHIN_S = 600
 OVERFLOW, LOST = 4, 5
 GREETING = """
 import socket, sys
-with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=5) as there:
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60) as there:
     there.sendall(bytes([0xFF, *[0] * 7, 1, 0x7F, 3, 1]) + b"CURVE".ljust(20, b"\\0") + bytes(32))
     answer = b""
     while len(answer) < 64:
@@ -88,7 +88,7 @@ def has_connection(node):
     return bool(listed.stdout.strip())
 
 
-def until(happened, what, within_s=60):
+def until(happened, what, within_s=400):
     deadline = time.monotonic() + within_s
     while not happened():
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
@@ -98,7 +98,7 @@ def until(happened, what, within_s=60):
 def security_of_the_collector(training):
     head, other = training.nodes
     command = other.inside([sys.executable, "-c", GREETING, head.address, str(COLLECTOR_PORT)])
-    return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.strip()
 
 
 def test_what_happens_while_the_link_is_cut_is_in_the_report_once_it_is_back(training):

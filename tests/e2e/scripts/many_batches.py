@@ -1,4 +1,4 @@
-"""Ten thousand batches of a small model; prints memory and time at the beginning and at the end. Under torchrun."""
+"""Many batches of a small model; prints memory and time at the beginning and at the end. Under torchrun."""
 
 import statistics
 import sys
@@ -8,7 +8,7 @@ import psutil
 import torch
 from torch import nn
 
-BATCHES = 10_000
+BATCHES = int(sys.argv[1])
 
 
 class Net(nn.Module):

@@ -47,20 +47,19 @@ def test_integers(dtype):
         check(torch.tensor([least], dtype=dtype))
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor([True, False]),
-        torch.tensor([3 + 4j, complex(NAN, 1)]),
-        torch.eye(3).to_sparse(),
-        torch.randn(4, 6).t()[::2],
-        torch.ones(1).expand(5, 7),
-        torch.tensor(-3.0),
-        torch.ones(2, device="meta"),
-        torch.tensor([1 - 2j]).conj().imag,
-    ],
-    ids=str,
-)
+OTHERS = {
+    "bool": torch.tensor([True, False]),
+    "complex": torch.tensor([3 + 4j, complex(NAN, 1)]),
+    "sparse": torch.eye(3).to_sparse(),
+    "transposed": torch.randn(4, 6).t()[::2],
+    "expanded": torch.ones(1).expand(5, 7),
+    "0-d": torch.tensor(-3.0),
+    "meta": torch.ones(2, device="meta"),
+    "conjugated": torch.tensor([1 - 2j]).conj().imag,
+}
+
+
+@pytest.mark.parametrize("tensor", OTHERS.values(), ids=OTHERS)
 def test_other_tensors(tensor):
     check(tensor)
 

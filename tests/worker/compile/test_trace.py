@@ -102,6 +102,7 @@ def train(cls, *, batches=3, backend="aot_eager", spoil=None):
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 @pytest.mark.parametrize("cls", [Plain, Checkpointed, Mapped, Differentiated, Conditional, Autocast, Residual])
 def test_every_kind_of_body_compiles_and_trains_as_it_does_without_us(watch, monkeypatch, cls, on_host):
@@ -129,7 +130,7 @@ def rows(page):
         (frame.module, row.role): (row.dtype, row.shape, row.nan, row.posinf, row.neginf, row.abs_min, row.abs_max)
         for frame in page.frames
         for row in frame.rows
-        if row.kind == "measured" and frame.module
+        if row.kind == "measured" and frame.module and not row.role.startswith("before ")  # eager's alone
     }
 
 
@@ -145,6 +146,7 @@ class ChangedInPlace(Plain):
             self.block.up.bias.fill_(-2)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 @pytest.mark.parametrize("value", [None, math.inf, -math.inf, math.nan], ids=str)
 @pytest.mark.parametrize("cls", [Plain, ChangedInPlace])

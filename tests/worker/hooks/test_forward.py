@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import subprocess
 import sys
 import warnings
@@ -801,5 +802,33 @@ def test_dynamo_is_not_imported_before_the_script_does_it():
         "import sys, torch; from torch import nn; from gpuwatch.worker.api.watch import watch\n"
         "with watch() as handle: nn.Linear(2, 2)(torch.ones(1, 2)); print('torch._dynamo' in sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout == "False\n"
+
+
+class OddNames(nn.Module):
+    """Parameters that are called as arguments and returned values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input = nn.Parameter(torch.ones(3))
+        self.output = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.input + self.output
+
+
+def test_a_parameter_that_is_called_input_or_output_is_a_parameter(watch):
+    watched = watch(on_overflow="continue")
+    model = OddNames()
+    model(torch.ones(2, 3)).sum().backward()
+    with torch.no_grad():
+        model.output[1] = math.inf
+    model(torch.ones(2, 3)).sum().backward()
+    (anomaly, *_) = watched.anomalies
+    assert (anomaly.role, anomaly.phase, anomaly.weights_finite) == ("parameters.output", "forward", False)
+    assert {row.role for frame in watched.frames("backward") for row in frame.rows} >= {
+        "grad parameters.input",
+        "grad parameters.output",
+    }
+    assert watched.faults == []

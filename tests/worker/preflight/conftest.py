@@ -32,5 +32,5 @@ def run_ranks() -> Iterator[Callable[..., Outcomes]]:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=300) == 0
     process.stdout.close()

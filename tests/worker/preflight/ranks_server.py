@@ -19,14 +19,31 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
+from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker.identity import Identity
+from gpuwatch.worker.preflight.deadlines import Deadlines
+from gpuwatch.worker.preflight.parts import Parts
 from gpuwatch.worker.preflight.stages.allocation import allocate
 from gpuwatch.worker.preflight.stages.bandwidth import measure
+from gpuwatch.worker.preflight.stages.child import Child
 from gpuwatch.worker.preflight.stages.compute import compute
-from gpuwatch.worker.preflight.stages.forked import run_forked
 from gpuwatch.worker.preflight.stages.group import check_group
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
+
+
+def ended(work):
+    if work is not None:
+        work.wait()
+
+
+class Endless:
+    """A Work of NCCL whose peer is gone: it can be given up at a timeout."""
+
+    def wait(self, timeout=timedelta(days=1)):
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE) ran for")
 
 
 def spoil(way: str, store: dist.Store | None) -> None:
@@ -34,45 +51,54 @@ def spoil(way: str, store: dist.Store | None) -> None:
     reduce, gather, broadcast, matmul = dist.all_reduce, dist.all_gather, dist.broadcast, torch.matmul
     calls = []
 
-    def adds_wrong(total, *arguments, **more):
-        reduce(total, *arguments, **more)
+    def adds_wrong(total, **more):
+        ended(reduce(total, **more))
         total[7] += 0.5
 
-    def puts_in_wrong(total, *arguments, **more):
+    def puts_in_wrong(total, **more):
         total[7] += 1
-        reduce(total, *arguments, **more)
+        return reduce(total, **more)
 
-    def puts_in_wrong_in_large_messages(total, *arguments, **more):
+    def puts_in_wrong_in_large_messages(total, **more):
         total[7] += total.numel() > 1 << 16
-        reduce(total, *arguments, **more)
+        return reduce(total, **more)
 
-    def adds_wrong_in_large_groups(total, *arguments, group=None):
+    def adds_wrong_in_large_groups(total, group=None, **more):
         if group is None:
             total[7] += 1
-        reduce(total, group=group)
+        return reduce(total, group=group, **more)
 
-    def sends_wrong(gathered, mine):
+    def sends_wrong(gathered, mine, **more):
         mine[3] += 1
-        gather(gathered, mine)
+        return gather(gathered, mine, **more)
 
-    def gets_wrong(gathered, mine):
-        gather(gathered, mine)
+    def gets_wrong(gathered, mine, **more):
+        ended(gather(gathered, mine, **more))
         for got in gathered:
             got[3] = 0
 
-    def gets_first_wrong(gathered, mine):
-        gather(gathered, mine)
+    def gets_first_wrong(gathered, mine, **more):
+        ended(gather(gathered, mine, **more))
         gathered[0][3] = 0
 
-    def broadcasts_wrong(tensor, src):
+    def broadcasts_wrong(tensor, src, **more):
         if src == dist.get_rank():
             tensor[5] = -1
-        broadcast(tensor, src)
+        return broadcast(tensor, src, **more)
 
-    def comes_late_from_the_broadcast(tensor, src):
-        broadcast(tensor, src)
+    def comes_late_from_the_broadcast(tensor, src, **more):
+        ended(broadcast(tensor, src, **more))
         if src == dist.get_world_size() - 1:
             store.wait(["votes/0"])  # rank 0 votes when it is through the barrier
+
+    def like_nccl(total, async_op=False, **more):
+        """What it started never ends, and without a Work nobody can tell; whoever reads the result waits for it."""
+        if not async_op:
+            time.sleep(1000)
+        return Endless()
+
+    def hangs_in_init(*_, **__):
+        time.sleep(1000)
 
     def with_one_thread(first, second, out):
         assert torch.get_num_threads() == 1
@@ -112,9 +138,13 @@ def spoil(way: str, store: dist.Store | None) -> None:
     elif way == "broadcasts wrong":
         dist.broadcast = broadcasts_wrong
     elif way == "dies":
-        dist.all_gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_gather = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     elif way == "hangs":
-        dist.all_gather = lambda *_: time.sleep(1000)
+        dist.all_gather = lambda *_, **__: time.sleep(1000)
+    elif way == "like NCCL":
+        dist.all_reduce = like_nccl
+    elif way == "hangs in init":
+        dist.init_process_group = hangs_in_init
     elif way == "another matmul":
         torch.matmul = another_matmul
     elif way == "now and then":
@@ -125,9 +155,9 @@ def spoil(way: str, store: dist.Store | None) -> None:
         torch.set_num_threads(4)
         torch.matmul = with_one_thread
     elif way == "skips barrier":
-        dist.barrier = lambda: None
+        dist.barrier = lambda **_: None
     elif way == "comes late to the barrier":
-        dist.barrier = lambda: None
+        dist.barrier = lambda **_: None
         dist.broadcast = comes_late_from_the_broadcast
     elif way == "full":
         full()
@@ -136,6 +166,9 @@ def spoil(way: str, store: dist.Store | None) -> None:
 
 
 def run_rank(request, rank, port, said):
+    if request["call"] == "quick":
+        return quick(request, rank, port)
+
     def call(say):
         way = request.get("faults", {}).get(str(rank))
         if request["call"] in ("compute", "allocate"):
@@ -146,12 +179,16 @@ def run_rank(request, rank, port, said):
             "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
         )
         store = dist.PrefixStore("test", client)
+        if way == "never comes":
+            time.sleep(1000)
         if way:
             spoil(way, store)
         test = {"group": check_group, "bandwidth": measure}[request["call"]]
         return test(store, CPU, "gloo", request["ranks"], rank, request["timeout_s"], say, *request.get("more", []))
 
-    ending = run_forked(call, request.get("deadline_s", 30.0), said.append)
+    child = Child(lambda _, say: call(say))
+    ending = child.run(b"", request.get("deadline_s", 30.0), said.append)
+    child.close()
     failure = ending.failure
     return {
         "kind": ending.kind,
@@ -163,6 +200,27 @@ def run_rank(request, rank, port, said):
         "said": said,
         "seconds": ending.seconds,
     }
+
+
+def quick(request, rank, port):
+    """The stages of a quick preflight, in the rank's own process and child; how many processes that takes."""
+    fork, forks = os.fork, []
+
+    def counted():
+        forks.append(0)
+        return fork()
+
+    os.fork = counted
+    me = Identity(rank, rank, len(request["ranks"]), len(request["ranks"]), "127.0.0.1", port, True)
+    parts = Parts(me, WorkerSettings("", alloc="1MiB"), Deadlines(60.0), "test", "")
+    reports = [
+        parts.inventory(),
+        parts.allocation([""] * len(request["ranks"])),
+        parts.group("node group", request["ranks"], "gloo", lambda step: None),
+    ]
+    parts.close()
+    left = len(psutil.Process().children())
+    return {"value": {"kinds": [one.kind for one in reports], "forks": len(forks), "left": left}}
 
 
 def host_store(tell):

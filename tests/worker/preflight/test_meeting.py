@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -49,6 +48,18 @@ class Ranks:
     @property
     def keys(self) -> list[str]:
         return sorted(key for key in self.server.list_keys() if self.prefix in key)
+
+
+class Asked:
+    """A store that notes what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.questions: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.questions.append(name)
+        return getattr(self._store, name)
 
 
 def test_all_hear_one_conclusion_and_no_key_is_left(server):
@@ -118,15 +129,13 @@ def test_a_store_that_goes_away_is_lost_at_once():
     ranks = Ranks(gone, 2)
     seat = ranks.seat(1)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(seat.meet, "arrive", b"here", ranks.draw, reports_s=1, conclusion_s=60, deputy_s=1)
+        waiting = pool.submit(seat.meet, "arrive", b"here", ranks.draw, reports_s=1, conclusion_s=3000, deputy_s=1)
         store = dist.PrefixStore(ranks.prefix, gone)
         store.wait(["arrive/1"], timedelta(seconds=20))
-        began = time.monotonic()
         del store, gone
         ranks.server = None
         with pytest.raises(StoreLost):
-            waiting.result(timeout=30)
-    assert time.monotonic() - began < 20
+            waiting.result(timeout=300)
 
 
 def test_each_rank_puts_few_questions_to_the_store_however_many_there_are(server):
@@ -134,10 +143,12 @@ def test_each_rank_puts_few_questions_to_the_store_however_many_there_are(server
     ranks = Ranks(server, 512)
     for rank in range(1, 512):
         dist.PrefixStore(ranks.prefix, server).set(f"arrive/{rank}", "x" * 4000)
-    began = time.monotonic()
-    conclusion = ranks.seat(0).meet("arrive", b"x" * 4000, lambda found: str(len(found.by_rank)).encode(), **LONG)
+    seat = ranks.seat(0)
+    asked = Asked(seat._store)
+    seat._store = asked
+    conclusion = seat.meet("arrive", b"x" * 4000, lambda found: str(len(found.by_rank)).encode(), **LONG)
     assert conclusion == b"512"
-    assert time.monotonic() - began < 5
+    assert asked.questions == ["set", "wait", "multi_get", "compare_set", "wait", "get", "delete_key"]
     for rank in range(1, 512):
         server.delete_key(f"{ranks.prefix}/arrive/{rank}")
 

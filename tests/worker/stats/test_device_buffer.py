@@ -1,21 +1,24 @@
-"""TensorStats that stay on the device until their segment is copied: here on the CPU, and with -m gpu on CUDA."""
+"""TensorStats that stay on the device until they are copied: here on the late device, and with -m gpu on CUDA."""
 
 from __future__ import annotations
 
 import threading
 
+import numpy
 import pytest
 import torch
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.values import COUNTED, PENDING, Encoding, NonFinite, Value
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer, runs
-from gpuwatch.worker.stats.device_reader import TorchReader
+from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, Encoding, NonFinite, Value, headroom
+from gpuwatch.worker.record.notable import near_by_encoding
+from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
+from gpuwatch.worker.stats.device_reader import KINDS, TorchReader
+from gpuwatch.worker.stats.late_device import LateDevice
+from gpuwatch.worker.stats.notable import Notable
+from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -62,7 +65,7 @@ def values_of(recorder, number):
 def arrived(pages):
     if pages.device.type == "cuda":
         torch.cuda.synchronize()
-    return pages.arrived()
+    return pages.collect()
 
 
 def page_with(recorder, pages, *tensors, count=False):
@@ -72,25 +75,6 @@ def page_with(recorder, pages, *tensors, count=False):
         assert pages.measure(tensor, count) is not None
     recorder.end_page(page)
     return page.number
-
-
-class Held:
-    """An event that does not come until it is let go."""
-
-    def __init__(self):
-        self.come = False
-
-    def query(self):
-        return self.come
-
-
-def hold(pages):
-    """Make all copies of a CPU that are to be seen yet look as if they were still on their way."""
-    event = Held()
-    for lane in pages._lanes.values():
-        for copy in lane.flying:
-            copy.event = copy.event or event
-    return event
 
 
 def test_positions_become_runs():
@@ -182,9 +166,10 @@ def test_no_mode_of_the_scripts_sees_the_copies(recorder, device):
     page = recorder.begin_page(0, 0, 0)
     pages.measure(torch.ones(2, device=device), count=True)
     with Operations() as operations, torch.device("meta"):
+        pages.flush()
         recorder.end_page(page)
         arrived(pages)
-        pages.noticed()
+        pages.finish()
     assert operations.seen == []
     assert values_of(recorder, 0)[0].abs_max == 1.0
 
@@ -229,12 +214,19 @@ def test_a_page_is_told_again_when_more_of_it_arrives(recorder, device):
 
 
 def test_what_is_still_on_its_way_is_not_told(recorder):
-    pages = device_buffer(recorder, "cpu")
-    page_with(recorder, pages, torch.tensor(NAN))
-    event = hold(pages)
-    assert (pages.arrived(), pages.flying) == ([], 1)
-    event.come = True
-    assert (pages.arrived(), pages.flying) == ([0], 0)
+    late = LateDevice()
+    late.held = {0}
+    pages = device_buffer(recorder, "cpu", driver=late)
+    assert not pages.pages_pending()
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(NAN))
+    assert pages.pages_pending()
+    assert pages.pending(page.number)
+    recorder.end_page(page)
+    assert (pages.collect(), pages.flying, pages.pages_pending(), pages.pending(0)) == ([], 1, True, True)
+    assert not pages.pending(1)
+    late.held.clear()
+    assert (pages.collect(), pages.flying, pages.pages_pending(), pages.pending(0)) == ([0], 0, False, False)
 
 
 NEAR = {int(Encoding.FLOAT16): 0x7800, int(Encoding.BFLOAT16): 0x7F00}  # 32768, and the same power of two in bfloat16
@@ -248,29 +240,68 @@ NEAR = {int(Encoding.FLOAT16): 0x7800, int(Encoding.BFLOAT16): 0x7F00}  # 32768,
         ([-40000.0, 1.0], torch.float16, True),
         ([32752.0], torch.float16, False),
         ([65504.0], torch.float16, False),  # what masks are filled with
-        ([INF], torch.float16, False),
+        ([INF], torch.float16, True),
         ([2.0**127], torch.bfloat16, True),
         ([65504.0], torch.float32, False),
+        ([300.0], torch.float8_e4m3fn, True),
+        ([100.0], torch.float8_e4m3fn, False),
+        ([32768.0], torch.float8_e5m2, True),
+        ([16384.0], torch.float8_e5m2, False),
+        ([3e38], torch.complex64, True),
+        ([1.0], torch.complex64, False),
+        ([2e5], torch.int64, False),
     ],
     ids=str,
 )
-def test_pages_near_overflow_are_noticed(recorder, device, values, dtype, told):
+@pytest.mark.parametrize("again", [False, True])
+def test_pages_near_overflow_are_told(recorder, device, values, dtype, told, again):
     pages = device_buffer(recorder, device, near_bits=NEAR)
-    page_with(recorder, pages, torch.ones(2, device=device), torch.tensor(values, dtype=dtype, device=device))
-    arrived(pages)
-    assert pages.noticed() == [0] * told
-    assert pages.noticed() == []
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(values, device=device).to(dtype))
+    row = pages.last()
+    pages.measure(torch.ones(2, device=device))
+    recorder.end_page(page)
+    assert arrived(pages) == [0] * told
+    assert arrived(pages) == []
+    if again:
+        page = recorder.begin_page(0, 1, 0)
+        pages.again(row)
+        recorder.end_page(page)
+        assert arrived(pages) == [1] * told
 
 
 @each_device
-@pytest.mark.parametrize(("subnormals", "count", "told"), [(1, True, True), (0, True, False), (1, False, False)])
-def test_pages_in_underflow_are_noticed(recorder, device, subnormals, count, told):
+@pytest.mark.parametrize(
+    ("values", "count", "told"),
+    [
+        ([1e-7] + 9 * [1.0], True, True),
+        (10 * [1.0], True, False),
+        ([1e-7] + 9 * [1.0], False, False),
+        ([1e-7] + 10 * [1.0], True, False),
+        (10 * [0.0], True, True),
+        (9 * [0.0] + [1.0], True, False),
+    ],
+)
+def test_pages_in_underflow_and_with_vanished_tensors_are_told(recorder, device, values, count, told):
     pages = device_buffer(recorder, device, underflow_share=0.1)
-    tensor = torch.ones(10, dtype=torch.float16)
-    tensor[:subnormals] = 1e-7
-    page_with(recorder, pages, tensor.to(device), count=count)
-    arrived(pages)
-    assert pages.noticed() == [0] * told
+    page_with(recorder, pages, torch.tensor(values, dtype=torch.float16, device=device), count=count)
+    assert arrived(pages) == [0] * told
+
+
+@pytest.mark.parametrize("powers", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("dtype", [dtype for dtype in KINDS if dtype.is_floating_point] + [torch.complex64], ids=str)
+def test_the_filter_misses_no_number_that_is_near_overflow(dtype, powers):
+    """All numbers around the limit: each with so little headroom that the judge may warn is notable."""
+    name = str(dtype).removeprefix("torch.")
+    largest = DTYPE_MAX.get(name, 0.0)
+    around = largest * 2.0**-powers * (1 + torch.linspace(-1e-2, 1e-2, 101, dtype=torch.float64))
+    notable = Notable(near_by_encoding(powers))
+    limit = notable.limit(dtype)
+    for tensor in around.to(dtype).reshape(-1, 1):
+        value = Value(*measure(tensor)[:3])
+        room = headroom(value.abs_max, name)
+        if room is not None and room <= powers and value.abs_max != largest:
+            assert notable.any(numpy.array([value])) or (limit is not None and value.high >= limit)
 
 
 # -- rows that are used again ---------------------------------------------------------------------------------------
@@ -297,7 +328,6 @@ def test_a_row_in_a_later_page(recorder, device, seen_to_arrive):
         recorder.end_page(page)
     assert values_of(recorder, 1) == values_of(recorder, 2) == [numbers]
     assert arrived(pages) == [1, 2] if seen_to_arrive else [0, 1, 2]
-    assert pages.noticed() == [0, 1, 2]
 
 
 @each_device
@@ -314,94 +344,50 @@ def test_a_row_in_the_same_segment(recorder, device):
     assert first == again == measure(weight, True)[:3]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.sampled_from(["measure", "host", "again", "page", "look", "resume"]), max_size=60))
-@pytest.mark.parametrize("device", DEVICES)
-def test_any_order_of_things(tmp_path_factory, device, steps):
-    """Whatever is measured, put again, paused and resumed: each page holds what was put into it."""
-    path = tmp_path_factory.mktemp("recorder") / "recorder"
-    recorder = RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=4096)
-    pages = device_buffer(recorder, device)
-    written = {0: []}
-    page = first = recorder.begin_page(0, 0, 0)
-    rows = []
-    for number, step in enumerate(steps):
-        if step == "measure":
-            pages.measure(torch.tensor(number, device=device))
-            rows.append((pages.last(), number))
-            written[page.number].append(number)
-        elif step == "host":
-            recorder.value(number, number, 0)
-            written[page.number].append(number)
-        elif step == "again" and rows:
-            row, value = rows[number % len(rows)]
-            pages.again(row)
-            written[page.number].append(value)
-        elif step == "page":
-            page = recorder.begin_page(0, 0, 0)
-            written[page.number] = []
-        elif step == "look":
-            pages.arrived()
-        elif step == "resume":
-            recorder.resume_page(first)
-            page = first
-    recorder.pause_page()
-    assert {number: [value.high for value in values_of(recorder, number)] for number in written} == written
-    pages.close()
-    recorder.close()
-
-
 # -- a device that is far behind ------------------------------------------------------------------------------------
 
 
-class Streams(DeviceStatsBuffer):
-    """The CPU has no streams: which one is current is for the test to say."""
-
-    stream = 0
-
-    def _stream_key(self, device):
-        return (0, self.stream)
-
-
 def test_each_stream_brings_its_own_rows(recorder):
-    pages = Streams(recorder, torch.device("cpu"))
+    late = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=late)
     page = recorder.begin_page(0, 0, 0)
     rows = []
+    late.held = {0, 2}
     for number in range(500):
-        pages.stream = number % 7 % 3
+        late.current = number % 7 % 3
         pages.measure(torch.tensor(number))
         rows.append(pages.last())
-    pages.stream = 3
+    late.current = 3
     for row in rows[::2]:
         pages.again(row)
-    pages.stream = 1
+    late.current = 1
     pages.measure(torch.tensor(NAN))
     recorder.end_page(page)
-    assert [value.high for value in values_of(recorder, 0)][:-1] == [*range(500), *range(0, 500, 2)]
-
-    for key, lane in pages._lanes.items():
-        if key != (0, 1):
-            for copy in lane.flying:
-                copy.event = Held()
-    assert pages.arrived() == [0]
+    assert pages.collect() == [0]
     assert pages.flying > 0
+    late.held = set()
+    assert pages.collect() == []
+    assert pages.flying == 0
+    assert [value.high for value in values_of(recorder, 0)][:-1] == [*range(500), *range(0, 500, 2)]
 
 
 def test_a_segment_is_not_used_again_before_its_copy_has_arrived(small):
-    pages = Streams(small, torch.device("cpu"))
+    late = LateDevice()
+    pages = device_buffer(small, "cpu", driver=late)
+    late.held = {0}
     page_with(small, pages, torch.tensor(7.0))
-    event = hold(pages)
-    pages.stream = 1
+    late.current = 1
     for number in range(1, 40):
         page_with(small, pages, torch.tensor(float(number)))
-        pages.arrived()
+        pages.collect()
     assert pages.flying == 1
-    assert values_of(small, 0)[0].abs_max == 7.0
+    assert values_of(small, 0)[0].meta == PENDING
     assert [values_of(small, number)[0].abs_max for number in range(33, 40)] == list(range(33, 40))
     assert small.fields[Field.ROWS_LOST] == 0
 
-    event.come = True
-    pages.arrived()
+    late.held = set()
+    pages.collect()
+    assert values_of(small, 0)[0].abs_max == 7.0
     for number in range(40, 48):
         page_with(small, pages, torch.tensor(float(number)))
     assert values_of(small, 0) is None
@@ -409,56 +395,180 @@ def test_a_segment_is_not_used_again_before_its_copy_has_arrived(small):
 
 
 def test_a_device_that_does_not_answer_costs_rows_and_nothing_else(small):
-    pages = device_buffer(small, "cpu")
+    late = LateDevice()
+    late.held = {0}
+    pages = device_buffer(small, "cpu", driver=late)
     for number in range(30):
         page_with(small, pages, torch.tensor(float(number)), torch.tensor(NAN))
-        event = hold(pages)
-        pages.arrived()
+        pages.collect()
     assert pages.flying == 4
     assert small.fields[Field.ROWS_LOST] == 26 * 2
-    assert [values_of(small, number)[0].abs_max for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
     assert [value.meta for value in values_of(small, 29)] == [PENDING, PENDING]
+    assert not pages.pending(29)
+    pages.finish(timeout_s=0.0)
+    assert pages.pages_pending()
 
-    for lane in pages._lanes.values():
-        for copy in lane.flying:
-            copy.event = None
-    assert event.come is False
-    assert pages.arrived() == [0, 1, 2, 3]
+    late.held = set()
+    assert pages.collect() == [0, 1, 2, 3]
+    assert [values_of(small, number)[0].abs_max for number in range(4)] == [0.0, 1.0, 2.0, 3.0]
     page_with(small, pages, torch.tensor(5.0))
     assert values_of(small, 30)[0].abs_max == 5.0
 
 
-class Capturing(DeviceStatsBuffer):
-    """On the CPU, whether a graph is captured is for the test to say."""
-
-    capturing = False
-
-    def _capturing(self):
-        return self.capturing
-
-
 def test_rows_wait_while_a_graph_is_captured(recorder):
-    pages = Capturing(recorder, torch.device("cpu"))
+    late = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=late)
     first = recorder.begin_page(0, 0, 0)
     pages.measure(torch.tensor(NAN))
     row = pages.last()
-    pages.capturing = True
+    late.capturing = True
     assert pages.measure(torch.tensor(1.0)) is None
     assert pages.again(row) is None
+    assert pages.not_seen_in_graphs == 2
+    assert pages.note.count("a CUDA graph was captured") == 1
+    pages.flush()
+    pages.finish()
     recorder.end_page(first)
-    assert pages.arrived() == []
+    assert pages.collect() == []
+    assert pages.pending(first.number)
     page = recorder.begin_page(0, 1, 0)
     recorder.end_page(page)
-    pages.capturing = False
+    late.capturing = False
     page = recorder.begin_page(0, 2, 0)
     pages.measure(torch.tensor(3.0))
-    assert pages.arrived() == [0]
+    assert pages.collect() == [0]
     recorder.end_page(page)
     assert [values_of(recorder, number) and values_of(recorder, number)[0].high for number in range(3)] == [
         measure(torch.tensor(NAN)).high,
         [],
         measure(torch.tensor(3.0)).high,
     ]
+
+
+def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(recorder):
+    late = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=late)
+    page = recorder.begin_page(0, 0, 0)
+    for stream in (0, 1):
+        late.current = stream
+        pages.measure(torch.tensor(float(stream)))
+    late.current, late.captured, late.held = 0, {1}, {0}
+    pages.flush()
+    assert (late.copies, pages.flying) == (1, 1)
+    late.current, late.captured = 2, {0}
+    assert pages.collect() == []
+    pages.finish()
+    assert (late.copies, pages.flying) == (2, 1)  # that of stream 0 was not asked for
+    late.captured, late.held = set(), set()
+    pages.finish()
+    assert not pages.pages_pending()
+    assert [value.abs_max for value in values_of(recorder, 0)] == [0.0, 1.0]
+
+    late.current = 1
+    pages.measure(torch.tensor(5.0))
+    row = pages.last()
+    late.current, late.captured = 0, {1}
+    recorder.end_page(page)
+    assert recorder.fields[Field.ROWS_LOST] == 1
+    late.captured = set()
+    page = recorder.begin_page(0, 1, 0)
+    assert pages.again(row) is None
+    late.current = 1
+    pages.measure(torch.tensor(2.0))
+    recorder.end_page(page)
+    pages.finish()
+    assert [value.abs_max for value in values_of(recorder, 1)] == [2.0]
+
+
+def test_a_default_device_of_the_scripts_does_not_matter(recorder):
+    """With set_default_device("cuda") a tensor of ours that names no device would be made there."""
+    values, weight = torch.tensor([2.0, NAN]), torch.tensor([1.0, 3.0], dtype=torch.float16)
+    late = LateDevice(0, longest=3, refuses="refused")
+    torch.set_default_device("meta")
+    try:
+        pages = device_buffer(recorder, "cpu", driver=late, near_bits=NEAR, underflow_share=0.1)
+        page = recorder.begin_page(0, 0, 0)
+        pages.measure(values)
+        pages.measure(weight, count=True)
+        row = pages.last()
+        pages.again(row)
+        pages.flush()
+        pages.finish()
+        pages.again(row)
+        recorder.end_page(page)
+        assert pages.collect() == [0]
+    finally:
+        torch.set_default_device(None)
+    assert values_of(recorder, 0) == [measure(values)[:3]] + 3 * [measure(weight, True)[:3]]
+
+
+# -- flush and finish -----------------------------------------------------------------------------------------------
+
+
+@each_device
+def test_a_flush_brings_what_is_there_and_the_segment_goes_on(recorder, device):
+    pages = device_buffer(recorder, device)
+    page = recorder.begin_page(0, 0, 0)
+    for number in range(10):
+        for part in range(3):
+            pages.measure(torch.tensor(3 * number + part, device=device))
+        pages.flush()
+        assert [value.high for value in values_of(recorder, 0)] == list(range(3 * number + 3))
+        assert arrived(pages) == []
+        assert not pages.pending(page.number)
+    recorder.end_page(page)
+    assert pages.flying == 0
+    assert page.segments == 1
+
+
+def test_what_was_flushed_is_not_copied_again(recorder):
+    late = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=late)
+    page = recorder.begin_page(0, 0, 0)
+    pages.flush()
+    assert late.copies == 0
+    pages.measure(torch.tensor(1.0))
+    row = pages.last()
+    pages.flush()
+    pages.flush()
+    assert late.copies == 1
+    pages.again(row)
+    pages.measure(torch.tensor(2.0))
+    recorder.end_page(page)
+    assert late.copies == 3
+    assert [value.abs_max for value in values_of(recorder, 0)] == [1.0, 1.0, 2.0]
+
+
+@each_device
+def test_finish_waits_for_everything(recorder, device):
+    late = LateDevice(0, longest=1000)
+    pages = device_buffer(recorder, device, driver=late if device == "cpu" else None)
+    page = recorder.begin_page(0, 0, 0)
+    for stream in range(3):
+        late.current = stream
+        pages.measure(torch.tensor([float(stream), NAN], device=device))
+    assert pages.collect() == []
+    pages.finish()
+    assert (pages.flying, pages.pages_pending(), pages.pending(page.number)) == (0, False, False)
+    assert [value.flags for value in values_of(recorder, 0)] == [NonFinite.NAN] * 3
+    assert pages.collect() == [0]
+
+
+def test_a_flush_into_a_full_ring_waits_for_room(small):
+    late = LateDevice()
+    pages = device_buffer(small, "cpu", driver=late)
+    late.held = {0}
+    for number in range(4):
+        page_with(small, pages, torch.tensor(float(number)))
+    page = small.begin_page(0, 4, 0)
+    pages.measure(torch.tensor(4.0))
+    pages.flush()
+    assert pages.flying == 4
+    late.held = set()
+    pages.measure(torch.tensor(5.0))
+    pages.flush()
+    assert [value.abs_max for value in values_of(small, page.number)] == [4.0, 5.0]
+    assert small.fields[Field.ROWS_LOST] == 0
 
 
 # -- when something does not work -----------------------------------------------------------------------------------
@@ -495,7 +605,48 @@ def test_without_a_kernel_torchs_operations_do_it(recorder, reader):
     pages = device_buffer(recorder, "cpu", reader=reader())
     number = page_with(recorder, pages, torch.tensor([1.0, -INF]))
     assert values_of(recorder, number) == [measure(torch.tensor([1.0, -INF]))[:3]]
-    assert pages.note == "RuntimeError: Failed to find C compiler"
+    assert "RuntimeError: Failed to find C compiler" in pages.note
+    assert "about 30 launches" in pages.note
+
+
+class DeadDevice(LateDevice):
+    """A device after an assert in one of its kernels: every call says so."""
+
+    def asked(self, *_):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    query = wait = synchronize = asked
+
+
+@pytest.mark.parametrize("call", ["collect", "finish", "close"])
+def test_a_device_that_has_failed_is_told_once_and_never_waited_for(recorder, call):
+    late = DeadDevice(0, longest=1000)
+    pages = device_buffer(recorder, "cpu", driver=late)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(NAN))
+    pages.flush()
+    for _ in range(2):
+        getattr(pages, call)()
+        assert pages.note.count("device-side assert triggered") == 1
+        assert not pages.pages_pending()
+        assert not pages.pending(page.number)
+
+
+def test_where_torchs_operations_fail_as_well_the_kernel_is_not_to_blame(recorder):
+    reader = Broken()
+    pages = device_buffer(recorder, "cpu", reader=reader)
+    recorder.begin_page(0, 0, 0)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="device-side"):
+        patch.setattr(TorchReader, "read", DeadReader.read)
+        pages.measure(torch.tensor(NAN))
+    assert pages.note == ""
+
+
+class DeadReader:
+    """What reads on a device that has failed."""
+
+    def read(self, source, rows, position, count):
+        raise RuntimeError("CUDA error: device-side assert triggered")
 
 
 @pytest.mark.parametrize("fails", ["read", "pack"])
@@ -550,8 +701,7 @@ def test_nothing_waits_for_the_device(recorder):
             page = recorder.begin_page(0, 0, 0)
             pages.again(row)
             recorder.end_page(page)
-            pages.arrived()
-            pages.noticed()
+            pages.collect()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert pages.note == ""
@@ -575,7 +725,7 @@ def test_a_busy_stream_holds_up_no_other(recorder):
         pages.measure(tensor * NAN)
     recorder.end_page(page)
     free.synchronize()
-    assert pages.arrived() == [1]
+    assert pages.collect() == [1]
     assert not busy.query()
     page = recorder.begin_page(0, 0, 0)
     with torch.cuda.stream(free):
@@ -622,7 +772,7 @@ def test_a_captured_graph_is_as_the_user_wrote_it(recorder):
         y = x * 2
         assert pages.measure(y) is None
         recorder.end_page(page)
-        pages.arrived()
+        pages.collect()
     graph.replay()
     page = recorder.begin_page(0, 0, 0)
     pages.measure(y)

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.values import COUNTED, SHARE
-from gpuwatch.worker.stats.device_reader import KINDS, LARGEST, TorchReader, TritonReader, _runs, fresh_rows, source_of
+from gpuwatch.worker.stats.device_reader import KINDS, LARGEST, TorchReader, _runs, fresh_rows, source_of
 from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
+from gpuwatch.worker.stats.triton_reader import TritonReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,11 +45,14 @@ QUIET_NAN = 0x7FC0_0000
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
-def test_the_kernel_in_tritons_interpreter(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", __file__]
+@pytest.mark.parametrize(
+    "chosen", [("--sample", "--each=8"), pytest.param((), marks=pytest.mark.slow)], ids=["a sample", "all"]
+)
+def test_the_kernel_in_tritons_interpreter(tmp_path, chosen):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", *chosen, __file__]
     environment = os.environ | {"TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path)}
     root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
     assert " skipped" not in done.stdout
@@ -343,6 +347,7 @@ def compiled(tensor_type, code, count, layout, deep, wide):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.skipif(INTERPRETED, reason="compiles instead")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
 @pytest.mark.parametrize("layout", [0, 1, 2])

@@ -12,7 +12,7 @@ from gpuwatch.core.values import NonFinite, Value
 from gpuwatch.worker.stats import host_reduce as bits
 from gpuwatch.worker.stats import tensor_stats as measure_module
 from gpuwatch.worker.stats.host_reduce import CHUNK
-from gpuwatch.worker.stats.tensor_stats import CODES, measure
+from gpuwatch.worker.stats.tensor_stats import CODES, in_memory, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ NAN, INF = math.nan, math.inf
 def loops(request):
     """Everything here holds for either kind of loop."""
     if request.param == "compiled" and bits.extremes is bits.slow_extremes:
-        pytest.skip("native/core.c was not built where gpuwatch was installed")
+        pytest.skip("worker/native was not built where gpuwatch was installed")
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "numpy":
             patch.setattr(measure_module, "extremes", bits.slow_extremes)
@@ -171,6 +171,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", VIEWS)
 @pytest.mark.parametrize("bad", [None, NAN, -INF])
@@ -325,3 +326,29 @@ def test_no_dtype_of_this_torch_raises():
 def test_every_measured_dtype_has_a_code():
     for dtype in [*FLOATS, *FLOAT8, *SIGNED, *UNSIGNED, torch.bool, torch.complex64]:
         assert CODES[dtype] > 0
+
+
+VIEWS_OF_100 = {
+    "further on": lambda tensor: tensor[50:],
+    "one element": lambda tensor: tensor[50],
+    "with holes": lambda tensor: tensor.view(10, 10)[2:, 3:],
+    "transposed": lambda tensor: tensor.view(10, 10).t()[1:],
+}
+
+
+@pytest.mark.parametrize("left", [0, 40], ids=["all given back", "a part is left"])
+@pytest.mark.parametrize("name", VIEWS_OF_100)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.complex64])
+def test_a_view_into_memory_that_was_given_back_is_not_read(dtype, name, left):
+    """It has an address all the same: to read there may be the end of the process."""
+    tensor = torch.ones(100).to(dtype)
+    view = VIEWS_OF_100[name](tensor)
+    tensor.untyped_storage().resize_(left * tensor.itemsize)
+    assert in_memory(view) is None
+    assert measure(view, count=True).kind == RowKind.NOT_MEASURABLE
+
+
+def test_zeros_that_have_no_memory_are_not_read():
+    zeros = torch._efficientzerotensor(3)
+    assert in_memory(zeros) is None
+    assert measure(zeros).kind == RowKind.NOT_MEASURABLE

@@ -17,6 +17,7 @@ def roster_of(present: Mapping[int, Attendance], world_size: int) -> Roster:
         nodes=[one.node for one in by_rank],
         local_ranks=[one.local_rank for one in by_rank],
         backend="nccl" if all(one.device.startswith("cuda") for one in by_rank) else "gloo",
+        gpus=[one.gpu for one in by_rank],
     )
 
 

@@ -45,6 +45,19 @@ _KNOWN = (
         "Start no more ranks on a node than it has GPUs, and let each rank use cuda:LOCAL_RANK.",
         True,
     ),
+    _Known(  # NCCL 2.30 and later
+        r"Multiple Ranks are using the same GPU/Partition",
+        "two ranks of the group use one and the same GPU",
+        "Start no more ranks on a node than it has GPUs, and let each rank use cuda:LOCAL_RANK; "
+        "if ranks are to share one: NCCL_MULTI_RANK_GPU_ENABLE=1.",
+        True,
+    ),
+    _Known(
+        r"NCCL_NVLS_ENABLE has been set to \S+ and communicator has multiple ranks using the same NVML device",
+        "ranks share a GPU, with which NVLink SHARP cannot be used, and NCCL_NVLS_ENABLE=1 asks for it",
+        "Unset NCCL_NVLS_ENABLE: NCCL then leaves NVLink SHARP out where it cannot be used.",
+        True,
+    ),
     _Known(
         r"NVRM: Xid \(PCI:(?P<bus>[^)]+)\): (?P<xid>\d+)",
         "the driver reported XID {xid} for the GPU at {bus}",
@@ -112,7 +125,7 @@ _KNOWN = (
         True,
     ),
     _Known(
-        r"transport/nvls\.cc:\d+ NCCL WARN (?:Cuda|CUDA) (?:failure|error)",
+        r"transport/nvls\.cc:\d+ (?:\(\w+\) )?NCCL WARN (?:Cuda|CUDA) (?:failure|error)",
         "NVLink SHARP (NVLS) could not be set up: most often the fabric manager was restarted under the GPUs",
         "Restart nvidia-fabricmanager and reset the GPUs, or reboot; to do without: NCCL_NVLS_ENABLE=0.",
         True,

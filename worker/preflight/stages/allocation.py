@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import psutil
 import torch
 
@@ -20,7 +21,7 @@ CUDA_QUICK = Amount(share=0.1)
 CUDA_QUICK_MOST = 1 << 30
 CUDA_FULL = Amount(share=0.8)
 CUDA_LEAST_FREE = 0.1
-"""A GPU with a smaller share of its memory free is full before the training has begun."""
+"""A GPU with a smaller share of its memory free is told: the training may not fit, or may be meant to."""
 
 _CHUNK = 64 << 20
 """Bytes written and read at once; the pattern takes as many beside the block."""
@@ -28,20 +29,29 @@ _GRAIN = 1 << 20
 _WORD = 8
 
 
-def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False, sharers: int = 1) -> str:
-    """Test `amount` of memory, None for the mode's own; what was done, in words. Raises ProbeFailure.
+class Allocated(msgspec.Struct, frozen=True):
+    """What was done, in words; and how little memory was free, if it was little, with what to do about it."""
 
-    `sharers` is how many ranks take their share of the same memory at once: LOCAL_WORLD_SIZE on the CPU, 1 on CUDA.
+    detail: str
+    scarce: str = ""
+    next: str = ""
+
+
+def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False, sharers: int = 1) -> Allocated:
+    """Test `amount` of memory, None for the mode's own. Raises ProbeFailure.
+
+    `sharers` is how many ranks take their share of the same memory at once: on the CPU those of this host, on CUDA
+    those that use the same GPU.
     """
+    scarce = next_ = ""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.cuda.empty_cache()  # what an earlier test of this process has left is free, too
         free, total = torch.cuda.mem_get_info(device)
         if free < total * CUDA_LEAST_FREE:
-            raise ProbeFailure(
-                f"only {_mib(free)} of {_mib(total)} are free on {device}: others hold the rest",
-                next="End the processes that `nvidia-smi` shows on this GPU: what an earlier job left holds memory.",
-            )
-        wanted = (amount or (CUDA_QUICK if quick else CUDA_FULL)).of(free)
+            scarce = f"only {_mib(free)} of {_mib(total)} free on {device}: others hold the rest"
+            next_ = "If the training runs out of memory, end what `nvidia-smi` shows on this GPU and is not yours."
+        wanted = (amount or (CUDA_QUICK if quick else CUDA_FULL)).of(free // sharers)
         if amount is None and quick:
             wanted = min(wanted, CUDA_QUICK_MOST)
     else:
@@ -71,10 +81,12 @@ def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False
             else "Take this host out of service and run a memory test on it.",
         )
     del block
-    if quick:
-        return f"{_mib(wanted)} written and read back on {device}"
-    had = max(wanted, largest_block(lambda size: _can_have(size, device), free))
-    return f"{_mib(wanted)} written and read back on {device}; largest block {_mib(had)} of {_mib(free)} free"
+    detail = f"{_mib(wanted)} written and read back on {device}"
+    if not quick:
+        most = free // sharers if device.type == "cuda" else free
+        had = max(wanted, largest_block(lambda size: _can_have(size, device), most))
+        detail += f"; largest block {_mib(had)} of {_mib(free)} free"
+    return Allocated(detail, scarce, next_)
 
 
 def count_wrong_words(block: torch.Tensor) -> int:

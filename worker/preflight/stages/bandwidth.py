@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ....core.preflight import BandwidthRow, Finding
+from .collectives import Collectives, join
 from .device_timer import DeviceTimer
-from .group import join
 
 STAGE = "bandwidth"
 CPU_LARGEST = 16 << 20
@@ -62,13 +62,17 @@ def measure(
     say: Callable[[str], None],
     largest_bytes: int = 0,
 ) -> Measured:
-    """Sizes up to `largest_bytes` (0: the device's own), as long as `timeout_s` allows. Parameters as check_group's."""
+    """Sizes up to `largest_bytes` (0: the device's own), as long as `timeout_s` allows. Parameters as check_group's.
+
+    What is measured is never waited for by polling: on CUDA the device's own clock times it.
+    """
     began = time.monotonic()
     if len(ranks) == 1:
         return Measured([])
-    join(store, device, backend, ranks, rank, timeout_s, say)
+    deadline = began + timeout_s
+    collectives = join(store, device, backend, ranks, rank, deadline, say)
     largest = largest_bytes or (CUDA_LARGEST if device.type == "cuda" else CPU_LARGEST)
-    meter = _Meter(device, len(ranks))
+    meter = _Meter(collectives, device, len(ranks), deadline)
     rows: list[BandwidthRow] = []
     longest_s: dict[int, float] = {}
     left_s = 0.0
@@ -254,16 +258,18 @@ def _digits(value: float) -> float:
 class _Meter:
     """Times what runs on one device; a member of the group that this process has joined."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, collectives: Collectives, device: torch.device, count: int, deadline: float) -> None:
+        self._collectives = collectives
         self._device = device
         self._count = count
+        self._deadline = deadline
 
     def all_reduce(self, size: int) -> BandwidthRow:
         """This rank's row of one size."""
         data = torch.zeros(size // 4, dtype=torch.float32, device=self._device)  # sums of zeros never overflow
-        warm_s = self.longest(self._timed(lambda: dist.all_reduce(data), 1))
+        warm_s = self.longest(self._timed("all_reduce", lambda: dist.all_reduce(data), 1))
         repeats = max(1, min(_MOST_REPEATS, int(_ROW_S / max(warm_s, 1e-6))))
-        seconds = self._timed(lambda: dist.all_reduce(data), repeats)
+        seconds = self._timed("all_reduce", lambda: dist.all_reduce(data), repeats)
         return row_of(size, seconds, self._count)
 
     def links(self, pairs: Sequence[tuple[int, int]], place: int, size: int) -> list[tuple[int, int, float]]:
@@ -281,8 +287,8 @@ class _Meter:
                 work.wait()
 
         # The longest of all again: both sides of a pair must repeat alike, and the next round starts after this one.
-        warm_s = self.longest(self._timed(swap, 1))
-        seconds = self._timed(swap, 3 if warm_s < _ROW_S else 1)
+        warm_s = self.longest(self._timed("the swap", swap, 1))
+        seconds = self._timed("the swap", swap, 3 if warm_s < _ROW_S else 1)
         self.longest(seconds)
         if mine is None or place != mine[0]:
             return []
@@ -291,16 +297,19 @@ class _Meter:
     def longest(self, seconds: float) -> float:
         """The longest of all ranks' times, the same at every rank."""
         value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        self._collectives.all_reduce(value, dist.ReduceOp.MAX)
         return float(value.item())
 
-    def _timed(self, call: Callable[[], object], repeats: int) -> float:
-        """Seconds of one call, on the device's own clock where it has one."""
+    def _timed(self, name: str, call: Callable[[], object], repeats: int) -> float:
+        """Seconds of one call, on the device's own clock where it has one.
+
+        NCCL's calls return at once, and gloo's have the group's timeout.
+        """
         if self._device.type == "cuda":
             timer = DeviceTimer()
             for _ in range(repeats):
                 call()
-            return timer.seconds() / repeats
+            return timer.seconds(self._deadline, lambda: self._collectives.too_late(name)) / repeats
         began_s = time.perf_counter()
         for _ in range(repeats):
             call()

@@ -44,7 +44,7 @@ def gather_device(local_rank: int) -> DeviceFacts:
         if local_rank >= visible:
             return DeviceFacts(device="cpu", gpus_visible=visible, driver=driver, nccl=nccl)
         properties = torch.cuda.get_device_properties(local_rank)
-        memory = soft(lambda: torch.cuda.mem_get_info(local_rank), None)
+        memory = soft(lambda: _memory(local_rank), None)
         return DeviceFacts(
             device=f"cuda:{local_rank}",
             device_name=properties.name,
@@ -56,6 +56,12 @@ def gather_device(local_rank: int) -> DeviceFacts:
             memory_total=memory[1] if memory else None,
             gpus_visible=visible,
         )
+
+
+def _memory(ordinal: int) -> tuple[int, int]:
+    """(free, total) bytes. The device is made the current one first, so that no other gets a context."""
+    torch.cuda.set_device(ordinal)
+    return torch.cuda.mem_get_info(ordinal)
 
 
 def _why_no_gpu() -> str:

@@ -7,7 +7,6 @@ add by themselves until only those that are wrong with everybody are left.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from ....core.ranks_text import ranks_text
 from ..decide.pairwise_search import ROUNDS, PairResult, blame, next_pairs
 from ..decide.votes import Judgement, Vote, judge, judge_sums_of_pairs
+from .collectives import Collectives, join, left_s
 from .failure import ProbeFailure
 
 SIZES = (4096, 1 << 20)
@@ -29,7 +29,6 @@ SMALL = 16
 and the pairs of its nodes are tried."""
 
 _PERIOD = 122
-_LEAST_S = 0.1
 
 
 def check_group(
@@ -47,20 +46,20 @@ def check_group(
     Raises ProbeFailure if a value is wrong: peers None is this rank's own fault, peers [] is nobody's by name, else the
     ranks to blame. What torch raises when a collective breaks is left as it is.
 
-    For a process of its own with a deadline above `timeout_s`, to be ended by os._exit: a group of which one rank went
-    away can hang when it is taken down.
+    It ends within `timeout_s`. For a process of its own with a deadline above that, to be ended by os._exit: a group of
+    which one rank went away can hang when it is taken down.
     """
     deadline = time.monotonic() + timeout_s
     if len(ranks) == 1:
         return "one rank: nothing to test"
-    join(store, device, backend, ranks, rank, timeout_s, say)
-    vote = _Round(store, device, ranks, rank, say).run()
+    collectives = join(store, device, backend, ranks, rank, deadline, say)
+    vote = _Round(store, collectives, device, ranks, rank, say).run()
     say("votes")
     votes = exchange(PrefixStore("votes", store), ranks, rank, vote, deadline)
     verdict = judge(votes)
     if verdict is not None and verdict.search and len(ranks) <= SMALL:
         try:
-            verdict = judge_sums_of_pairs(votes, _search(store, device, ranks, rank, deadline, say))
+            verdict = judge_sums_of_pairs(votes, _search(store, collectives, device, ranks, rank, deadline, say))
         except (RuntimeError, ProbeFailure):
             pass  # what is known without the pairs is worth more than that they could not be tried
     if verdict is not None:
@@ -68,37 +67,12 @@ def check_group(
     return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
 
 
-def join(
-    store: Store,
-    device: torch.device,
-    backend: str,
-    ranks: Sequence[int],
-    rank: int,
-    timeout_s: float,
-    say: Callable[[str], None],
-) -> None:
-    """Make the process group of this process. NCCL connects here, as it is told the device."""
-    say("init")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        # a collective that times out raises here; else torch's watchdog would end the process, which names nobody
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", store),
-        rank=list(ranks).index(rank),
-        world_size=len(ranks),
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-
-
 def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline: float) -> dict[int, Vote]:
     """Every rank's vote. Raises ProbeFailure with the ranks that give none in time."""
     store.set(str(rank), msgspec.json.encode(mine).decode())
     keys = [str(one) for one in ranks]
     try:
-        store.wait(keys, timedelta(seconds=max(_LEAST_S, deadline - time.monotonic())))
+        store.wait(keys, timedelta(seconds=left_s(deadline)))
     except RuntimeError as error:
         silent = [one for one in ranks if not store.check([str(one)])]
         if not silent:
@@ -111,9 +85,16 @@ class _Round:
     """One run of the collectives, and what this rank saw."""
 
     def __init__(
-        self, store: Store, device: torch.device, ranks: Sequence[int], rank: int, say: Callable[[str], None]
+        self,
+        store: Store,
+        collectives: Collectives,
+        device: torch.device,
+        ranks: Sequence[int],
+        rank: int,
+        say: Callable[[str], None],
     ) -> None:
         self._store = store
+        self._collectives = collectives
         self._device = device
         self._ranks = list(ranks)
         self._rank = rank
@@ -136,12 +117,12 @@ class _Round:
         return seen
 
     def _all_reduce(self) -> Vote:
-        return Vote(sum_error=sum_error(self._device, self._ranks, self._rank))
+        return Vote(sum_error=sum_error(self._collectives, self._device, self._ranks, self._rank))
 
     def _all_gather(self) -> Vote:
         mine = values_of(self._rank, SIZES[0]).to(self._device)
         gathered = [torch.empty_like(mine) for _ in self._ranks]
-        dist.all_gather(gathered, mine)
+        self._collectives.all_gather(gathered, mine)
         wrong = [
             one
             for one, got in zip(self._ranks, gathered, strict=True)
@@ -154,26 +135,32 @@ class _Round:
         for root in self._ranks if len(self._ranks) <= SMALL else (self._ranks[0], self._ranks[-1]):
             due = values_of(root, SIZES[0])
             got = (due if root == self._rank else torch.zeros_like(due)).to(self._device)
-            dist.broadcast(got, src=self._ranks.index(root))
+            self._collectives.broadcast(got, self._ranks.index(root))
             if not torch.equal(got.cpu(), due):
                 wrong.append(root)
         return Vote(broadcast_errors=wrong)
 
     def _barrier(self) -> Vote:
         self._store.add("entered", 1)
-        dist.barrier(device_ids=[self._device.index]) if self._device.type == "cuda" else dist.barrier()
+        self._collectives.barrier()
         entered = self._store.add("entered", 0)
         if entered < len(self._ranks):
             return Vote(barrier_error=f"{entered} of {len(self._ranks)} ranks had reached it")
         return Vote()
 
 
-def sum_error(device: torch.device, ranks: Sequence[int], rank: int, group: dist.ProcessGroup | None = None) -> str:
+def sum_error(
+    collectives: Collectives,
+    device: torch.device,
+    ranks: Sequence[int],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> str:
     """How a sum over a group, of either size, came out wrong at this rank; "" if both are right."""
     errors = []
     for count in SIZES:  # always both: the others take part in both
         total = values_of(rank, count).to(device)
-        dist.all_reduce(total, group=group)
+        collectives.all_reduce(total, group=group)
         got, due = total.cpu(), sum_of(ranks, count)
         if not torch.equal(got, due):
             wrong = (got != due).nonzero().flatten()
@@ -208,13 +195,14 @@ def _repeated(pattern: list[int], count: int) -> torch.Tensor:
 
 def _search(
     store: Store,
+    collectives: Collectives,
     device: torch.device,
     ranks: Sequence[int],
     rank: int,
     deadline: float,
     say: Callable[[str], None],
 ) -> list[int]:
-    """Who adds wrong: pairs of ranks add by themselves, as many at once as there are; see blame.py."""
+    """Who adds wrong: pairs of ranks add by themselves, as many at once as there are; see pairwise_search.py."""
     say("pairs")
     results: list[PairResult] = []
     for number in range(ROUNDS):
@@ -225,7 +213,7 @@ def _search(
         for pair in pairs:  # every rank makes every group, in one order: torch wants it so
             group = dist.new_group([list(ranks).index(one) for one in pair])
             if rank in pair:
-                error = sum_error(device, pair, rank, group)
+                error = sum_error(collectives, device, pair, rank, group)
         votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, Vote(sum_error=error), deadline)
         for a, b in pairs:
             found = votes[a].sum_error or votes[b].sum_error

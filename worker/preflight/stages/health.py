@@ -1,6 +1,6 @@
 """The health stage of one rank: what NVML says of its GPU while the GPU is at work, against the table of thresholds.
 
-It runs in a child of the coordinator's; NVML is read in a process of its own, so that a driver that hangs costs the
+It runs in the rank's child; NVML is read in a process of its own, so that a driver that hangs costs the
 stage its deadline and nothing else.
 """
 
@@ -21,6 +21,8 @@ _LOAD_SIZE = 4096
 _SAMPLING_S = 5.0
 """What must be left of the deadline to look at a GPU under load."""
 _TRANSFER_BYTES = 64 << 20
+_STOPS_S = 1.0
+"""For the load to end: each piece of it takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class HealthResult:
 
     findings: list[Finding]
     detail: str
+    load_hangs: bool = False
+    """The load has not ended: no other test may use this process."""
 
 
 def check_health(
@@ -44,14 +48,15 @@ def check_health(
     end = time.monotonic() + deadline_s
     answer = ask_nvml([uuid], deadline_s)
     reading = answer.readings.get(uuid)
+    load_hangs = False
     if load is not None and reading is not None and answer.finished and not answer.trouble:
-        _read_under_load(reading, load, end)
+        load_hangs = not _read_under_load(reading, load, end)
     findings, detail = grade_answer(answer, uuid, limits, [rank], host)
-    return HealthResult(findings, detail)
+    return HealthResult(findings, detail, load_hangs)
 
 
-def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> None:
-    """What the GPU's clocks and its link do when it works. `end` is monotonic time."""
+def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> bool:
+    """What the GPU's clocks and its link do when it works; whether the load has ended. `end` is monotonic time."""
     at_work = _AtWork(load)
     trouble = at_work.wait(end - time.monotonic() - _SAMPLING_S)
     if not trouble:
@@ -59,9 +64,10 @@ def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> 
         told = answer.readings.get(reading.device, Reading(reading.device))
         reading.take(Told(reading.device, told.values, told.unknown))
         trouble = at_work.error or answer.trouble
-    at_work.enough()
+    ended = at_work.stop()
     if trouble:
         reading.forget(LOADED_FACTS, trouble)
+    return ended
 
 
 class _AtWork:
@@ -71,7 +77,8 @@ class _AtWork:
         self.error = ""
         self._work = work
         self._began, self._enough = threading.Event(), threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="gpuwatch-load").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="gpuwatch-load")
+        self._thread.start()
 
     def _run(self) -> None:
         try:
@@ -88,9 +95,11 @@ class _AtWork:
             return f"the load did not begin within {max(0.0, seconds):.0f} s"
         return self.error
 
-    def enough(self) -> None:
-        """No more; whoever waits for CUDA goes on waiting, and is nobody's concern."""
+    def stop(self) -> bool:
+        """No more. Whether it has ended: a thread that waits for a sick GPU goes on waiting."""
         self._enough.set()
+        self._thread.join(_STOPS_S)
+        return not self._thread.is_alive()
 
 
 def cuda_load(index: int) -> Callable[[], None]:

@@ -30,7 +30,7 @@ def before_import_of(name, spoil):
 def spoil_all_gather():
     import torch.distributed as dist
 
-    def broken(*_):
+    def broken(*_, **__):
         if WAY == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1000)

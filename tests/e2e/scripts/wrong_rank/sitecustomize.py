@@ -15,22 +15,22 @@ def spoil():
 
     reduce, gather, broadcast, matmul = dist.all_reduce, dist.all_gather, dist.broadcast, torch.matmul
 
-    def adds_wrong(total, *arguments, **more):
-        reduce(total, *arguments, **more)
+    def adds_wrong(total, **more):
+        reduce(total, **more).wait()
         total[7] += 0.5
 
-    def puts_in_wrong(total, *arguments, **more):
+    def puts_in_wrong(total, **more):
         total[7] += 1
-        reduce(total, *arguments, **more)
+        return reduce(total, **more)
 
-    def sends_wrong(gathered, mine):
+    def sends_wrong(gathered, mine, **more):
         mine[3] += 1
-        gather(gathered, mine)
+        return gather(gathered, mine, **more)
 
-    def broadcasts_wrong(tensor, src):
+    def broadcasts_wrong(tensor, src, **more):
         if src == dist.get_rank():
             tensor[5] = -1
-        broadcast(tensor, src)
+        return broadcast(tensor, src, **more)
 
     def another_matmul(first, second, out):
         matmul(first, second, out=out)

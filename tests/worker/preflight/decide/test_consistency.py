@@ -1,6 +1,6 @@
 """Differences between ranks: which are told, how, and of whom."""
 
-import time
+import sys
 
 import pytest
 from gpuwatch.core.preflight import InventoryFacts
@@ -454,19 +454,23 @@ def test_any_inventories_in_any_order_give_the_same_findings(facts, random):
         assert set(one.hosts) == {facts[rank].host for rank in one.ranks} - {""}
 
 
-def test_512_ranks_and_twice_as_many_take_twice_the_time():
-    def seconds(world_size):
+def test_four_times_the_ranks_take_four_times_the_work():
+    def calls(world_size):
         facts = {
             rank: replace(known, environment={"NCCL_ALGO": str(rank % 3), "NCCL_NEW": str(rank)}, driver=str(rank))
             for rank, known in job(world_size).items()
         }
-        best = 9.0
-        for _ in range(5):
-            began = time.process_time()
-            assert compare(facts)
-            best = min(best, time.process_time() - began)
-        return best
+        counted = 0
 
-    small = seconds(512)
-    assert small < 1.0
-    assert seconds(2048) < small * 12  # 4 times the ranks; in quadratic time it would be 16
+        def count(frame, event, argument):
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            assert compare(facts)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    assert calls(2048) < calls(512) * 5  # in quadratic time it would be 16

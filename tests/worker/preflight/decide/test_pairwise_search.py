@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 from gpuwatch.worker.preflight.decide.pairwise_search import ROUNDS, PairResult, blame, next_pairs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 RANKS_PER_NODE = 2
@@ -46,7 +46,6 @@ def clusters(draw):
     return Cluster(count, bad, cut)
 
 
-@settings(max_examples=400)
 @given(clusters())
 def test_whatever_is_broken_no_innocent_node_and_no_sound_link_is_named(cluster):
     for finding in cluster.findings:
@@ -59,7 +58,6 @@ def test_whatever_is_broken_no_innocent_node_and_no_sound_link_is_named(cluster)
             assert not cluster.bad.intersection(ours)
 
 
-@settings(max_examples=400)
 @given(clusters())
 def test_the_rounds_end_and_nobody_is_asked_to_be_in_two_pairs_at_once(cluster):
     assert len(cluster.rounds) <= ROUNDS
@@ -70,7 +68,6 @@ def test_the_rounds_end_and_nobody_is_asked_to_be_in_two_pairs_at_once(cluster):
         assert len(set(members)) == len(members)
 
 
-@settings(max_examples=400)
 @given(clusters())
 def test_what_is_broken_is_never_overlooked(cluster):
     broken = [pair for pair in combinations(cluster.nodes, 2) if not cluster.works(*pair)]
@@ -80,7 +77,6 @@ def test_what_is_broken_is_never_overlooked(cluster):
     assert overlooked == (not broken)
 
 
-@settings(max_examples=400)
 @given(clusters())
 def test_guilty_and_victims_are_different_ranks(cluster):
     for finding in cluster.findings:

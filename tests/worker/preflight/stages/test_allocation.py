@@ -86,16 +86,17 @@ def test_a_bit_that_is_stuck_is_found_whatever_it_is_stuck_at(is_set):
     ],
 )
 def test_what_was_done_is_told(amount, quick, words):
-    assert allocate(torch.device("cpu"), amount, quick=quick).startswith(words)
+    assert allocate(torch.device("cpu"), amount, quick=quick).detail.startswith(words)
 
 
 def test_a_share_of_the_hosts_memory_is_shared_among_its_ranks():
     alone = allocate(torch.device("cpu"), Amount(share=0.002), quick=True)
     one_of_four = allocate(torch.device("cpu"), Amount(share=0.002), quick=True, sharers=4)
 
-    assert int(alone.split()[0]) >= 3 * int(one_of_four.split()[0])
+    assert int(alone.detail.split()[0]) >= 3 * int(one_of_four.detail.split()[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_limit_on_the_memory_is_told_with_what_could_be_had(run_ranks, quick):
     outcomes = run_ranks("allocate", [0, 1], {1: "full"}, quick=quick)
@@ -106,11 +107,49 @@ def test_a_limit_on_the_memory_is_told_with_what_could_be_had(run_ranks, quick):
     assert "ulimit -v" in outcomes[1]["next"]
 
 
+@pytest.fixture
+def full_gpu(monkeypatch):
+    """A stand-in for the driver's calls: a GPU of 80 GiB with little memory free, whose blocks lie in host memory."""
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda count, dtype, device: empty(count, dtype=dtype))
+
+    def has_free(mib):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (mib << 20, 80 << 30))
+
+    return has_free
+
+
+def test_a_gpu_with_little_free_memory_is_told_and_not_failed(full_gpu):
+    full_gpu(100)
+
+    done = allocate(torch.device("cuda", 0), None, quick=True)
+
+    assert done.detail == "10 MiB written and read back on cuda:0"
+    assert done.scarce == "only 100 MiB of 80.0 GiB free on cuda:0: others hold the rest"
+    assert "nvidia-smi" in done.next
+
+
+def test_a_gpu_with_enough_free_memory_is_not_scarce(full_gpu):
+    full_gpu(9 << 10)
+
+    assert allocate(torch.device("cuda", 0), Amount(size=1 << 20), quick=True).scarce == ""
+
+
+def test_ranks_that_share_a_gpu_share_its_free_memory(full_gpu):
+    full_gpu(100)
+
+    done = [allocate(torch.device("cuda", 0), Amount(share=0.8), quick=True, sharers=count) for count in (1, 4)]
+
+    assert [one.detail.split()[0] for one in done] == ["80", "20"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_most_of_a_gpus_memory():
     free, _ = torch.cuda.mem_get_info(0)
 
-    size, unit = allocate(torch.device("cuda", 0), None).split(" written and read back on cuda:0; ")[0].split()
+    size, unit = allocate(torch.device("cuda", 0), None).detail.split(" written and read back on cuda:0; ")[0].split()
 
     assert float(size) * {"MiB": 1 << 20, "GiB": 1 << 30}[unit] == pytest.approx(0.8 * free, rel=0.1)

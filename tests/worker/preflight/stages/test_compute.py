@@ -34,7 +34,7 @@ def test_ranks_compute_the_same_bits_whatever_their_threads(run_ranks):
     assert len({result.digest for result in results.values()}) == 1
     assert odd_digests(results, HOSTS) == []
     assert results[0].device_type.startswith("cpu ")
-    assert 0 < results[0].milliseconds < 300
+    assert results[0].milliseconds > 0
 
 
 def test_a_rank_that_computes_another_matmul_is_named(run_ranks):
@@ -66,7 +66,7 @@ def test_a_gpu_computes_the_same_bits_again():
     assert first.digest == second.digest
     assert "SMs" in first.device_type
     assert first.uuid.startswith(("GPU-", "MIG-"))
-    assert 0 < first.milliseconds < 1000
+    assert first.milliseconds > 0
 
 
 def result(digest, kind="cpu X", milliseconds=1.0):

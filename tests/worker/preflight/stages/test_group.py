@@ -102,8 +102,36 @@ def test_a_rank_that_hangs_is_outlived(run_ranks):
 
     assert outcomes[1]["kind"] == "hung"
     assert outcomes[1]["said"][-1] == "all_gather"
-    assert "Timed out waiting 1000ms" in outcomes[0]["detail"]
-    assert outcomes[0]["seconds"] < 3.0
+    assert outcomes[0]["detail"].startswith("all_gather did not end within 1 s")
+    assert (outcomes[0]["kind"], outcomes[0]["peers"]) == ("raised", [])
+
+
+def test_a_collective_without_an_end_of_its_own_is_given_up(run_ranks):
+    """NCCL's since torch 2.8: a blocking call returns no Work, and its result is never there."""
+    outcomes = run_ranks("group", [0, 1], {0: "like NCCL", 1: "like NCCL"}, timeout_s=1.0, deadline_s=10.0)
+
+    for outcome in outcomes.values():
+        assert (outcome["kind"], outcome["peers"], outcome["said"][-1]) == ("raised", [], "all_reduce")
+        assert outcome["detail"].startswith("all_reduce did not end within 1 s")
+
+
+def test_a_group_that_does_not_connect_is_given_up(run_ranks):
+    """As ncclCommInitRank, which has no timeout."""
+    outcomes = run_ranks("group", [0, 1], {0: "hangs in init", 1: "hangs in init"}, timeout_s=1.0, deadline_s=10.0)
+
+    for outcome in outcomes.values():
+        assert (outcome["kind"], outcome["peers"], outcome["said"]) == ("raised", [], ["init"])
+        assert outcome["detail"] == "gloo had not connected 2 ranks within 1 s"
+
+
+def test_a_rank_that_does_not_come_to_the_group_is_named(run_ranks):
+    """Its device hangs, before it can connect."""
+    outcomes = run_ranks("group", [0, 1, 2], {1: "never comes"}, timeout_s=1.0, deadline_s=4.0)
+
+    assert outcomes[1]["kind"] == "hung"
+    for rank in (0, 2):
+        assert (outcomes[rank]["kind"], outcomes[rank]["peers"]) == ("raised", [1])
+        assert outcomes[rank]["detail"] == "rank 1 did not come to the process group"
 
 
 def test_every_rank_puts_in_other_values_whose_sum_is_exact():

@@ -1,0 +1,106 @@
+"""The same bits with and without gpuwatch; and what is seen where a graph is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .model import BAD_MODULE, SIZES, DType, Net, Task, deterministic, digest_of, overflow, synchronize
+from .outcome import Row, first_line, passed
+from .watching import ALL, PLAIN, watched
+
+_STEPS = 12
+_BAD_FROM = 8
+
+
+def bits(device: torch.device) -> Iterator[Row]:
+    """Weights after a few steps, eager and compiled, bf16 and fp16 with a GradScaler."""
+    deterministic()
+    dtypes: tuple[DType, ...] = ("bf16", "fp16")
+    for dtype in dtypes:
+        for way in ("eager",) if dtype == "bf16" and device.type == "cpu" else ("eager", "compiled"):
+            what = f"same bits, {way}, {dtype}"
+            try:
+                digests = {how: _digest(dtype, way, device, how) for how in (PLAIN, "again", ALL)}
+            except Exception as error:
+                yield Row(what, "fail", note=first_line(error))
+                continue
+            if digests[PLAIN] != digests["again"]:
+                note = "two runs without gpuwatch differ, so nothing can be said of one with it"
+                yield Row(what, "skipped", digests[PLAIN], note=note)
+            else:
+                yield Row(what, passed(digests[ALL] == digests[PLAIN]), digests[ALL], f"{digests[PLAIN]} without")
+
+
+def _digest(dtype: DType, way: str, device: torch.device, how: str) -> str:
+    torch.compiler.reset()
+    task = Task("tiny", device, dtype)
+    with watched(PLAIN if how == "again" else how, task.net):
+        if way == "compiled":
+            task.call = torch.compile(task.net)
+        for _ in range(_STEPS):
+            task.step()
+        synchronize(device)
+    return digest_of(task.net)
+
+
+def graphed(device: torch.device) -> Iterator[Row]:
+    """torch.cuda.make_graphed_callables: the forward and the backward are captured once, then replayed."""
+    yield from _replayed("make_graphed_callables", device, lambda net, x: torch.cuda.make_graphed_callables(net, (x,)))
+
+
+def reduce_overhead(device: torch.device) -> Iterator[Row]:
+    """torch.compile(mode="reduce-overhead"), which replays CUDA graphs; on the CPU it is an ordinary compilation."""
+    yield from _replayed("reduce-overhead", device, lambda net, x: torch.compile(net, mode="reduce-overhead"))
+
+
+def _replayed(what: str, device: torch.device, made: Callable[[Any, torch.Tensor], Any]) -> Iterator[Row]:
+    """The same weights as without gpuwatch; and an overflow in a replay is found, or it is said that nobody looks."""
+    deterministic()
+    plain, _ = _replay(device, made, PLAIN)
+    again, _ = _replay(device, made, PLAIN)
+    ours, handle = _replay(device, made, ALL)
+    if plain != again:
+        yield Row(f"{what}: same bits", "skipped", plain, note="two runs without gpuwatch differ")
+    else:
+        yield Row(f"{what}: same bits", passed(ours == plain), ours, f"{plain} without")
+    # of the backward: a capture warms up with gradients that nobody has written
+    found = [anomaly.module for anomaly in handle.anomalies if anomaly.phase == "forward"]
+    said = [repr(event) for event in handle.events if "graph" in repr(event).lower()]
+    if found:
+        good, figure = BAD_MODULE.startswith(found[0]), f"found in {found[0] or 'the model'}"
+    else:
+        good, figure = bool(said), "not seen, and said so" if said else "not seen, and not said"
+    target = f"found in {BAD_MODULE}, or said not to be seen"
+    yield Row(f"{what}: overflow in a replay", passed(good), figure, target, first_line(said[0]) if said else "")
+
+
+def _replay(device: torch.device, made: Callable[[Any, torch.Tensor], Any], how: str) -> tuple[str, Any]:
+    """Weights before the overflow, as a digest, and the handle of the watch."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    size = SIZES["tiny"]
+    net = Net(size).to(device, torch.float16)
+    x = torch.randn(size.sequences, size.length, size.width).to(device, torch.float16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    with watched(how, net) as handle:
+        call = made(net, x)
+        digest = ""
+        for step in range(_STEPS):
+            if step == _BAD_FROM:
+                synchronize(device)
+                digest = digest_of(net)
+                overflow(net)
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = call(x).float().pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        synchronize(device)
+        for _ in range(2):  # numbers that were on their way at the last step are looked at
+            torch.compiler.cudagraph_mark_step_begin()
+            call(x)
+            synchronize(device)
+    return digest, handle

@@ -1,0 +1,463 @@
+"""What watching costs the host: per module call, per row, per gradient and per optimizer step, beside the model itself.
+
+    python benchmarks/host_cost.py [--models gpt2,t5] [--rounds N] [--steps N] [--json FILE]
+
+Twelve layers of GPT-2 and of T5 with width 32, eager, on the CPU with one thread. The tensors are so small that
+reading them is nothing, and what is left is the time that a GPU job spends on its host. A step is a whole training
+step, and its forward, backward and optimizer are timed apart.
+
+The variants train one model on one batch. They take turns in one process, in a new random order in every round, and
+each is compared with the floor of its own round: global hooks, and hooks on the same tensors, that do nothing. Shown
+are the median over the rounds and a 95 % interval of that median. All times are CPU time of the thread that trains, as
+the system counts it: another process takes none of it, but slows it down through the caches and cores that they share.
+`plain again` is the noise of all this: it should be 0.
+
+The device path here is the native writer with a reader that launches nothing: it takes a value of the page for each
+tensor, and leaves it pending. No number is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpuwatch.core.frames import RowKind
+from gpuwatch.core.pages import Names, decode_page
+from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.reader import RecorderReader
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.records import Fault
+from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.core.values import PENDING
+from gpuwatch.worker.hooks.forward import Hooks
+from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.stats.tensor_stats import TensorStats
+from overhead import PEER, Peer, Plain, Task, interval, machine, one_of, parameters, shared_memory
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+MODELS = ("gpt2", "t5")
+LAYERS, WIDTH, VOCABULARY, TOKENS = 12, 32, 64, 8
+PARTS = ("forward", "backward", "optimizer")
+NO_GRADS, GRADS = ("forward", "weights"), ("forward", "weights", "grads")
+WATCH = {"": NO_GRADS, " +grads": GRADS}
+PLAIN, AGAIN, FLOOR, NATIVE, PYTHON, DEVICE = "plain", "plain again", "floor", "host, native", "host, Python", "device"
+
+PER_FRAME_US, PER_TENSOR_US = 10.0, 10.0
+"""At most: above the floor, on the host path per frame, on the device path per measured tensor."""
+
+
+# -- what is trained ------------------------------------------------------------------------------------------------
+
+
+def task(name: str) -> Task:
+    """The model, its batch and its optimizer."""
+    torch.manual_seed(0)
+    model = (_gpt2() if name == "gpt2" else _t5()).train()
+    ids = torch.randint(2, VOCABULARY, (1, TOKENS))
+    return Task(model, {"input_ids": ids, "labels": ids}, torch.optim.AdamW(model.parameters(), lr=1e-5))
+
+
+def _gpt2() -> nn.Module:
+    sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 2, "n_positions": TOKENS, "vocab_size": VOCABULARY}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False))
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def _t5() -> nn.Module:
+    sizes = {"d_model": WIDTH, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": LAYERS, "vocab_size": VOCABULARY}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, use_cache=False))
+
+
+# -- who looks on ---------------------------------------------------------------------------------------------------
+
+
+class Floor:
+    """Hooks that do nothing, in all the places where ours are: the least that any watcher in Python costs."""
+
+    def __init__(self, grads: bool) -> None:
+        self._grads = grads
+        self._handles: list[Any] = []
+        self._watched: set[int] = set()
+
+    def attach(self) -> None:
+        """Register the global hooks."""
+        self._watched = set()
+        self._handles = [
+            torch_module.register_module_forward_pre_hook(self._before),
+            torch_module.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+            torch_optimizer.register_optimizer_step_pre_hook(self._step),
+            torch_optimizer.register_optimizer_step_post_hook(self._step),
+        ]
+
+    def detach(self) -> None:
+        """Take all of them out again."""
+        for handle in self._handles:
+            handle.remove()
+            torch_module._global_forward_hooks_with_kwargs.pop(getattr(handle, "id", -1), None)
+        self._handles = []
+
+    def _before(self, module: nn.Module, args: Any) -> None:
+        pass
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._grads:
+            return
+        if isinstance(output, torch.Tensor) and output._backward_hooks is None and output.grad_fn is not None:
+            output.register_hook(_nothing)
+        if id(module) not in self._watched:  # in the first step after attaching, which is not measured
+            self._watched.add(id(module))
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(_nothing))
+
+    def _step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        pass
+
+
+def _nothing(tensor: torch.Tensor) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one step records."""
+
+    frames: int
+    rows: int
+    tensors: int
+    gradients: int
+    steps: int
+    """Frames of the optimizer: one for each module that has weights"""
+    left: int
+    """Frames of the forward that the native writer has left to Python"""
+
+
+class Gpuwatch:
+    """The worker's own hooks, with a recorder such as a launch gives to a rank."""
+
+    def __init__(self, folder: Path, name: str, watch: tuple[str, ...]) -> None:
+        self._path = folder / f"{name}{len(watch)}.recorder"
+        recorder = RecorderWriter(self._path, rank=0, local_rank=0, world_size=1, attempt=0)
+        real = native_writer.FrameWriter
+        if name == PYTHON:
+            native_writer.FrameWriter = None
+        try:
+            self._hooks = Hooks(recorder, WorkerSettings("", watch=watch), 0)
+        finally:
+            native_writer.FrameWriter = real
+        if name == DEVICE:
+            _use_device(self._hooks, recorder)
+        if name != PYTHON and self._hooks.writer is None:
+            raise SystemExit("the native part is not there: install a C compiler, then gpuwatch again")
+        self.attach, self.detach = self._hooks.attach, self._hooks.detach
+        self.left = 0
+        self._count_what_is_left()
+
+    def _count_what_is_left(self) -> None:
+        take = self._hooks._take_frame
+
+        def counted(*call: Any) -> None:
+            self.left += 1
+            take(*call)
+
+        self._hooks._take_frame = counted  # type: ignore[method-assign]
+
+    def seen(self) -> Counts:
+        """What is in the last page: a watcher that sees nothing would be the cheapest of all. Raises on a fault."""
+        reader = RecorderReader(self._path)
+        try:
+            names = Names()
+            definitions, events = reader.new_entries()
+            names.add(definitions)
+            pages = reader[Field.PAGE] + 1
+            message = reader.page(pages - 1)
+        finally:
+            reader.close()
+        faults = [f"{event.part}: {event.message}" for event in events if isinstance(event, Fault)]
+        if faults or message is None:
+            raise SystemExit(f"{self._path.name}: {faults[:1] or 'no page'}")
+        page = decode_page(message, names)
+        forward = [frame for frame in page.frames if frame.phase == "forward"]
+        return Counts(
+            frames=len(forward),
+            rows=sum(len(frame.rows) for frame in forward),
+            tensors=len({row.value for frame in forward for row in frame.rows if row.value >= 0}),
+            gradients=sum(frame.phase == "backward" for frame in page.frames),
+            steps=sum(frame.phase == "optimizer" for frame in page.frames),
+            left=round(self.left / pages),
+        )
+
+
+def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
+    """Take every tensor for one on a device, with a reader that launches nothing."""
+
+    pending = TensorStats(0, 0, PENDING, RowKind.MEASURED)
+
+    def value(tensor: torch.Tensor, count: bool) -> int:
+        return recorder.value(0, 0, PENDING)
+
+    def weight(parameter: torch.Tensor, known: TensorStats | None, count: bool) -> tuple[int, TensorStats]:
+        return recorder.value(0, 0, PENDING), pending
+
+    writer = native_writer.native_writer_of(
+        hooks.progress,
+        hooks.rows,
+        hooks.policy,
+        hooks._gradients,
+        device_value=value,
+        device_weight=weight,
+        reads_host=False,
+    )
+    hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
+
+
+# -- how long it takes ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Variant:
+    """One way to train, and the microseconds that each part of a step took in each round."""
+
+    name: str
+    watcher: Plain | Floor | Gpuwatch | Peer
+    us: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+
+
+def variants(job: Task, folder: Path) -> list[Variant]:
+    """All of them, with the task that they share."""
+    found = [Variant(PLAIN, Plain()), Variant(AGAIN, Plain())]
+    found += [Variant(FLOOR + suffix, Floor("grads" in watch)) for suffix, watch in WATCH.items()]
+    for name in (NATIVE, PYTHON, DEVICE):
+        found += [Variant(name + suffix, Gpuwatch(folder, name, watch)) for suffix, watch in WATCH.items()]
+    return [*found, Variant(PEER, Peer(job.model))]
+
+
+def floor_of(name: str) -> str:
+    """Whose time is taken off a variant's: that of hooks in the same places."""
+    return (
+        PLAIN if name in (AGAIN, FLOOR, FLOOR + " +grads") else FLOOR + (" +grads" if name.endswith("+grads") else "")
+    )
+
+
+def _block(variant: Variant, job: Task, steps: int) -> dict[str, float]:
+    """Microseconds of CPU time per step, by part; the first step after attaching puts hooks in and is not measured."""
+    clock = time.thread_time_ns
+    spent = dict.fromkeys(PARTS, 0)
+    variant.watcher.attach()
+    try:
+        for number in range(steps + 1):
+            job.optimizer.zero_grad()
+            start = clock()
+            loss = job.model(**job.batch).loss
+            forward = clock()
+            loss.backward()
+            backward = clock()
+            job.optimizer.step()
+            end = clock()
+            del loss
+            if number:
+                for part, ns in zip(PARTS, (forward - start, backward - forward, end - backward), strict=True):
+                    spent[part] += ns
+    finally:
+        variant.watcher.detach()
+    return {part: ns / 1e3 / steps for part, ns in spent.items()}
+
+
+def measure(model: str, rounds: int, steps: int) -> tuple[list[Variant], dict[str, Counts]]:
+    """All variants of a model, in turns."""
+    order = random.Random(0)
+    with tempfile.TemporaryDirectory(prefix="gpuwatch-host-cost-", dir=shared_memory()) as folder:
+        job = task(model)
+        found = variants(job, Path(folder))
+        for one in found:
+            _block(one, job, 2)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            for _ in range(rounds):
+                gc.collect()
+                for one in order.sample(found, len(found)):
+                    for part, us in _block(one, job, steps).items():
+                        one.us[part].append(us)
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        counts = {one.name: one.watcher.seen() for one in found if isinstance(one.watcher, Gpuwatch)}
+    return found, counts
+
+
+# -- what is shown --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """A time in microseconds: the median over the rounds, and a 95 % interval of that median."""
+
+    model: str
+    variant: str
+    what: str
+    us: float
+    interval: tuple[float, float]
+    target: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the target was met; `within noise` where the interval holds it."""
+        if self.target is None:
+            return ""
+        low, high = self.interval
+        clear = "" if high <= self.target or low > self.target else ", within noise"
+        return ("pass" if self.us <= self.target else "FAIL") + clear
+
+
+def _row(model: str, variant: str, what: str, us: list[float], target: float | None = None) -> Row:
+    return Row(model, variant, what, statistics.median(us), interval(us), target)
+
+
+def rows_of(model: str, found: list[Variant], counts: dict[str, Counts]) -> tuple[list[Row], list[Row]]:
+    """(whole steps and their parts, what one thing costs above the floor)."""
+    by_name = {one.name: one for one in found}
+    steps: list[Row] = []
+    costs: list[Row] = []
+    for one in found:
+        total = [sum(parts) for parts in zip(*one.us.values(), strict=True)]
+        steps += [_row(model, one.name, part, us) for part, us in [*one.us.items(), ("step", total)]]
+        if one.name == PLAIN:
+            continue
+        floor = by_name[floor_of(one.name)]
+        above = {part: [a - b for a, b in zip(one.us[part], floor.us[part], strict=True)] for part in PARTS}
+        count = counts.get(one.name, counts[NATIVE + " +grads"])
+        costs += costs_of(model, one.name, above, count)
+    return steps, costs
+
+
+def costs_of(model: str, name: str, above: dict[str, list[float]], count: Counts) -> list[Row]:
+    """What one frame, row, measured tensor, gradient and optimizer step cost above the floor."""
+    is_host, is_device = name.startswith(NATIVE), name.startswith(DEVICE)
+    grads = name.endswith("+grads")
+    divided: list[tuple[str, str, int, float | None]] = [
+        ("module call (frame)", "forward", count.frames, PER_FRAME_US if is_host else None),
+        ("row", "forward", count.rows, None),
+        ("measured tensor", "forward", count.tensors, PER_TENSOR_US if is_device else None),
+    ]
+    if grads:
+        target = PER_FRAME_US if is_host else PER_TENSOR_US if is_device else None
+        divided.append(("gradient", "backward", count.gradients, target))
+    divided.append(("optimizer step", "optimizer", 1, None))
+    if name not in (AGAIN, PEER) and not name.startswith(FLOOR):
+        target = PER_FRAME_US if is_host else None
+        divided.append(("optimizer step, per module", "optimizer", count.steps, target))
+    return [
+        _row(model, name, what, [us / number for us in above[part]], target) for what, part, number, target in divided
+    ]
+
+
+def table_of_steps(rows: list[Row]) -> Table:
+    """A line for each variant."""
+    shown = Table(title="CPU time of a step, in us (median)", title_justify="left")
+    for head in ("model", "variant"):
+        shown.add_column(head, no_wrap=True)
+    for head in (*PARTS, "step", "95 % of the median", "of plain"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    cells: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row.model, row.variant), {})[row.what] = row
+    last = ""
+    for (model, variant), found in cells.items():
+        if last and model != last:
+            shown.add_section()
+        last = model
+        whole, plain = found["step"], cells[model, PLAIN]["step"]
+        shown.add_row(
+            model,
+            variant,
+            *(f"{found[part].us:,.0f}" for part in (*PARTS, "step")),
+            "{:,.0f} - {:,.0f}".format(*whole.interval),
+            f"{whole.us / plain.us:.2f}",
+        )
+    return shown
+
+
+def table_of_costs(rows: list[Row]) -> Table:
+    """A line for each variant and thing."""
+    title = "CPU time above hooks that do nothing (of those themselves: above plain), in us"
+    shown = Table(title=title, title_justify="left")
+    for head in ("model", "variant", "one"):
+        shown.add_column(head, no_wrap=True)
+    for head in ("median", "95 % of the median", "at most"):
+        shown.add_column(head, justify="right", no_wrap=True)
+    shown.add_column("", no_wrap=True)
+    last = rows[0].model, rows[0].variant
+    for row in rows:
+        if (row.model, row.variant) != last:
+            shown.add_section()
+        last = row.model, row.variant
+        at_most = f"{row.target:.0f}" if row.target is not None else ""
+        spread = "{:.2f} - {:.2f}".format(*row.interval)
+        shown.add_row(row.model, row.variant, row.what, f"{row.us:.2f}", spread, at_most, row.verdict)
+    return shown
+
+
+def main() -> None:
+    """Measure, print, and save."""
+    parser = argparse.ArgumentParser(description="What watching costs the host, per frame, row, gradient and step.")
+    parser.add_argument("--models", type=one_of(MODELS), default=list(MODELS), help="of gpt2,t5; default: both")
+    parser.add_argument("--rounds", type=int, default=40, metavar="N", help="turns of each variant; default: 40")
+    parser.add_argument("--steps", type=int, default=3, metavar="N", help="measured steps in a turn; default: 3")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every single figure, too")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 1:
+        parser.error("--rounds and --steps must be at least 1")
+    torch.set_num_threads(1)
+
+    steps: list[Row] = []
+    costs: list[Row] = []
+    samples: dict[str, Any] = {}
+    for model in options.models:
+        total, _ = parameters(task(model).model)
+        found, counts = measure(model, options.rounds, options.steps)
+        count = counts[NATIVE + " +grads"]
+        print(
+            f"{model}: {total / 1e3:.0f}k parameters; a step records {count.frames} frames of the forward with "
+            f"{count.rows} rows about {count.tensors} tensors, {count.gradients} gradients, and the weights of "
+            f"{count.steps} modules; the native writer leaves {count.left} frames to Python, on the device path "
+            f"{counts[DEVICE + ' +grads'].left}",
+            file=sys.stderr,
+        )
+        of_steps, of_costs = rows_of(model, found, counts)
+        steps += of_steps
+        costs += of_costs
+        samples[model] = {
+            "counts": {name: asdict(one) for name, one in counts.items()},
+            "us": {one.name: one.us for one in found},
+        }
+
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(machine("cpu"))
+    console.print(table_of_steps(steps))
+    console.print(table_of_costs(costs))
+    if options.json:
+        rows = [{**asdict(row), "verdict": row.verdict} for row in steps + costs]
+        document = {"machine": machine("cpu"), "rounds": options.rounds, "steps": options.steps, "rows": rows}
+        options.json.write_text(json.dumps({**document, "samples": samples}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

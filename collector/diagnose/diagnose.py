@@ -1,0 +1,21 @@
+"""One rank's diagnosis: where its first non-finite value came from. Pure; called once per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...core.frames import Page
+from ...core.records import Anomaly
+from .local_diagnosis import LocalDiagnosis, from_event
+from .origin import origin_in_page
+
+
+def diagnose(anomalies: Sequence[Anomaly], pages: Mapping[int, Page]) -> LocalDiagnosis | None:
+    """The diagnosis of a rank's first anomaly, from its page if that was received; None if the rank had none.
+
+    `anomalies` are in the order in which they happened; `pages` are the rank's pages by number.
+    """
+    if not anomalies:
+        return None
+    page = pages.get(anomalies[0].where.page)
+    return origin_in_page(page, anomalies[0]) if page is not None else from_event(anomalies[0])

@@ -1,0 +1,31 @@
+"""The other attempts of a job that torchrun restarted: a line for each that the verdict is not about."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..decide.ending_verdict import ending_text
+from ..decide.order import earliest
+from ..decide.words import found_text
+from ..facts import RunFacts
+
+
+class AttemptReport(msgspec.Struct, frozen=True):
+    """An attempt that the verdict is not about."""
+
+    attempt: int
+    statement: str
+
+
+def other_attempts(facts: RunFacts, attempt: int) -> list[AttemptReport]:
+    """How every attempt but this one ended, in their order."""
+    numbers = sorted({number for number, _ in facts.ranks} - {attempt})
+    return [AttemptReport(number, _statement(facts, number)) for number in numbers]
+
+
+def _statement(facts: RunFacts, attempt: int) -> str:
+    diagnoses = [rank.diagnosis for rank in facts.of_attempt(attempt) if rank.diagnosis is not None]
+    if diagnoses:
+        first = earliest(diagnoses)[0]
+        return f"rank {first.rank}: {found_text(first)}, batch {first.batch}"
+    return ending_text(facts, attempt)

@@ -1,0 +1,60 @@
+"""A message with all its text made safe to show (core/shown.py), before anything is made of it. Pure.
+
+A script chooses the names of its modules, classes and arguments, the messages of its exceptions and its command line.
+What is safe here is safe in the verdict, the text, report.json and every later rendering. Names in definitions are made
+safe where they are given to pages (core/pages.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..core.records import RootDef, split_label
+from ..core.shown import shown, shown_lines, shown_name
+
+_NAMES = frozenset({"module", "cls", "role", "pattern", "error", "host", "node", "device", "dtype", "part", "stage"})
+_SEVERAL_LINES = frozenset({"traceback", "message"})
+"""Of an exception: shown line by line."""
+
+T = TypeVar("T")
+
+
+def shown_body(body: T) -> T:
+    """The same message; the very same object if all its text is safe."""
+    result: T = _safe(body, "", type(body).__name__)
+    return result
+
+
+def _safe(value: Any, field: str, owner: str) -> Any:
+    if isinstance(value, str):
+        return _text(value, field, owner)
+    if isinstance(value, msgspec.Struct):
+        name = type(value).__name__
+        pairs = ((key, getattr(value, key)) for key in value.__struct_fields__)
+        changed = {key: safe for key, old in pairs if (safe := _safe(old, key, name)) is not old}
+        return msgspec.structs.replace(value, **changed) if changed else value
+    if isinstance(value, list):
+        items = [_safe(item, field, owner) for item in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if isinstance(value, dict):
+        entries = {_safe(key, "", owner): _safe(item, field, owner) for key, item in value.items()}
+        same = all(new is old for new, old in zip(entries.values(), value.values(), strict=False))
+        return value if same and entries.keys() == value.keys() else entries
+    return value
+
+
+def _text(text: str, field: str, owner: str) -> str:
+    if field in _SEVERAL_LINES and owner == "ScriptError":
+        return text if text.isprintable() else shown_lines(text)
+    if field == "root":
+        return _root(text)
+    return shown_name(text) if field in _NAMES else shown(text)
+
+
+def _root(label: str) -> str:
+    """A root's label, as it is made of the definition's class."""
+    cls, ordinal = split_label(label)
+    known = RootDef(0, cls, ordinal).label == label
+    return RootDef(0, shown_name(cls), ordinal).label if known else shown_name(label)

@@ -1,0 +1,201 @@
+"""What a frame's numbers mean: an alarm, expected, hidden by a rule, near overflow, underflow. The one place for that.
+
+`judge` is a pure function of a frame and of what its page has shown before it. It does not matter where the tensors
+lay, whether the numbers were there at once or came a batch later, or which hook wrote the frame.
+
+Recorded, and no alarm:
+- an input: a mask, a buffer from `torch.empty`. It becomes one when something bad comes out.
+- -inf alone in an output, what masks are made of; except where a module computed it with weights of its own from
+  finite inputs.
+- an output that is one of the inputs, unchanged or written into. If the input was finite when it was last seen, the
+  call has changed it in place, and it is an alarm.
+- a gradient that a GradScaler looks at before it is used.
+- what a rule of the user's covers, and the same tensor in the calls that pass it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import NamedTuple
+
+from .frames import Frame, Mark, Page, Row
+from .records import Anomaly, Where
+from .roles import GRADIENTS, RoleKind
+from .values import DTYPE_MAX, NonFinite, name_of
+
+EXPECTED = Mark.IGNORED | Mark.PASSED_THROUGH | Mark.SCALED
+
+
+class Limits(NamedTuple):
+    """From where on a finite value is worth a warning."""
+
+    near_overflow: float = 0.0
+    """Powers of two below the dtype's largest number; 0: no warning."""
+    underflow_share: float = 0.0
+    """Share of subnormal elements, 0 to 1; 0 or 1: no warning."""
+
+
+class Judgement(NamedTuple):
+    """What follows from one frame."""
+
+    alarm: Row | None = None
+    """The first row that is an alarm: a weight, then an output, then a gradient."""
+    hidden: tuple[Row, ...] = ()
+    """Non-finite rows that a rule of the user's covers."""
+    scaled: Row | None = None
+    """The first non-finite gradient that a GradScaler is to catch."""
+    warnings: tuple[tuple[str, Row], ...] = ()
+    """(`near overflow` or `underflow`, row)"""
+
+
+_NOTHING: frozenset[int] = frozenset()
+NO_LIMITS = Limits()
+
+
+def judge(
+    frame: Frame, limits: Limits = NO_LIMITS, waived: Set[int] = _NOTHING, returned: Set[int] = _NOTHING
+) -> Judgement:
+    """Judge one frame.
+
+    `waived`: values of the page that a rule covered where they were first returned. `returned`: values of the page
+    that an earlier call has returned; a warning about them was given there. `PageSoFar` keeps both.
+    """
+    hidden: list[Row] = []
+    scaled: Row | None = None
+    warnings: list[tuple[str, Row]] = []
+    for row in frame.rows:
+        if row.flags:
+            if row.mark & Mark.IGNORED and not is_argument(row):
+                hidden.append(row)
+            elif row.mark & Mark.SCALED and row.role_kind in GRADIENTS and scaled is None:
+                scaled = row
+        elif row.value not in returned:
+            kind = _warning(row, limits)
+            if kind is not None:
+                warnings.append((kind, row))
+    return Judgement(_alarm(frame, waived), tuple(hidden), scaled, tuple(warnings))
+
+
+class PageSoFar:
+    """What the frames of a page have shown, in the order in which they were written. A fold around `judge`."""
+
+    __slots__ = ("returned", "waived")
+
+    def __init__(self) -> None:
+        self.waived: set[int] = set()
+        self.returned: set[int] = set()
+
+    def judge(self, frame: Frame, limits: Limits = NO_LIMITS) -> Judgement:
+        """Judge the next frame."""
+        found = judge(frame, limits, self.waived, self.returned)
+        for row in frame.outputs:
+            if row.value >= 0 and (row.flags or row.headroom is not None):
+                self.returned.add(row.value)
+                if row.mark & Mark.IGNORED:
+                    self.waived.add(row.value)
+        return found
+
+
+def is_argument(row: Row) -> bool:
+    """Whether a row is about what a call was handed, now or before the call changed it."""
+    return row.role_kind in (RoleKind.INPUT, RoleKind.BEFORE)
+
+
+def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
+    weights, outputs, gradients = frame.weights, frame.outputs, frame.gradients
+    if not any(row.flags for row in (*weights, *outputs, *gradients)):
+        return None
+    input_flags = 0
+    handed: set[int] = set()
+    was_finite: set[str] = set()
+    for row in frame.rows:
+        if row.role_kind is RoleKind.BEFORE and not row.flags and row.kind == "measured":
+            was_finite.add(row.parsed_role.name)
+    for row in frame.inputs:
+        input_flags |= row.flags
+        if row.value >= 0 and row.role not in was_finite:
+            handed.add(row.value)
+    for row in (*weights, *outputs, *gradients):
+        returned = row.role_kind is RoleKind.OUTPUT
+        if returned and (row.value in handed or row.value in waived):
+            continue
+        if not row.flags or row.mark & EXPECTED:
+            continue
+        if returned and row.flags == NonFinite.NEGINF and (not weights or input_flags):
+            continue
+        return row
+    return None
+
+
+def _warning(row: Row, limits: Limits) -> str | None:
+    """What a finite row is a warning of; None for most."""
+    if row.role_kind not in (RoleKind.OUTPUT, *GRADIENTS) or row.mark & Mark.IGNORED:
+        return None
+    if (
+        limits.near_overflow > 0
+        and row.headroom is not None
+        and row.headroom <= limits.near_overflow
+        and row.abs_max != DTYPE_MAX.get(row.dtype)  # what masks are filled with
+    ):
+        return "near overflow"
+    share = limits.underflow_share
+    if row.subnormals is None or not 0 < share < 1:
+        return None
+    vanished = row.zeros == 1.0 and row.role_kind is RoleKind.GRAD_OUTPUT
+    return "underflow" if vanished or row.subnormals >= share else None
+
+
+def alarm_of(frame: Frame) -> Row | None:
+    """The first row of a frame that is an alarm, the frame taken by itself."""
+    return _alarm(frame, _NOTHING)
+
+
+def first_alarm(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:
+    """The first alarm of a page, in the order in which things happened."""
+    page = PageSoFar()
+    for frame in frames:
+        row = page.judge(frame).alarm
+        if row is not None:
+            return frame, row
+    return None
+
+
+def first_expected_gradient(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:
+    """The first non-finite gradient of a page that a GradScaler was to catch."""
+    for frame in frames:
+        row = judge(frame).scaled
+        if row is not None:
+            return frame, row
+    return None
+
+
+def anomaly_of_page(page: Page, *, aborts: bool = False) -> Anomaly | None:
+    """The event that a page stands for, when nobody could look at it while it was written."""
+    found = first_alarm(sorted(page.frames, key=lambda frame: frame.index))
+    return anomaly_of(page, *found, aborts=aborts) if found is not None else None
+
+
+def anomaly_of(page: Page, frame: Frame, row: Row, *, aborts: bool = False, cause: str = "") -> Anomaly:
+    """The event for one row of a page."""
+    where = Where(page.rank, page.attempt, page.step, page.batch, page.root, page.number, frame.seq)
+    return anomaly_at(where, frame, row, aborts=aborts, cause=cause)
+
+
+def anomaly_at(where: Where, frame: Frame, row: Row, *, aborts: bool = False, cause: str = "") -> Anomaly:
+    """The event for one row of a frame, at a place in the run."""
+    return Anomaly(
+        where=where,
+        frame=frame.index,
+        module=frame.module,
+        cls=frame.cls,
+        phase=frame.phase,
+        role=row.role,
+        value=name_of(NonFinite(row.flags)),
+        dtype=row.dtype,
+        shape=row.shape,
+        inputs_finite=all(entry.finite for entry in frame.inputs),
+        weights_finite=all(entry.finite for entry in frame.weights),
+        aborts=aborts,
+        cause=cause or ("not looked into: --every" if row.mark & Mark.SKIPPED else ""),
+        collectives=frame.collectives,
+    )

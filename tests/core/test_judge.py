@@ -1,0 +1,294 @@
+"""Which rows are an alarm: the rule as a table, a frame in each line."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from gpuwatch.core.frames import Frame, Mark, Page, Row
+from gpuwatch.core.judge import (
+    Limits,
+    PageSoFar,
+    alarm_of,
+    anomaly_of,
+    anomaly_of_page,
+    first_alarm,
+    first_expected_gradient,
+    judge,
+)
+from gpuwatch.core.records import Anomaly, Where
+from gpuwatch.core.values import NonFinite
+
+NAN, POSINF, NEGINF, INF = NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF, NonFinite.INF
+PASSED, SCALED, IGNORED = Mark.PASSED_THROUGH, Mark.SCALED, Mark.IGNORED
+
+
+def row(role: str, flags: int = 0, *, mark: int = 0, value: int = -1) -> Row:
+    flags = NonFinite(flags)
+    return Row(
+        role,
+        None if flags else 0.5,
+        None if flags else 2.0,
+        bool(flags & NAN),
+        bool(flags & (POSINF | INF)),
+        bool(flags & NEGINF),
+        "float16",
+        [2, 3],
+        flags=int(flags),
+        mark=int(mark),
+        value=value,
+    )
+
+
+def frame(*rows: Row, phase: str = "forward", index: int = 0, module: str = "fc", **more: int) -> Frame:
+    return Frame(3, index, module, "Linear", phase, list(rows), **more)
+
+
+FINE = [row("weight"), row("input[0]"), row("output")]
+
+CASES = {
+    # -- origins and carriers
+    "all finite": (FINE, None),
+    "no rows": ([], None),
+    "nan made from finite inputs": ([row("weight"), row("input[0]"), row("output", NAN)], "output"),
+    "inf made from finite inputs": ([row("weight"), row("input[0]"), row("output", POSINF)], "output"),
+    "an inf whose sign nobody looked at": ([row("input[0]"), row("output", INF)], "output"),
+    "both infs": ([row("input[0]"), row("output", POSINF | NEGINF)], "output"),
+    "a carrier": ([row("weight"), row("input[0]", NAN), row("output", NAN)], "output"),
+    "a carrier of an inf that became nan": ([row("input[0]", POSINF), row("output", NAN)], "output"),
+    "the second output of two": ([row("input[0]"), row("output[0]"), row("output[1]", NAN)], "output[1]"),
+    "the first of two bad outputs": ([row("output.loss", POSINF), row("output.logits", NAN)], "output.loss"),
+    "no inputs at all": ([row("output", NAN)], "output"),
+    # -- inputs
+    "a bad input and a finite output": ([row("weight"), row("input[0]", NAN), row("output")], None),
+    "an uninitialised buffer to write into": (
+        [row("input[0]"), row("kwargs.out", NAN | POSINF | NEGINF), row("output")],
+        None,
+    ),
+    "a bad input of a call that raised": ([row("weight"), row("input[0]", NAN)], None),
+    "finite inputs of a call that raised": ([row("weight"), row("input[0]")], None),
+    # -- masks
+    "a mask as input": ([row("weight"), row("input[0]"), row("kwargs.mask", NEGINF), row("output")], None),
+    "a mask that is made": ([row("input[0]"), row("output", NEGINF)], None),
+    "a mask added to scores": ([row("input[0]"), row("input[1]", NEGINF), row("output", NEGINF)], None),
+    "a mask that became nan": ([row("input[0]"), row("kwargs.mask", NEGINF), row("output", NAN)], "output"),
+    "a mask that became +inf": ([row("input[0]", NEGINF), row("output", POSINF)], "output"),
+    "-inf with a nan beside it": ([row("input[0]"), row("output", NEGINF | NAN)], "output"),
+    "-inf computed with weights of its own": ([row("weight"), row("input[0]"), row("output", NEGINF)], "output"),
+    "-inf computed with weights, from a mask": (
+        [row("weight"), row("input[0]"), row("kwargs.mask", NEGINF), row("output", NEGINF)],
+        None,
+    ),
+    "-inf computed with weights, from a nan": (
+        [row("weight"), row("input[0]", NAN), row("output", NEGINF)],
+        None,
+    ),
+    "-inf of a call with only an optimizer's state": ([row("state exp_avg weight"), row("output", NEGINF)], None),
+    # -- outputs that are inputs
+    "an input passed on, the same tensor": ([row("input[0]", NAN, value=4), row("output", NAN, value=4)], None),
+    "an argument by name passed on": ([row("kwargs.x", NAN, value=4), row("output[1]", NAN, value=4)], None),
+    "another tensor than the input": ([row("input[0]", NAN, value=4), row("output", NAN, value=5)], "output"),
+    "two tensors that nobody measured": ([row("input[0]", NAN), row("output", NAN)], "output"),
+    "a buffer written into": ([row("input[0]", NAN, value=4), row("output", NAN, value=5, mark=PASSED)], None),
+    "a buffer passed on and a bad output beside it": (
+        [row("input[0]", NAN, value=4), row("output[0]", NAN, value=4), row("output[1]", NAN, value=5)],
+        "output[1]",
+    ),
+    # -- rules of the user's
+    "an ignored output": ([row("input[0]"), row("output", NAN, mark=IGNORED)], None),
+    "an ignored weight and a bad output": ([row("weight", NAN, mark=IGNORED), row("output", NAN)], "output"),
+    "an ignored gradient": ([row("grad weight", NAN, mark=IGNORED)], None),
+    "ignored and more": ([row("grad weight", NAN, mark=IGNORED | SCALED)], None),
+    # -- weights
+    "a bad weight": ([row("weight", NAN), row("bias"), row("input[0]"), row("output", NAN)], "weight"),
+    "a bad bias": ([row("weight"), row("bias", POSINF), row("input[0]"), row("output", POSINF)], "bias"),
+    "a weight of -inf": ([row("weight", NEGINF), row("input[0]"), row("output")], "weight"),
+    "a bad weight of a call that raised": ([row("weight", NAN), row("input[0]", NAN)], "weight"),
+    "a weight below its module's output": ([row("output", NAN), row("weight", NAN)], "weight"),
+    # -- gradients
+    "a nan in a gradient of an activation": ([row("grad output", NAN)], "grad output"),
+    "an inf in a gradient of a weight": ([row("grad weight"), row("grad bias", POSINF)], "grad bias"),
+    "-inf alone in a gradient": ([row("grad output[0]", NEGINF)], "grad output[0]"),
+    "a gradient that a scaler checks": ([row("grad weight", POSINF, mark=SCALED)], None),
+    "a scaled gradient of -inf": ([row("grad output", NEGINF, mark=SCALED)], None),
+    "a scaled gradient, and one that is not": (
+        [row("grad weight", POSINF, mark=SCALED), row("grad bias", NAN)],
+        "grad bias",
+    ),
+    # -- the optimizer step
+    "a weight after the step": ([row("weight", NAN), row("state exp_avg weight", NAN)], "weight"),
+    "a state alone is evidence and no alarm": ([row("weight"), row("state exp_avg_sq weight", POSINF)], None),
+}
+
+
+@pytest.mark.parametrize(("rows", "role"), CASES.values(), ids=CASES)
+def test_the_row_of_a_frame_that_is_an_alarm(rows, role):
+    found = alarm_of(frame(*rows))
+    assert (found.role if found is not None else None) == role
+
+
+def around(role: str, flags: int, mark: int, has_weights: bool, input_flags: int) -> Frame:
+    """A frame with one row to be judged."""
+    rows = [row("input[0]", input_flags), row(role, flags, mark=mark)]
+    return frame(*([row("weight")] if has_weights else []), *rows)
+
+
+@pytest.mark.parametrize("mark", [m for m in map(Mark, range(8)) if m])
+@pytest.mark.parametrize("flags", range(1, 16))
+def test_whatever_is_expected_is_no_alarm_in_any_row(flags, mark):
+    for role, has_weights, input_flags in itertools.product(("output", "grad bias"), (False, True), (0, NAN)):
+        what = {"role": role, "flags": flags, "has_weights": has_weights, "input_flags": input_flags}
+        assert alarm_of(around(mark=mark, **what)) is None
+        later, plain = alarm_of(around(mark=16, **what)), alarm_of(around(mark=0, **what))
+        assert (later is None) == (plain is None), "a mark of a later version hides nothing"
+
+
+@pytest.mark.parametrize("flags", range(16))
+def test_only_neginf_in_an_output_depends_on_where_it_came_from(flags):
+    for role, has_weights, input_flags in itertools.product(("output", "grad bias"), (False, True), (0, NEGINF)):
+        expected = bool(flags)
+        if flags == NEGINF and role == "output":
+            expected = has_weights and not input_flags
+        assert (alarm_of(around(role, flags, 0, has_weights, input_flags)) is not None) == expected
+
+
+# -- changed in place, waived, warned of ---------------------------------------------------------------------------
+
+
+CHANGED = {
+    "it was finite before": (
+        [row("input[0]", NAN, value=4), row("output", NAN, value=4), row("before input[0]")],
+        True,
+    ),
+    "it was bad before": (
+        [row("input[0]", NAN, value=4), row("output", NAN, value=4), row("before input[0]", NAN)],
+        False,
+    ),
+    "another argument was": (
+        [
+            row("input[0]"),
+            row("input[1]", NAN, value=4),
+            row("output", NAN, value=4),
+            row("before input[0]", value=1),
+        ],
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("rows", "alarms"), CHANGED.values(), ids=CHANGED)
+def test_an_argument_that_the_call_changed_in_place(rows, alarms):
+    assert (alarm_of(frame(*rows)) is not None) == alarms
+
+
+def test_what_a_rule_covers_is_hidden_and_passing_it_on_is_no_alarm():
+    so_far = PageSoFar()
+    made = so_far.judge(frame(row("input[0]"), row("output", NAN, value=7, mark=IGNORED)))
+    passed_on = so_far.judge(frame(row("input[0]"), row("output", NAN, value=7)))
+    other = so_far.judge(frame(row("input[0]"), row("output", NAN, value=8)))
+
+    assert (made.alarm, [hidden.role for hidden in made.hidden]) == (None, ["output"])
+    assert (passed_on.alarm, passed_on.hidden) == (None, ())
+    assert other.alarm is not None
+
+
+def test_a_row_of_an_argument_is_never_hidden():
+    assert judge(frame(row("input[0]", NAN, mark=IGNORED), row("output"))).hidden == ()
+
+
+def test_a_warning_is_given_where_the_value_was_first_returned():
+    limits = Limits(near_overflow=1.0, underflow_share=0.1)
+    near = msgspec.structs.replace(row("output", value=3), abs_max=40000.0, headroom=0.7)
+    so_far = PageSoFar()
+
+    assert [kind for kind, _ in so_far.judge(frame(near), limits).warnings] == ["near overflow"]
+    assert so_far.judge(frame(near, module="parent"), limits).warnings == ()
+    assert judge(frame(near)).warnings == (), "nobody asked"
+
+
+def test_a_gradient_that_a_scaler_catches_is_told_apart():
+    found = judge(frame(row("grad weight"), row("grad bias", POSINF, mark=SCALED)))
+
+    assert found.alarm is None
+    assert found.scaled is not None
+    assert found.scaled.role == "grad bias"
+
+
+# -- pages --------------------------------------------------------------------------------------------------------
+
+
+def page(*frames: Frame) -> Page:
+    return Page(2, 1, 4, "Net#2", 3, 7, True, list(frames))
+
+
+CLEAN = frame(*FINE, index=0)
+MASK = frame(row("input[0]"), row("output", NEGINF), index=1, module="mask")
+SOFTMAX = frame(row("input[0]", NEGINF), row("output", NAN), index=2, module="softmax", depth=2, seq=17, collectives=3)
+AFTER = frame(row("weight"), row("input[0]", NAN), row("output", NAN), index=3, module="after")
+
+
+def test_the_first_alarm_is_the_first_frame_with_one():
+    found, bad = first_alarm([CLEAN, MASK, SOFTMAX, AFTER])
+    assert (found, bad.role) == (SOFTMAX, "output")
+    assert first_alarm([CLEAN, MASK]) is None
+    assert first_alarm([]) is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([CLEAN, MASK, SOFTMAX, AFTER])))
+def test_a_pages_event_does_not_depend_on_the_order_in_which_its_frames_lie(order):
+    assert anomaly_of_page(page(*order), aborts=True) == Anomaly(
+        where=Where(2, 1, 7, 3, "Net#2", 4, 17),
+        frame=2,
+        module="softmax",
+        cls="Linear",
+        phase="forward",
+        role="output",
+        value="nan",
+        dtype="float16",
+        shape=[2, 3],
+        inputs_finite=False,
+        weights_finite=True,
+        aborts=True,
+        collectives=3,
+    )
+
+
+def test_a_page_without_an_alarm_has_no_event():
+    assert anomaly_of_page(page(CLEAN, MASK)) is None
+    assert anomaly_of_page(page()) is None
+
+
+def test_an_event_for_a_row_of_ones_own_choice_says_why():
+    scaled = frame(row("grad weight", POSINF, mark=SCALED), phase="backward", index=5)
+    event = anomaly_of(page(CLEAN, scaled), scaled, scaled.rows[0], cause="GradScaler skipped 12 steps in a row")
+    assert (event.phase, event.role, event.value, event.frame) == ("backward", "grad weight", "+inf", 5)
+    assert (event.cause, event.aborts) == ("GradScaler skipped 12 steps in a row", False)
+    assert (event.inputs_finite, event.weights_finite) == (True, True)
+
+
+def test_an_event_says_whether_the_weights_were_fine():
+    event = anomaly_of_page(page(frame(row("weight", NAN), row("input[0]"), row("output", NAN))))
+    assert (event.role, event.inputs_finite, event.weights_finite) == ("weight", True, False)
+
+
+def backward(index: int, *rows: Row) -> Frame:
+    return frame(*rows, phase="backward", index=index)
+
+
+def test_the_first_gradient_that_a_scaler_was_to_catch():
+    first = backward(4, row("grad output", POSINF, mark=SCALED))
+    frames = [
+        frame(row("input[0]"), row("output", POSINF, mark=PASSED), index=0),
+        backward(1, row("grad output", mark=SCALED)),
+        backward(2, row("grad weight", NAN, mark=SCALED | IGNORED)),
+        backward(3, row("grad weight", NAN)),
+        first,
+        backward(5, row("grad bias", NAN, mark=SCALED)),
+    ]
+    assert first_expected_gradient(frames) == (first, first.rows[0])
+    assert first_expected_gradient(frames[:4]) is None
+
+
+def test_only_gradients_are_what_a_scaler_looks_at():
+    assert first_expected_gradient([frame(row("output", NAN, mark=SCALED), row("weight", NAN, mark=SCALED))]) is None

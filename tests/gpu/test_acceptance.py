@@ -1,0 +1,88 @@
+"""benchmarks/gpu_acceptance.py as a command, where there is no GPU: what it says, and that no line stops another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SCRIPT = CHECKOUT / "benchmarks" / "gpu_acceptance.py"
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+def acceptance(tmp_path, *options, before=""):
+    """(finished process, rows of its JSON file). `before` is run in it first."""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import gpu_acceptance\n{before}\n"
+    code += f"sys.argv = ['gpu_acceptance.py', *{list(options)!r}]\nsys.exit(gpu_acceptance.main())"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUWATCH")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    file = tmp_path / "gpu-acceptance.json"
+    return done, json.loads(file.read_text())["rows"] if file.is_file() else []
+
+
+@no_gpu
+def test_without_a_gpu_it_says_so_in_one_line():
+    done = subprocess.run(
+        ["make", "-s", "gpu", f"PYTHON={sys.executable}"], cwd=CHECKOUT, capture_output=True, text=True
+    )
+
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("gpuwatch: no GPU here, nothing to do (")
+
+
+@pytest.mark.slow
+def test_a_late_device_answers_what_it_can(tmp_path):
+    done, rows = acceptance(tmp_path, "--device", "cpu-late", "--lines", "registration,syncs")
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(row["line"], row["verdict"]) for row in rows] == [
+        ("registration", "pass"),
+        ("registration", "pass"),
+        ("syncs", "skipped"),
+    ]
+    assert rows[0]["figure"] == "blocks.1.feed_forward.wo"
+    for row in rows:
+        assert f"| {row['line']} | {row['what']} | {row['verdict']} |" in done.stdout
+
+
+@no_gpu
+@pytest.mark.slow
+def test_a_line_that_fails_stops_no_other_and_is_the_exit_code(tmp_path):
+    options = ("--no-tests", "--lines", "syncs,bandwidth,environment")
+    done, rows = acceptance(tmp_path, *options, before="gpu_acceptance.why_no_gpu = lambda: ''")
+
+    assert done.returncode == 1
+    assert {row["line"] for row in rows} == {"syncs", "bandwidth", "environment"}
+    failed = [row for row in rows if row["verdict"] == "fail"]
+    assert [row["line"] for row in failed][:2] == ["syncs", "bandwidth"]
+    assert all(row["figure"] == "ended with exit code 1" and row["note"] for row in failed)
+    assert any(row["line"] == "environment" and row["verdict"] == "pass" for row in rows)
+
+
+def test_a_line_that_hangs_is_ended(tmp_path):
+    before = (
+        "from dataclasses import replace\n"
+        "line = replace(gpu_acceptance.LINES[0], limit_s=0.2)\n"
+        "print(gpu_acceptance.run(line, 'cpu-late', gpu_acceptance.environment_of('cpu-late', '.')))\n"
+        "sys.exit(7)"
+    )
+    done, _ = acceptance(tmp_path, before=before)
+
+    assert done.returncode == 7, done.stderr
+    assert "verdict='fail', figure='did not end within 0.2 s'" in done.stdout
+
+
+def test_an_unknown_line_is_told_with_the_known_ones(tmp_path):
+    done, _ = acceptance(tmp_path, "--lines", "bits,speed")
+
+    assert done.returncode == 2
+    assert "expected lines of environment, registration," in done.stderr
+    assert "found 'speed'" in done.stderr

@@ -1,0 +1,65 @@
+"""What a launch hears before torchrun has its own handlers."""
+
+import os
+import signal
+
+import pytest
+from gpuwatch.launcher.signals_raise import TimeLimitNear, signals_raise
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+EARLY = [
+    (signal.SIGINT, KeyboardInterrupt),
+    (signal.SIGTERM, SignalException),
+    (signal.SIGHUP, SignalException),
+    (signal.SIGUSR2, TimeLimitNear),
+]
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.fixture
+def ignored():
+    """As in what a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("number", "error"), EARLY)
+def test_it_raises(number, error):
+    with pytest.raises(error), signals_raise():
+        send(number)
+
+
+def test_an_interrupt_is_heard_where_it_was_ignored_before(ignored):
+    with pytest.raises(KeyboardInterrupt), signals_raise():
+        send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "as before"
+
+
+@pytest.mark.parametrize(("number", "error"), EARLY)
+def test_what_is_held_is_raised_at_the_end(number, error):
+    seen = []
+    with pytest.raises(error), signals_raise() as signals:
+        with signals.held():
+            send(number)
+            seen.append("all children are started")
+        seen.append("not reached")
+    assert seen == ["all children are started"]
+
+
+def test_the_second_one_does_not_wait():
+    with pytest.raises(SignalException), signals_raise() as signals, signals.held():
+        send(signal.SIGINT)
+        send(signal.SIGTERM)
+        pytest.fail("not reached")
+
+
+def test_an_error_comes_before_what_is_held():
+    with pytest.raises(ValueError), signals_raise() as signals, signals.held():
+        send(signal.SIGINT)
+        raise ValueError
+    with signals_raise() as signals, signals.held():
+        pass

@@ -1,0 +1,93 @@
+"""The gate takes some of each family of tests, the same ones for the same seed."""
+
+import pytest
+import sampling
+
+FAMILIES = """
+import pytest
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("number", range(9))
+def test_mostly_slow(number): pass
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("number", range(9))
+def test_one(number): pass
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="two")
+def test_two_a(): pass
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="two")
+def test_two_b(): pass
+
+@pytest.mark.slow
+def test_alone(): pass
+"""
+
+
+class Drawn:
+    """A plugin that does what tests/conftest.py does, and notes which tests are left."""
+
+    def pytest_addoption(self, parser):
+        sampling.add_options(parser)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_modifyitems(self, config, items):
+        sampling.mark_slow(config, items)
+        yield
+        sampling.take_sample(config, items)
+
+    def pytest_collection_finish(self, session):
+        self.names = [item.name for item in session.items]
+
+
+@pytest.fixture
+def chosen(tmp_path):
+    """`chosen("--seed", "7")`: the names of the tests that such a run has."""
+    file = tmp_path / "test_families.py"
+    file.write_text(FAMILIES)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow:\n  quick:\n  sample:\n")
+
+    def chosen(*options: str) -> list[str]:
+        drawn = Drawn()
+        plain = ["-q", "--collect-only", "--import-mode=importlib", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+        assert pytest.main([*plain, f"--confcutdir={tmp_path}", *options, str(file)], plugins=[drawn]) == 0
+        return drawn.names
+
+    return chosen
+
+
+def functions(names):
+    return sorted(name.partition("[")[0] for name in names)
+
+
+def test_the_quick_members_and_the_slow_ones_are_the_family(chosen):
+    quick, slow = chosen("-m", "not slow"), chosen("-m", "slow")
+
+    assert functions(quick) == ["test_mostly_slow"] * 2
+    assert functions(slow).count("test_mostly_slow") == 7
+    assert not set(quick) & set(slow)
+
+
+def test_a_sample_has_every_kind_and_so_many_of_it_as_its_mark_says(chosen):
+    names = chosen("-m", "slow", "--sample", "--each", "5")
+
+    assert functions(names) == [
+        "test_alone",
+        *["test_mostly_slow"] * 5,
+        *["test_one"] * 3,
+        *[name for name in ("test_two_a", "test_two_b") if name in names],
+    ]
+    assert sum(name.startswith("test_two") for name in names) == 1
+
+
+def test_a_seed_draws_the_same_ones_whatever_else_runs(chosen):
+    first = chosen("--sample", "--seed", "7")
+
+    assert chosen("--sample", "--seed", "7") == first
+    only = [name for name in first if name.startswith("test_one")]
+    assert chosen("--sample", "--seed", "7", "-k", "test_one") == only
+    assert any(chosen("--sample", "--seed", str(seed)) != first for seed in range(9))

@@ -1,0 +1,89 @@
+"""One rank's tests, and how many processes they need."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker.identity import Identity
+from gpuwatch.worker.preflight.deadlines import Deadlines
+from gpuwatch.worker.preflight.parts import Parts
+from gpuwatch.worker.preflight.stages.allocation import Allocated
+from gpuwatch.worker.preflight.stages.child import Child
+from gpuwatch.worker.preflight.stages.health import HealthResult
+from msgspec.structs import replace
+
+ONE = Identity(0, 0, 1, 1, "localhost", 1, True)
+GPU = "GPU-1"
+
+
+def parts_of(perform=None, timeout_s=60.0):
+    parts = Parts(ONE, WorkerSettings("", alloc="1MiB"), Deadlines(timeout_s), "gpuwatch/0", "")
+    if perform is not None:
+        parts.child = Child(lambda request, say: perform(json.loads(request), os.getpid()))
+    parts.facts = replace(parts.facts, device="cuda:0", uuid=GPU, host="n0")
+    return parts
+
+
+def test_the_quick_stages_share_one_process(run_ranks):
+    """Each process that uses CUDA makes a context of its own."""
+    outcomes = run_ranks("quick", [0, 1])
+
+    for outcome in outcomes.values():
+        assert outcome["value"]["kinds"] == ["ok", "ok", "ok"]
+        assert outcome["value"]["forks"] == 1
+        assert outcome["value"]["left"] == 0
+
+
+def test_a_stage_that_hangs_ends_the_process_and_is_told():
+    pids = []
+
+    def perform(request, pid):
+        if request["type"] == "Allocate":
+            signal.pause()
+        return HealthResult([], str(pid))
+
+    parts = parts_of(perform, timeout_s=1.0)
+    try:
+        pids.append(parts.health().detail)
+        report = parts.allocation([GPU])
+        pids.append(parts.health().detail)
+    finally:
+        parts.close()
+    assert (report.kind, report.detail, report.own) == ("hung", "hung for 1 s", True)
+    assert pids[0] != pids[1]
+
+
+@pytest.mark.parametrize(("hangs", "children"), [(False, 1), (True, 2)])
+def test_a_load_that_hangs_is_left_to_its_own_process(hangs, children):
+    parts = parts_of(lambda request, pid: HealthResult([], str(pid), hangs))
+    try:
+        pids = {parts.health().detail for _ in range(2)}
+    finally:
+        parts.close()
+    assert len(pids) == children
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sharers"), [([GPU], 1), ([GPU, "GPU-2"], 1), ([GPU, GPU, "GPU-2", GPU], 3), (["", ""], 1)]
+)
+def test_who_shares_a_gpu_is_known_by_its_uuid(gpus, sharers):
+    parts = parts_of(lambda request, pid: Allocated(f"{request['sharers']} sharers"))
+    try:
+        assert parts.allocation(gpus).detail == f"{sharers} sharers"
+    finally:
+        parts.close()
+
+
+def test_little_free_memory_is_a_warning():
+    parts = parts_of(lambda request, pid: Allocated("done", "only 1 MiB of 80.0 GiB free on cuda:0", "Look."))
+    try:
+        report = parts.allocation([GPU])
+    finally:
+        parts.close()
+    (finding,) = report.findings
+    assert (report.kind, finding.grade, finding.subject, finding.device) == ("ok", "warn", "gpu", GPU)
+    assert finding.sentence == "rank 0 (n0) finds only 1 MiB of 80.0 GiB free on cuda:0"

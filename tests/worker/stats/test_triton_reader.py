@@ -1,0 +1,141 @@
+"""The host's part of a launch: the compiled kernel is looked up once, and never taken for another one."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpuwatch.worker.stats.device_reader import KINDS, fresh_rows, source_of
+from gpuwatch.worker.stats.triton_reader import TritonReader, read_key
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class Function:
+    """A kernel as Triton has it: a launch returns what was compiled for it, which can be launched itself."""
+
+    def __init__(self):
+        self.ordinary = []
+        self.direct = []
+
+    def __getitem__(self, grid):
+        def launch(*args):
+            self.ordinary.append((grid, args))
+            return Compiled(self)
+
+        return launch
+
+
+class Compiled:
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        return lambda *args: self.function.direct.append((grid, args))
+
+
+@pytest.fixture
+def kernel():
+    return SimpleNamespace(read=Function(), pack=Function(), INTERPRETED=False)
+
+
+def test_the_second_launch_of_a_kind_is_direct_and_has_the_same_arguments(kernel):
+    reader = TritonReader(kernel, "3.7.1")
+    rows = fresh_rows(4, torch.device("cpu"))
+    tensors = [torch.ones(5000, dtype=torch.float16), torch.ones(30, dtype=torch.float16)]
+    for position, tensor in enumerate(tensors):
+        reader.read(source_of(tensor), rows, position, True)
+        packed = reader.pack(rows, 2)
+    ((grid, first),) = kernel.read.ordinary
+    ((direct_grid, second),) = kernel.read.direct
+    assert (grid, direct_grid) == ((2,), (1, 1, 1))
+    assert first[:2] == (tensors[0], rows)
+    assert second[:2] == (tensors[1].data_ptr(), rows.data_ptr())
+    assert (first[2:6], second[2:6]) == ((0, 5000, 5000, 0), (1, 30, 30, 0))
+    assert first[6:] == second[6:] == (3, True, 0, 4, 1024)
+    ((_, packing),) = kernel.pack.direct
+    assert packing == (rows.data_ptr(), packed.data_ptr(), 2, 128)
+
+
+@pytest.mark.parametrize("version", ["3.2.0", "3.8.0", "2.1.0", "4.0", "unheard of"])
+def test_a_triton_that_is_not_known_is_launched_in_the_ordinary_way(kernel, version):
+    reader = TritonReader(kernel, version)
+    rows = fresh_rows(4, torch.device("cpu"))
+    for position in range(3):
+        reader.read(source_of(torch.ones(30)), rows, position, False)
+    assert (len(kernel.read.ordinary), len(kernel.read.direct)) == (3, 0)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
+def test_the_installed_triton_is_known():
+    import triton
+
+    assert TritonReader(SimpleNamespace(INTERPRETED=False), triton.__version__)._is_direct
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_calls_with_one_key_are_one_specialisation_to_triton(data):
+    """Asks Triton's own rule, with the arguments of two calls."""
+    from gpuwatch.worker.stats import kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    function = kernel.read
+    if not hasattr(function, "signature"):
+        pytest.skip("Triton runs in its interpreter")
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+
+    dtypes = data.draw(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=2))
+
+    def call():
+        dtype = data.draw(st.sampled_from(dtypes))
+        start = data.draw(st.integers(0, 40)) * dtype.itemsize
+        tensor = memory[start : start + 64 * dtype.itemsize].view(dtype)
+        kind = KINDS[dtype]
+        rows = fresh_rows(4, torch.device("cpu"))
+        size = st.sampled_from([0, 1, 16, 17, 5000, (1 << 31) - 1, 1 << 31, 1 << 33])
+        numbers = [data.draw(st.integers(0, 239)), data.draw(size), data.draw(size), data.draw(size)]
+        constants = [kind.code, data.draw(st.booleans()), data.draw(st.sampled_from([0, 1])), kind.deep, kind.wide]
+        key = read_key(tensor.device, kind, tensor.data_ptr(), rows.data_ptr(), *numbers, *constants)
+        _, specialisation, _ = bind(tensor.view(kind.read_as), rows, *numbers, *constants)
+        return key, specialisation
+
+    key, specialisation = call()
+    for _ in range(6):
+        other, its = call()
+        assert other != key or its == specialisation
+
+
+# -- on CUDA only ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_direct_launches_give_what_ordinary_ones_give():
+    direct, ordinary = TritonReader(), TritonReader()
+    assert direct._is_direct
+    ordinary._is_direct = False
+    memory = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, device="cuda")
+    for dtype in KINDS:
+        if dtype is torch.bool:
+            continue
+        tensors = [memory.view(dtype)[start : start + size] for start in (0, 1, 16) for size in (1, 16, 1000, 50_000)]
+        tensors += [memory.view(dtype)[:6400].view(80, 80)[:, start : start + 7] for start in (0, 3)]
+        found = []
+        for reader in (direct, ordinary):
+            rows = fresh_rows(len(tensors), torch.device("cuda"))
+            for _ in range(2):
+                for position, tensor in enumerate(tensors):
+                    reader.read(source_of(tensor), rows, position, True)
+                packed = reader.pack(rows, len(tensors))
+            found.append(packed.tolist())
+        assert found[0] == found[1]

@@ -1,0 +1,155 @@
+/* The stores of one frame. Another process reads the file meanwhile. */
+
+#include "frame_store.h"
+
+#include <string.h>
+
+/* The open segment in the recorder's memory, which is lent until PyBuffer_Release: a file that is unmapped cannot be
+   written to. NULL, with no exception set, if there is none. The interpreter's lock is kept until then. */
+static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
+{
+    if (self->cell.buf == NULL)
+        return NULL;
+    *at = *(int64_t *)self->cell.buf;
+    if (*at < 0)
+        return NULL;
+    if (PyObject_GetBuffer(self->memory, memory, PyBUF_WRITABLE) < 0) {
+        PyErr_Clear();
+        return NULL;
+    }
+    if (*at + SEGMENT_BYTES <= memory->len)
+        return (char *)memory->buf + *at;
+    PyBuffer_Release(memory);
+    return NULL;
+}
+
+/* What is in the open segment; 0 if there is none. */
+static int read_segment(FrameWriter *self, Frame *frame)
+{
+    Py_buffer memory;
+    const int64_t *segment = (int64_t *)borrow_segment(self, &memory, &frame->at);
+    if (segment == NULL)
+        return 0;
+    frame->page = segment[S_PAGE];
+    frame->batch = segment[S_BATCH];
+    frame->value_base = segment[S_VALUE_BASE];
+    frame->frames = segment[S_FRAMES];
+    frame->row_count = segment[S_ROWS];
+    frame->values = segment[S_VALUES];
+    PyBuffer_Release(&memory);
+    return 1;
+}
+
+int begin_frame(FrameWriter *self, Frame *frame)
+{
+    frame->used = 0;
+    return read_segment(self, frame);
+}
+
+int follow_segment(FrameWriter *self, Frame *frame)
+{
+    const int64_t page = frame->page;
+    return read_segment(self, frame) && frame->page == page;
+}
+
+static void put_value(char *segment, int64_t position, const Row *row)
+{
+    const int64_t numbers[] = {row->low, row->high, row->meta};
+    memcpy(segment + VALUES_AT + position * VALUE_BYTES, numbers, sizeof numbers);
+}
+
+static void put_rows(char *segment, const Frame *frame)
+{
+    char *place = segment + ROWS_AT + frame->row_count * ROW_BYTES;
+    for (int i = 0; i < frame->used; i++) {
+        const Row *row = &frame->rows[i];
+        const uint32_t words[] = {row->slot, (uint32_t)row->value, row->shape};
+        memcpy(place, words, sizeof words);
+        place[ROW_DTYPE] = (char)row->dtype;
+        place[ROW_KIND] = (char)row->kind;
+        memcpy(place + ROW_MARK, &row->mark, sizeof row->mark);
+        place += ROW_BYTES;
+    }
+}
+
+static void put_frame(char *segment, const Frame *frame, const Call *call)
+{
+    const int64_t index = ((int64_t *)segment)[S_FRAME_BASE] + frame->frames;
+    const uint32_t names[] = {(uint32_t)call->module, (uint32_t)call->parent};
+    const int16_t depth = (int16_t)(call->depth > INT16_MAX ? INT16_MAX : call->depth);
+    const uint32_t rows[] = {(uint32_t)frame->row_count, (uint32_t)frame->used, (uint32_t)index};
+    char *place = segment + SEGMENT_HEADER + frame->frames * FRAME_BYTES;
+    memcpy(place, names, sizeof names);
+    memcpy(place + FRAME_DEPTH, &depth, sizeof depth);
+    place[FRAME_PHASE] = (char)call->phase;
+    place[FRAME_COLLECTIVES] = (char)(call->collectives > 255 ? 255 : call->collectives);
+    memcpy(place + FRAME_SEQ, &call->seq, sizeof call->seq);
+    memcpy(place + FRAME_ROWS, rows, sizeof rows);
+}
+
+/* Whoever sees this count sees what was stored before it. */
+static void publish(int64_t *place, int64_t number)
+{
+    __atomic_store_n(place, number, __ATOMIC_RELEASE);
+}
+
+/* The segment, if nobody has written in it since the frame was made; else NULL. */
+static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memory)
+{
+    int64_t at;
+    char *segment = borrow_segment(self, memory, &at);
+    if (segment == NULL)
+        return NULL;
+    const int64_t *counts = (int64_t *)segment;
+    if (at == frame->at && counts[S_PAGE] == frame->page && counts[S_FRAMES] == frame->frames &&
+        counts[S_ROWS] == frame->row_count && counts[S_VALUES] == frame->values)
+        return segment;
+    PyBuffer_Release(memory);
+    return NULL;
+}
+
+/* Go on in another segment: this one is full. Python's recorder does it. NULL if the page is not as it was. */
+static char *borrow_next(FrameWriter *self, Frame *frame, Py_buffer *memory)
+{
+    const int64_t next_value = frame->value_base + frame->values;
+    PyBuffer_Release(memory);
+    PyObject *done = PyObject_CallNoArgs(self->next_segment);
+    Py_XDECREF(done);
+    if (done == NULL || !follow_segment(self, frame)) {
+        PyErr_Clear();
+        return NULL;
+    }
+    const int is_empty = frame->values == 0 && frame->row_count == 0 && frame->frames == 0;
+    return is_empty && frame->value_base == next_value ? borrow_same(self, frame, memory) : NULL;
+}
+
+int store_frame(FrameWriter *self, Frame *frame, const Call *call)
+{
+    Py_buffer memory;
+    char *segment = borrow_same(self, frame, &memory);
+    for (int i = 0; i < frame->used && segment != NULL; i++) {
+        const Row *row = &frame->rows[i];
+        if (!row->has_value)
+            continue;
+        if (frame->values == VALUES_PER_SEGMENT && (segment = borrow_next(self, frame, &memory)) == NULL)
+            return 0;
+        put_value(segment, frame->values++, row);
+        publish(&((int64_t *)segment)[S_VALUES], frame->values);
+    }
+    if (segment != NULL &&
+        (frame->frames == FRAMES_PER_SEGMENT || frame->row_count + frame->used > ROWS_PER_SEGMENT))
+        segment = borrow_next(self, frame, &memory);
+    if (segment == NULL)
+        return 0;
+    put_rows(segment, frame);
+    put_frame(segment, frame, call);
+    int64_t *counts = (int64_t *)segment, *header = memory.buf;
+    publish(&counts[S_ROWS], frame->row_count + frame->used);
+    publish(&counts[S_FRAMES], frame->frames + 1);
+    if (call->rank_phase) {
+        publish(&header[F_PHASE], call->rank_phase);
+        publish(&header[F_MODULE], call->module);
+    }
+    PyBuffer_Release(&memory);
+    return 1;
+}

@@ -1,0 +1,349 @@
+/* FrameWriter: writes what nearly every frame is into the page that is open, as worker/hooks/ and worker/record/ do. What is
+   not ordinary it leaves to them, and then it has written and remembered nothing. It works on their dictionaries, and its
+   cursor is theirs: the offset of the open segment, and the counts in that segment's header. */
+
+#include "frame_writer.h"
+
+#include "frame_store.h"
+#include "gradient_hooks.h"
+#include "objects.h"
+#include "rows.h"
+#include "types.h"
+
+int may_look(FrameWriter *self)
+{
+    PyObject *depth = PyObject_CallNoArgs(self->modes);
+    const int none = depth != NULL && PyLong_Check(depth) && PyLong_AsLong(depth) == 0;
+    Py_XDECREF(depth);
+    PyErr_Clear();
+    return none && find(self->compiler, s__is_compiling_flag) == Py_False;
+}
+
+int issued_now(FrameWriter *self, int64_t *seq)
+{
+    PyObject *found = PyObject_CallNoArgs(self->issued);
+    const int good = found != NULL && PyLong_Check(found);
+    *seq = good ? PyLong_AsLongLong(found) : -1;
+    Py_XDECREF(found);
+    PyErr_Clear();
+    return good;
+}
+
+static PyObject *answer(int taken)
+{
+    PyErr_Clear();
+    return PyBool_FromLong(taken);
+}
+
+/* -- a module call ---------------------------------------------------------------------------------------------- */
+
+/* Gradients.watch_parameter, unless it has nothing to do: it is watched already, or it needs no gradient */
+static int watch_parameter(FrameWriter *self, PyObject *parameter, PyObject *info, PyObject *name)
+{
+    PyObject *key = PyLong_FromVoidPtr(parameter);
+    PyObject *known = key != NULL ? find(self->watched, key) : NULL;
+    Py_XDECREF(key);
+    PyErr_Clear();
+    if (known != NULL && PyTuple_CheckExact(known) && is_ref_to(PyTuple_GET_ITEM(known, 0), parameter))
+        return 1;
+    if (truth_of(parameter, s_requires_grad) == 0)
+        return 1;
+    PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_parameter, parameter, info, name, NULL);
+    PyErr_Clear();
+    Py_XDECREF(done);
+    return done != NULL;
+}
+
+static int parameter_rows(FrameWriter *self, Frame *frame, PyObject *info, PyObject *slots, PyObject *module, int64_t step)
+{
+    PyObject *parameters = PyObject_GetAttr(module, s__parameters), *name, *parameter;
+    Py_ssize_t position = 0;
+    int good = parameters != NULL && PyDict_CheckExact(parameters);
+    while (good && PyDict_Next(parameters, &position, &name, &parameter)) {
+        if (parameter == Py_None)
+            continue;
+        Py_INCREF(name); /* what is called here could change the dictionary */
+        Py_INCREF(parameter);
+        good = (PyObject *)Py_TYPE(parameter) == self->parameter &&
+               (!self->with_grads || watch_parameter(self, parameter, info, name)) &&
+               (!self->with_weights || weight_row(self, frame, slots, name, parameter, step));
+        Py_DECREF(name);
+        Py_DECREF(parameter);
+    }
+    Py_XDECREF(parameters);
+    return good;
+}
+
+static int argument_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *args, PyObject *kwargs)
+{
+    if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs) || PyTuple_GET_SIZE(args) > ROLES)
+        return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        if (!leaf_rows(self, frame, slots, input_roles[i], PyTuple_GET_ITEM(args, i), 1, 0))
+            return 0;
+    PyObject *key, *leaf;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(kwargs, &position, &key, &leaf)) {
+        PyObject *role = find(self->kwargs, key);
+        if (role == NULL || !leaf_rows(self, frame, slots, role, leaf, 1, 0))
+            return 0;
+    }
+    return 1;
+}
+
+static int output_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *output)
+{
+    if (!PyTuple_CheckExact(output))
+        return leaf_rows(self, frame, slots, output_role, output, 0, 1);
+    if (PyTuple_GET_SIZE(output) > ROLES)
+        return 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(output); i++)
+        if (!leaf_rows(self, frame, slots, output_roles[i], PyTuple_GET_ITEM(output, i), 1, 1))
+            return 0;
+    return 1;
+}
+
+static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
+{
+    Frame frame;
+    int64_t before, numbers[4];
+    if (given != 10)
+        return wrong("expected frame(info, module, args, kwargs, output, page, parent, depth, phase, step)");
+    PyObject *info = args[0], *page = args[5];
+    for (int i = 0; i < 4; i++)
+        numbers[i] = PyLong_AsLongLong(args[6 + i]);
+    if (PyErr_Occurred())
+        return NULL;
+    Call call = {.parent = numbers[0], .depth = numbers[1], .phase = numbers[2]};
+    if (!begin_frame(self, &frame) || !may_look(self))
+        return answer(0);
+    if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &call.seq))
+        return answer(0);
+    call.collectives = before >= 0 && call.seq > before ? call.seq - before : 0;
+    PyObject *slots = PyObject_GetAttr(info, s_slots);
+    const int taken = slots != NULL && PyDict_CheckExact(slots) &&
+                      parameter_rows(self, &frame, info, slots, args[1], numbers[3]) &&
+                      (!self->forward || (argument_rows(self, &frame, slots, args[2], args[3]) &&
+                                          output_rows(self, &frame, slots, args[4]))) &&
+                      !PyErr_Occurred() && read_rows(self, &frame, numbers[3]) && make_memories(self, &frame, numbers[3]) &&
+                      store_frame(self, &frame, &call);
+    PyErr_Clear();
+    int failed = 0;
+    if (taken) {
+        remember(self, &frame);
+        failed = self->with_grads && self->forward && watch_outputs(self, &frame, info, page) < 0;
+    }
+    Py_XDECREF(slots);
+    clear_frame(&frame);
+    return failed ? NULL : answer(taken);
+}
+
+/* -- an optimizer step ------------------------------------------------------------------------------------------ */
+
+static PyObject *writer_weights(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
+{
+    Frame frame;
+    Call call = {.parent = NOTHING, .phase = PHASE_OPTIMIZER};
+    if (given != 3 || !PyList_Check(args[1]))
+        return wrong("expected weights(info, [(name, parameter), ...], step)");
+    PyObject *info = args[0], *list = args[1];
+    const int64_t step = PyLong_AsLongLong(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!begin_frame(self, &frame) || !may_look(self) || !integer_of(info, s_id, &call.module) ||
+        !issued_now(self, &call.seq))
+        return answer(0);
+    PyObject *slots = PyObject_GetAttr(info, s_slots);
+    int taken = slots != NULL && PyDict_CheckExact(slots);
+    for (Py_ssize_t i = 0; taken && i < PyList_GET_SIZE(list); i++) {
+        PyObject *pair = PyList_GET_ITEM(list, i);
+        taken = PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2 &&
+                weight_row(self, &frame, slots, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), step);
+    }
+    taken = taken && !PyErr_Occurred() && read_rows(self, &frame, step) && make_memories(self, &frame, step) &&
+            store_frame(self, &frame, &call);
+    PyErr_Clear();
+    if (taken)
+        remember(self, &frame);
+    Py_XDECREF(slots);
+    clear_frame(&frame);
+    return answer(taken);
+}
+
+/* Gradients.is_local of one gradient */
+static int is_local(FrameWriter *self, PyObject *gradient)
+{
+    int64_t version;
+    PyObject *key = PyLong_FromVoidPtr(gradient);
+    PyObject *known = key != NULL ? find(self->local, key) : NULL;
+    Py_XDECREF(key);
+    return known != NULL && PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 2 &&
+           is_ref_to(PyTuple_GET_ITEM(known, 0), gradient) && integer_of(gradient, s__version, &version) &&
+           item(known, 1) == version;
+}
+
+static PyObject *writer_all_local(FrameWriter *self, PyObject *parameters)
+{
+    if (!PyList_Check(parameters))
+        return wrong("expected [(name, parameter), ...]");
+    int local = may_look(self);
+    for (Py_ssize_t i = 0; local && i < PyList_GET_SIZE(parameters); i++) {
+        PyObject *pair = PyList_GET_ITEM(parameters, i);
+        if (!PyTuple_CheckExact(pair) || PyTuple_GET_SIZE(pair) != 2)
+            return answer(0);
+        PyObject *gradient = PyObject_GetAttr(PyTuple_GET_ITEM(pair, 1), s_grad);
+        if (gradient == NULL)
+            return answer(0);
+        local = gradient == Py_None || is_local(self, gradient);
+        Py_DECREF(gradient);
+    }
+    return answer(local);
+}
+
+static PyObject *writer_hook(FrameWriter *self, PyObject *const *args, Py_ssize_t given)
+{
+    if (given != 3 && given != 2)
+        return wrong("expected hook(info, role[, page])");
+    return new_gradient_hook(self, args[0], args[1], given == 3 ? args[2] : NULL);
+}
+
+/* -- its type --------------------------------------------------------------------------------------------------- */
+
+static int writer_traverse(FrameWriter *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+#define VISIT(NAME) Py_VISIT(self->NAME);
+    EACH_OBJECT(VISIT)
+    EACH_OPTIONAL(VISIT)
+    return 0;
+}
+
+static int writer_clear(FrameWriter *self)
+{
+    if (self->cell.obj != NULL)
+        PyBuffer_Release(&self->cell);
+    self->cell.buf = NULL;
+#define CLEAR(NAME) Py_CLEAR(self->NAME);
+    EACH_OBJECT(CLEAR)
+    EACH_OPTIONAL(CLEAR)
+    return 0;
+}
+
+static void writer_dealloc(FrameWriter *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    writer_clear(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static int expect(PyObject *object, int right, const char *expected)
+{
+    if (object != NULL && !right)
+        PyErr_SetString(PyExc_TypeError, expected);
+    return object != NULL && right;
+}
+
+/* {dtype code: (bits from which on it is near overflow, bits of the largest number)}; 0 with an exception set */
+static int set_near(FrameWriter *self, PyObject *near)
+{
+    for (int code = 0; code < FLOATS_END; code++) {
+        long long from = INT64_MAX, to = 0;
+        PyObject *key = PyLong_FromLong(code);
+        PyObject *limits = key != NULL ? PyDict_GetItemWithError(near, key) : NULL;
+        Py_XDECREF(key);
+        if (PyErr_Occurred() || (limits != NULL && !PyArg_ParseTuple(limits, "LL", &from, &to)))
+            return 0;
+        self->near[code] = from;
+        self->largest[code] = to;
+    }
+    return 1;
+}
+
+static int set_cursor(FrameWriter *self)
+{
+    if (PyObject_GetBuffer(self->cursor, &self->cell, PyBUF_WRITABLE) < 0)
+        return 0;
+    if (self->cell.len >= (Py_ssize_t)sizeof(int64_t))
+        return 1;
+    PyErr_SetString(PyExc_ValueError, "no room in the cursor");
+    return 0;
+}
+
+/* The recorder's memory is borrowed anew for each frame: a map whose memory is lent could not be closed. */
+static int check_memory(FrameWriter *self)
+{
+    Py_buffer memory;
+    if (PyObject_GetBuffer(self->memory, &memory, PyBUF_WRITABLE) < 0)
+        return 0;
+    PyBuffer_Release(&memory);
+    return 1;
+}
+
+static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+#define NAME_OF(NAME) #NAME,
+#define FORMAT_OF(NAME) "O"
+#define PLACE_OF(NAME) &self->NAME,
+#define HOLD(NAME) Py_XINCREF(self->NAME);
+    static char *names[] = {EACH_OBJECT(NAME_OF) "exchange", "near", "forward", "with_weights", "with_grads",
+                            EACH_OPTIONAL(NAME_OF) "reads_host", NULL};
+    PyObject *exchange, *near;
+    FrameWriter *self = (FrameWriter *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->reads_host = 1;
+    const int parsed = PyArg_ParseTupleAndKeywords(args, kwargs, EACH_OBJECT(FORMAT_OF) "OOppp|" EACH_OPTIONAL(FORMAT_OF) "p", names,
+                                                   EACH_OBJECT(PLACE_OF) &exchange, &near, &self->forward,
+                                                   &self->with_weights, &self->with_grads,
+                                                   EACH_OPTIONAL(PLACE_OF) &self->reads_host);
+    EACH_OBJECT(HOLD)
+    EACH_OPTIONAL(HOLD)
+#define NONE_TO_NULL(NAME)         \
+    if (self->NAME == Py_None)     \
+        Py_CLEAR(self->NAME);
+    EACH_OPTIONAL(NONE_TO_NULL)
+#define IS_DICT(NAME) expect(self->NAME, PyDict_CheckExact(self->NAME), #NAME " must be a dict")
+    if (parsed && IS_DICT(seen) && IS_DICT(by_memory) && IS_DICT(weights) && IS_DICT(shapes) && IS_DICT(ignored) &&
+        IS_DICT(watched) && IS_DICT(local) && IS_DICT(kwargs) && IS_DICT(compiler) &&
+        expect(self->tensor, PyType_Check(self->tensor), "tensor must be a class") &&
+        expect(self->numbers, PyType_Check(self->numbers), "numbers must be a class") &&
+        expect(near, PyDict_Check(near), "near must be a dict") && set_near(self, near) &&
+        (self->exchange = exchange_of(exchange)) != NULL && check_memory(self) && set_cursor(self))
+        return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
+static PyMethodDef writer_methods[] = {
+    {"frame", METHOD(writer_frame), METH_FASTCALL,
+     "frame(info, module, args, kwargs, output, page, parent, depth, phase, step) -> bool\n\n"
+     "Write the frame of a module call into `page`, which is open; False if it is not an ordinary one."},
+    {"weights", METHOD(writer_weights), METH_FASTCALL,
+     "weights(info, [(name, parameter), ...], step) -> bool\n\n"
+     "Write the frame of a module's weights after an optimizer step; False if it is not an ordinary one."},
+    {"all_local", METHOD(writer_all_local), METH_O,
+     "all_local([(name, parameter), ...]) -> bool\n\nWhether all gradients that there are were looked at, and are as "
+     "they were."},
+    {"hook", METHOD(writer_hook), METH_FASTCALL,
+     "hook(info, role[, page]) -> hook\n\nThe hook for the gradient of an output, or without a page of a parameter."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot writer_slots[] = {
+    {Py_tp_doc, "Writes what nearly all frames and gradients are: plain contiguous float tensors in host memory that\n"
+                "are finite and not near overflow, and what is known of the others already. For anything else, all\n"
+                "of it answers False, and has written nothing."},
+    {Py_tp_new, writer_new}, {Py_tp_dealloc, writer_dealloc}, {Py_tp_traverse, writer_traverse},
+    {Py_tp_clear, writer_clear}, {Py_tp_methods, writer_methods}, {0, NULL},
+};
+static PyType_Spec writer_spec = {"gpuwatch.worker.native.core.FrameWriter", sizeof(FrameWriter), 0, TYPE_FLAGS,
+                                  writer_slots};
+
+int add_frame_writer(PyObject *module)
+{
+    PyTypeObject *type = add_type(module, "FrameWriter", &writer_spec);
+    Py_XDECREF(type);
+    return type == NULL ? -1 : 0;
+}

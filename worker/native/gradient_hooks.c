@@ -1,0 +1,296 @@
+/* Gradients of outputs and of parameters: worker/hooks/backward.py for ordinary ones. */
+
+#include "gradient_hooks.h"
+
+#include <structmember.h>
+
+#include "frame_store.h"
+#include "objects.h"
+#include "types.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *writer, *gradients, *info, *role, *page;
+} Hook;
+
+static PyTypeObject *output_hook_type, *parameter_hook_type;
+
+static int hook_traverse(Hook *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->writer);
+    Py_VISIT(self->gradients);
+    Py_VISIT(self->info);
+    Py_VISIT(self->page);
+    return 0;
+}
+
+static int hook_clear(Hook *self)
+{
+    Py_CLEAR(self->writer);
+    Py_CLEAR(self->gradients);
+    Py_CLEAR(self->info);
+    Py_CLEAR(self->role);
+    Py_CLEAR(self->page);
+    return 0;
+}
+
+static void hook_dealloc(Hook *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    hook_clear(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+PyObject *new_gradient_hook(FrameWriter *writer, PyObject *info, PyObject *role, PyObject *page)
+{
+    PyTypeObject *type = page != NULL ? output_hook_type : parameter_hook_type;
+    Hook *hook = (Hook *)type->tp_alloc(type, 0);
+    if (hook != NULL) {
+        hook->writer = Py_NewRef((PyObject *)writer);
+        hook->gradients = Py_NewRef(writer->gradients);
+        hook->info = Py_NewRef(info);
+        hook->role = Py_NewRef(role);
+        hook->page = Py_XNewRef(page);
+    }
+    return (PyObject *)hook;
+}
+
+/* -- what they see ---------------------------------------------------------------------------------------------- */
+
+/* Gradients.local of a gradient that is stored; 0 if it cannot be made */
+static int remember_local(FrameWriter *self, PyObject *gradient)
+{
+    int64_t version = 0;
+    if (!integer_of(gradient, s__version, &version))
+        return 0;
+    PyObject *ref = PyWeakref_NewRef(gradient, NULL);
+    PyObject *memory = ref != NULL ? Py_BuildValue("(NL)", ref, (long long)version) : NULL;
+    PyObject *key = PyLong_FromVoidPtr(gradient);
+    const int good = memory != NULL && key != NULL && PyDict_SetItem(self->local, key, memory) == 0;
+    Py_XDECREF(memory);
+    Py_XDECREF(key);
+    return good;
+}
+
+/* Gradients.take and put. 1 when it is written; 0 when it is left to them. `is_local`: of a parameter */
+static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject *gradient, int is_local)
+{
+    Frame frame;
+    Call call = {.parent = NOTHING, .phase = PHASE_BACKWARD, .rank_phase = RANK_BACKWARD};
+    int64_t number;
+    if ((PyObject *)Py_TYPE(gradient) != self->tensor || !begin_frame(self, &frame) ||
+        hook->gradients != self->gradients)
+        return 0;
+    if (!integer_of(page, s_number, &number) || number != frame.page || !integer_of(hook->info, s_id, &call.module))
+        return 0;
+    const int scaled = truth_of(self->gradients, s_scaled);
+    if (scaled < 0 || !may_look(self) || !issued_now(self, &call.seq))
+        return 0;
+    PyObject *slots = PyObject_GetAttr(hook->info, s_slots);
+    const int taken = slots != NULL && PyDict_CheckExact(slots) &&
+                      gradient_row(self, &frame, slots, hook->role, gradient, scaled ? MARK_SCALED : 0) &&
+                      read_rows(self, &frame, 0) &&
+                      (is_local ? remember_local(self, gradient)
+                                : PyObject_SetAttr(self->gradients, s__page, page) == 0) &&
+                      store_frame(self, &frame, &call);
+    PyErr_Clear();
+    Py_XDECREF(slots);
+    clear_frame(&frame);
+    return taken;
+}
+
+/* Gradients.of_parameter. 1, or 0 if it is left to it */
+static int take_parameter(Hook *self, PyObject *parameter)
+{
+    FrameWriter *writer = (FrameWriter *)self->writer;
+    PyObject *gradient = NULL, *before = NULL, *page = NULL, *root = NULL;
+    int taken = 0;
+    if (truth_of(self->gradients, s__attached) != 1 || truth_of(writer->progress, s_skipped) != 0 || !may_look(writer))
+        return 0;
+    before = PyObject_GetAttr(self->gradients, s_before_parameter);
+    if (before != NULL && before != Py_None) { /* what a compiled backward has left may come first */
+        PyObject *done = PyObject_CallOneArg(before, self->info);
+        Py_XDECREF(done);
+        if (done == NULL)
+            goto done;
+    }
+    gradient = PyObject_GetAttr(parameter, s_grad);
+    page = PyObject_GetAttr(self->gradients, s__page);
+    if (gradient == NULL || gradient == Py_None || page == NULL)
+        goto done;
+    if (page == Py_None) {
+        root = PyObject_GetAttr(self->info, s_root);
+        Py_CLEAR(page);
+        page = root != NULL ? PyObject_GetAttr(root, s_page) : NULL;
+    }
+    if (page != NULL && page != Py_None)
+        taken = take_gradient(writer, self, page, gradient, 1);
+done:
+    PyErr_Clear();
+    Py_XDECREF(gradient);
+    Py_XDECREF(before);
+    Py_XDECREF(page);
+    Py_XDECREF(root);
+    return taken;
+}
+
+static int one_argument(PyObject *args, PyObject *kwargs)
+{
+    if (PyTuple_GET_SIZE(args) == 1 && (kwargs == NULL || PyDict_GET_SIZE(kwargs) == 0))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "expected one tensor");
+    return 0;
+}
+
+static PyObject *nothing_of(PyObject *result)
+{
+    if (result == NULL)
+        return NULL;
+    Py_DECREF(result);
+    Py_RETURN_NONE;
+}
+
+static PyObject *output_hook_call(Hook *self, PyObject *args, PyObject *kwargs)
+{
+    if (!one_argument(args, kwargs))
+        return NULL;
+    PyObject *gradient = PyTuple_GET_ITEM(args, 0), *page = self->page, *result;
+    if (self->writer == NULL || self->info == NULL || self->role == NULL || page == NULL)
+        Py_RETURN_NONE;
+    Py_INCREF(self);
+    Py_INCREF(page);
+    if (truth_of(self->gradients, s__attached) == 1 && take_gradient((FrameWriter *)self->writer, self, page, gradient, 0))
+        result = Py_NewRef(Py_None);
+    else
+        result = nothing_of(PyObject_CallMethodObjArgs(self->gradients, s_of_output, self->info, self->role, page,
+                                                       gradient, NULL));
+    Py_DECREF(page);
+    Py_DECREF(self);
+    return result;
+}
+
+static PyObject *parameter_hook_call(Hook *self, PyObject *args, PyObject *kwargs)
+{
+    if (!one_argument(args, kwargs))
+        return NULL;
+    PyObject *parameter = PyTuple_GET_ITEM(args, 0), *result;
+    if (self->writer == NULL || self->info == NULL || self->role == NULL)
+        Py_RETURN_NONE;
+    Py_INCREF(self);
+    if (take_parameter(self, parameter))
+        result = Py_NewRef(Py_None);
+    else
+        result = nothing_of(PyObject_CallMethodObjArgs(self->gradients, s_of_parameter, self->info, self->role,
+                                                       parameter, NULL));
+    Py_DECREF(self);
+    return result;
+}
+
+/* -- putting them in -------------------------------------------------------------------------------------------- */
+
+/* Tensor.register_hook, without the handle that nobody would keep. 0 if it is left to it. */
+static int watch_output(FrameWriter *self, PyObject *info, PyObject *role, PyObject *tensor, PyObject *page)
+{
+    PyObject *hooks = NULL, *function = NULL, *dict = NULL, *number = NULL, *next = NULL, *hook = NULL, *done = NULL;
+    PyObject *one = NULL;
+    int good = 0;
+    hooks = PyObject_GetAttr(tensor, s__backward_hooks);
+    if (hooks != Py_None)
+        goto end;
+    function = PyObject_GetAttr(tensor, s_grad_fn);
+    if (function == NULL || function == Py_None)
+        goto end;
+    dict = PyObject_CallNoArgs(self->hook_dict);
+    hook = new_gradient_hook(self, info, role, page);
+    number = PyObject_GetAttr(self->handle, s_next_id);
+    one = PyLong_FromLong(1);
+    if (dict == NULL || hook == NULL || number == NULL || one == NULL)
+        goto end;
+    next = PyNumber_Add(number, one);
+    if (next == NULL || PyObject_SetAttr(self->handle, s_next_id, next) < 0 || PyObject_SetItem(dict, number, hook) < 0)
+        goto end;
+    if (PyObject_SetAttr(tensor, s__backward_hooks, dict) < 0)
+        goto end;
+    done = PyObject_CallMethodObjArgs(function, s__register_hook_dict, tensor, NULL);
+    good = done != NULL;
+    if (!good) {
+        PyErr_Clear();
+        if (PyObject_SetAttr(tensor, s__backward_hooks, Py_None) < 0)
+            PyErr_Clear();
+    }
+end:
+    PyErr_Clear();
+    Py_XDECREF(hooks);
+    Py_XDECREF(function);
+    Py_XDECREF(dict);
+    Py_XDECREF(number);
+    Py_XDECREF(next);
+    Py_XDECREF(hook);
+    Py_XDECREF(done);
+    Py_XDECREF(one);
+    return good;
+}
+
+/* "grad output[1]" of "output[1]": a reference, or NULL with an exception set */
+static PyObject *grad_role_of(PyObject *role)
+{
+    if (role == output_role)
+        return Py_NewRef(grad_output_role);
+    for (int i = 0; i < ROLES; i++)
+        if (role == output_roles[i])
+            return Py_NewRef(grad_output_roles[i]);
+    return PyUnicode_FromFormat("grad %U", role);
+}
+
+int watch_outputs(FrameWriter *self, Frame *frame, PyObject *info, PyObject *page)
+{
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (!row->is_output || !row->is_new || truth_of(row->object, s_is_leaf) == 1)
+            continue;
+        PyObject *role = grad_role_of(row->role);
+        const int watched = role != NULL && watch_output(self, info, role, row->object, page);
+        PyErr_Clear();
+        Py_XDECREF(role);
+        if (watched)
+            continue;
+        PyObject *done = PyObject_CallMethodObjArgs(self->gradients, s_watch_output, info, row->role, row->object, page,
+                                                    NULL);
+        if (done == NULL)
+            return -1;
+        Py_DECREF(done);
+    }
+    return 0;
+}
+
+/* -- their types ------------------------------------------------------------------------------------------------ */
+
+static PyMemberDef hook_members[] = {
+    {"gradients", T_OBJECT, offsetof(Hook, gradients), READONLY, NULL},
+    {"info", T_OBJECT, offsetof(Hook, info), 0, NULL},
+    {"role", T_OBJECT, offsetof(Hook, role), 0, NULL},
+    {"page", T_OBJECT, offsetof(Hook, page), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+#define HOOK_SLOTS(CALL)                                                                              \
+    {Py_tp_call, CALL}, {Py_tp_dealloc, hook_dealloc}, {Py_tp_traverse, hook_traverse},               \
+    {Py_tp_clear, hook_clear}, {Py_tp_members, hook_members}, {0, NULL}
+static PyType_Slot output_hook_slots[] = {HOOK_SLOTS(output_hook_call)};
+static PyType_Slot parameter_hook_slots[] = {HOOK_SLOTS(parameter_hook_call)};
+
+#define HOOK_FLAGS (TYPE_FLAGS | Py_TPFLAGS_DISALLOW_INSTANTIATION)
+static PyType_Spec output_hook_spec = {"gpuwatch.worker.native.core.OutputHook", sizeof(Hook), 0, HOOK_FLAGS,
+                                       output_hook_slots};
+static PyType_Spec parameter_hook_spec = {"gpuwatch.worker.native.core.ParameterHook", sizeof(Hook), 0, HOOK_FLAGS,
+                                          parameter_hook_slots};
+
+int add_gradient_hooks(PyObject *module)
+{
+    output_hook_type = add_type(module, "OutputHook", &output_hook_spec);
+    parameter_hook_type = add_type(module, "ParameterHook", &parameter_hook_spec);
+    return output_hook_type == NULL || parameter_hook_type == NULL ? -1 : 0;
+}

@@ -1,0 +1,12 @@
+/* A look from inside of a compiled graph: worker/compile/graph_op.py. */
+
+#ifndef GPUWATCH_GRAPH_LOOK_H
+#define GPUWATCH_GRAPH_LOOK_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* Make the type, and add it to the module. -1 with an exception set. */
+int add_graph_look(PyObject *module);
+
+#endif

@@ -1,0 +1,67 @@
+/* The numbers that this extension shares with Python: bytes of the recorder, codes of a row.
+
+   Each stands here once. `layout_numbers` hands all of them to Python by name, where worker/record/native_writer.py
+   compares them with core/recorder/layout.py, core/frames.py and core/values.py before it makes a FrameWriter. */
+
+#ifndef GPUWATCH_LAYOUT_H
+#define GPUWATCH_LAYOUT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#define EACH_NUMBER(DO)                                                                                      \
+    /* sizes in bytes, entries per segment, and where its tables begin */                                    \
+    DO(SEGMENT_BYTES, 16384) DO(SEGMENT_HEADER, 256) DO(FRAME_BYTES, 32) DO(ROW_BYTES, 16) DO(VALUE_BYTES, 24) \
+    DO(FRAMES_PER_SEGMENT, 128) DO(ROWS_PER_SEGMENT, 384) DO(VALUES_PER_SEGMENT, 240)                        \
+    DO(ROWS_AT, SEGMENT_HEADER + FRAMES_PER_SEGMENT * FRAME_BYTES)                                           \
+    DO(VALUES_AT, ROWS_AT + ROWS_PER_SEGMENT * ROW_BYTES)                                                    \
+    /* integers of a segment's header, by position */                                                        \
+    DO(S_PAGE, 1) DO(S_BATCH, 3) DO(S_FRAMES, 6) DO(S_ROWS, 7) DO(S_VALUES, 8)                               \
+    DO(S_FRAME_BASE, 9) DO(S_VALUE_BASE, 10)                                                                 \
+    /* integers of the file's header, by position, and what the rank is doing */                             \
+    DO(F_PHASE, 16) DO(F_MODULE, 21) DO(RANK_BACKWARD, 7)                                                    \
+    /* where a frame holds what, in bytes; its module and parent come first */                               \
+    DO(FRAME_DEPTH, 8) DO(FRAME_PHASE, 10) DO(FRAME_COLLECTIVES, 11) DO(FRAME_SEQ, 12) DO(FRAME_ROWS, 20)    \
+    /* where a row holds what; its slot, value and shape come first */                                       \
+    DO(ROW_DTYPE, 12) DO(ROW_KIND, 13) DO(ROW_MARK, 14)                                                      \
+    /* codes */                                                                                              \
+    DO(PHASE_BACKWARD, 1) DO(PHASE_OPTIMIZER, 3)                                                             \
+    DO(KIND_MEASURED, 0) DO(KIND_NONE, 1) DO(KIND_NOT_A_TENSOR, 2) DO(KIND_NOT_MEASURABLE, 3)                \
+    DO(MARK_SCALED, 4) DO(ENCODING_INTEGER, 0)                                                                                       \
+    /* zeros and subnormals are counted in one batch of so many */                                           \
+    DO(COUNT_EVERY, 10)
+
+#define AS_CONSTANT(NAME, NUMBER) NAME = NUMBER,
+enum { EACH_NUMBER(AS_CONSTANT) };
+
+/* No parent, no value, no shape. */
+#define NOTHING 0xFFFFFFFFu
+
+/* name, code of the dtype, encoding, bits of inf, and DLPack's code and bits */
+#define EACH_FLOAT(DO)                                  \
+    DO(FLOAT32, 1, 2, 0x7F800000, 2, 32)                \
+    DO(FLOAT16, 2, 3, 0x7C00, 2, 16)                    \
+    DO(BFLOAT16, 3, 4, 0x7F80, 4, 16)                   \
+    DO(FLOAT64, 4, 1, 0x7FF0000000000000, 2, 64)
+
+/* The other dtypes, which are not read here but by a device's reader: name, code, and DLPack's code and bits */
+#define EACH_OTHER(DO)                                                                                        \
+    DO(INT64, 5, 0, 64) DO(INT32, 6, 0, 32) DO(INT16, 7, 0, 16) DO(INT8, 8, 0, 8) DO(UINT8, 9, 1, 8)            \
+    DO(BOOL, 10, 6, 8) DO(COMPLEX64, 11, 5, 64) DO(COMPLEX128, 12, 5, 128) DO(COMPLEX32, 13, 5, 32)             \
+    DO(FLOAT8_E4M3FN, 14, 10, 8) DO(FLOAT8_E5M2, 15, 12, 8) DO(FLOAT8_E4M3FNUZ, 16, 11, 8)                      \
+    DO(FLOAT8_E5M2FNUZ, 17, 13, 8) DO(FLOAT8_E8M0FNU, 18, 14, 8)                                                \
+    DO(UINT16, 19, 1, 16) DO(UINT32, 20, 1, 32) DO(UINT64, 21, 1, 64)
+
+#define AS_FLOAT(NAME, CODE, ENCODING, INF, TYPE, BITS) DTYPE_##NAME = CODE,
+enum { EACH_FLOAT(AS_FLOAT) FLOATS_END };
+#define AS_OTHER(NAME, CODE, TYPE, BITS) DTYPE_##NAME = CODE,
+enum { EACH_OTHER(AS_OTHER) };
+
+/* dtype code -> the bits of inf, and its encoding */
+extern const int64_t inf_bits[FLOATS_END], encodings[FLOATS_END];
+
+/* {name: number} of all of the above. NULL with an exception set. */
+PyObject *layout_numbers(void);
+
+#endif

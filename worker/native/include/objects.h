@@ -1,0 +1,51 @@
+/* Small helpers over Python objects, and the strings that are looked up in every call. */
+
+#ifndef GPUWATCH_OBJECTS_H
+#define GPUWATCH_OBJECTS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#define EACH_NAME(DO)                                                                                              \
+    DO(id) DO(seq) DO(root) DO(page) DO(slots) DO(number) DO(skipped) DO(grad) DO(scaled) DO(is_leaf) DO(grad_fn)   \
+    DO(next_id) DO(_version) DO(_parameters) DO(_backward_hooks) DO(_register_hook_dict) DO(_attached) DO(_page)    \
+    DO(before_parameter) DO(requires_grad) DO(watch_output) DO(watch_parameter) DO(of_output) DO(of_parameter)      \
+    DO(_is_compiling_flag) DO(untyped_storage) DO(nbytes) DO(data_ptr)
+#define DECLARE_NAME(NAME) extern PyObject *s_##NAME;
+EACH_NAME(DECLARE_NAME)
+
+enum { ROLES = 16 };
+extern PyObject *input_roles[ROLES], *output_roles[ROLES], *grad_output_roles[ROLES], *output_role, *grad_output_role;
+
+/* Make all of the above. -1 with an exception set. */
+int make_names(void);
+
+/* Set a TypeError; returns NULL. */
+PyObject *wrong(const char *expected);
+
+/* Whether a weak reference is to `object`, and whether its object is alive. */
+int is_ref_to(PyObject *ref, PyObject *object);
+int is_alive(PyObject *ref);
+
+/* An attribute that is an integer. 0 if it is not, with no exception set: the Python path will say why. */
+int integer_of(PyObject *object, PyObject *name, int64_t *number);
+
+/* An attribute that is True or False: 1, 0, or -1 for anything else, with no exception set. */
+int truth_of(PyObject *object, PyObject *name);
+
+/* Borrowed; NULL with no exception set. */
+static inline PyObject *find(PyObject *dict, PyObject *key)
+{
+    PyObject *found = PyDict_GetItemWithError(dict, key);
+    if (found == NULL)
+        PyErr_Clear();
+    return found;
+}
+
+static inline int64_t item(PyObject *tuple, Py_ssize_t position)
+{
+    return PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, position));
+}
+
+#endif

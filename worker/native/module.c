@@ -1,0 +1,105 @@
+/* gpuwatch.worker.native.core: what Python sees of this extension. It is optional: what it does, worker/ can do in Python. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "frame_writer.h"
+#include "gradient_hooks.h"
+#include "graph_look.h"
+#include "layout.h"
+#include "objects.h"
+#include "reductions.h"
+#include "threads.h"
+#include "types.h"
+
+static PyObject *pair(int64_t first, int64_t second)
+{
+    return Py_BuildValue("(LL)", (long long)first, (long long)second);
+}
+
+/* (address, count, bytes per element) of the arguments; -1 with an exception set */
+static int memory_of(PyObject *const *args, void **memory, size_t *count, long *bytes)
+{
+    *memory = PyLong_AsVoidPtr(args[0]);
+    *count = PyLong_AsSize_t(args[1]);
+    *bytes = PyLong_AsLong(args[2]);
+    if (!PyErr_Occurred() && *bytes != 4 && *bytes != 2 && *bytes != 8)
+        wrong("expected elements of 2, 4 or 8 bytes");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *extremes(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    void *memory;
+    size_t count;
+    long bytes;
+    int64_t low = 0, high = 0;
+    (void)module;
+    if (given != 3)
+        return wrong("expected extremes(address, count, bytes)");
+    if (memory_of(args, &memory, &count, &bytes) < 0)
+        return NULL;
+    read_extremes(memory, count, bytes, &low, &high);
+    return pair(low, high);
+}
+
+static PyObject *below(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    void *memory;
+    size_t count;
+    long bytes;
+    int64_t zeros = 0, small = 0;
+    (void)module;
+    if (given != 4)
+        return wrong("expected below(address, count, bytes, limit)");
+    const int64_t limit = PyLong_AsLongLong(args[3]);
+    if (memory_of(args, &memory, &count, &bytes) < 0)
+        return NULL;
+    reduce_below(memory, count, bytes, limit, &zeros, &small);
+    return pair(zeros, small);
+}
+
+PyTypeObject *add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type == NULL || PyObject_SetAttrString(type, "__torch_unserializable__", Py_True) < 0 ||
+        PyObject_SetAttrString(module, name, type) < 0) {
+        Py_XDECREF(type);
+        return NULL;
+    }
+    return (PyTypeObject *)type;
+}
+
+static int add_numbers(PyObject *module)
+{
+    PyObject *numbers = layout_numbers();
+    const int failed = numbers == NULL || PyObject_SetAttrString(module, "LAYOUT", numbers) < 0;
+    Py_XDECREF(numbers);
+    return failed ? -1 : 0;
+}
+
+static PyMethodDef methods[] = {
+    {"extremes", METHOD(extremes), METH_FASTCALL,
+     "extremes(address, count, bytes) -> (low, high)\n\n"
+     "Smallest and largest of `count` signed integers of `bytes` bytes each, the sign bit cleared. Raises TypeError."},
+    {"below", METHOD(below), METH_FASTCALL,
+     "below(address, count, bytes, limit) -> (zeros, small)\n\n"
+     "How many are zero, and how many below `limit` (zeros too), the sign bit cleared. Raises TypeError."},
+    {"use_threads", METHOD(use_threads), METH_FASTCALL,
+     "use_threads(parallel, most, is_parallel, thread, team) -> None\n\n"
+     "Read large tensors with the threads of the OpenMP whose functions GOMP_parallel, omp_get_max_threads,\n"
+     "omp_in_parallel, omp_get_thread_num and omp_get_num_threads are at these addresses; without any: with none."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "core", NULL, -1, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_core(void)
+{
+    choose_width();
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && (make_names() < 0 || add_numbers(module) < 0 || add_frame_writer(module) < 0 ||
+                           add_gradient_hooks(module) < 0 || add_graph_look(module) < 0))
+        Py_CLEAR(module);
+    return module;
+}

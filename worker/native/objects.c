@@ -1,0 +1,86 @@
+/* Small helpers over Python objects. */
+
+#include "objects.h"
+
+#define DEFINE_NAME(NAME) PyObject *s_##NAME;
+EACH_NAME(DEFINE_NAME)
+PyObject *input_roles[ROLES], *output_roles[ROLES], *grad_output_roles[ROLES], *output_role, *grad_output_role;
+
+int make_names(void)
+{
+#define INTERN(NAME)                                            \
+    if ((s_##NAME = PyUnicode_InternFromString(#NAME)) == NULL) \
+        return -1;
+    EACH_NAME(INTERN)
+    output_role = PyUnicode_InternFromString("output");
+    grad_output_role = PyUnicode_InternFromString("grad output");
+    if (output_role == NULL || grad_output_role == NULL)
+        return -1;
+    for (int i = 0; i < ROLES; i++) {
+        input_roles[i] = PyUnicode_FromFormat("input[%d]", i);
+        output_roles[i] = PyUnicode_FromFormat("output[%d]", i);
+        grad_output_roles[i] = PyUnicode_FromFormat("grad output[%d]", i);
+        if (input_roles[i] == NULL || output_roles[i] == NULL || grad_output_roles[i] == NULL)
+            return -1;
+    }
+    return 0;
+}
+
+PyObject *wrong(const char *expected)
+{
+    PyErr_SetString(PyExc_TypeError, expected);
+    return NULL;
+}
+
+/* The object of a weak reference, borrowed: somebody else holds it, or it is only compared. NULL if it is gone. */
+static PyObject *referent(PyObject *ref)
+{
+    if (!PyWeakref_CheckRef(ref))
+        return NULL;
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject *found = NULL;
+    if (PyWeakref_GetRef(ref, &found) < 0)
+        PyErr_Clear();
+    Py_XDECREF(found);
+    return found;
+#else
+    PyObject *found = PyWeakref_GetObject(ref);
+    return found == Py_None ? NULL : found;
+#endif
+}
+
+int is_ref_to(PyObject *ref, PyObject *object)
+{
+    return referent(ref) == object;
+}
+
+int is_alive(PyObject *ref)
+{
+    return referent(ref) != NULL;
+}
+
+int integer_of(PyObject *object, PyObject *name, int64_t *number)
+{
+    PyObject *found = PyObject_GetAttr(object, name);
+    if (found == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    *number = PyLong_Check(found) ? PyLong_AsLongLong(found) : -1;
+    const int good = PyLong_Check(found) && !PyErr_Occurred();
+    PyErr_Clear();
+    Py_DECREF(found);
+    return good;
+}
+
+int truth_of(PyObject *object, PyObject *name)
+{
+    PyObject *found = PyObject_GetAttr(object, name);
+    if (found == NULL) {
+        PyErr_Clear();
+        return -1;
+    }
+    const int truth = found == Py_True ? 1 : found == Py_False ? 0 : -1;
+    Py_DECREF(found);
+    return truth;
+}

@@ -1,0 +1,452 @@
+/* The rows of one frame: Rows.leaf, Rows.weight and Rows.gradient of worker/record/rows.py for ordinary tensors. */
+
+#include "rows.h"
+
+#include <string.h>
+
+#include "frame_store.h"
+#include "objects.h"
+#include "reductions.h"
+#include "threads.h"
+
+void clear_frame(Frame *frame)
+{
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        Py_CLEAR(row->role);
+        Py_CLEAR(row->object);
+        Py_CLEAR(row->key);
+        Py_CLEAR(row->seen);
+        Py_CLEAR(row->place);
+        Py_CLEAR(row->known);
+    }
+    frame->used = 0;
+}
+
+/* -- gather ----------------------------------------------------------------------------------------------------- */
+
+static Row *next_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role)
+{
+    if (frame->used == MOST_ROWS)
+        return NULL;
+    PyObject *slot = find(slots, role);
+    if (slot == NULL || (PyDict_GET_SIZE(self->ignored) && find(self->ignored, slot) != NULL))
+        return NULL;
+    const long long number = PyLong_AsLongLong(slot);
+    if (number < 0 || number >= NOTHING) {
+        PyErr_Clear();
+        return NULL;
+    }
+    Row *row = &frame->rows[frame->used++];
+    memset(row, 0, sizeof *row);
+    row->slot = (uint32_t)number;
+    row->same = NO_ROW;
+    return row;
+}
+
+static int shape_of(FrameWriter *self, const TensorView *view, uint32_t *shape)
+{
+    PyObject *dims = dims_of(view);
+    if (dims == NULL)
+        return 0;
+    PyObject *found = find(self->shapes, dims);
+    Py_DECREF(dims);
+    if (found == NULL)
+        return 0;
+    *shape = (uint32_t)PyLong_AsUnsignedLongMask(found);
+    return 1;
+}
+
+/* Where the tensor is, what type and shape. */
+static int place_of(FrameWriter *self, Row *row)
+{
+    if (!view_of(self->exchange, row->object, &row->view) || !shape_of(self, &row->view, &row->shape))
+        return 0;
+    row->dtype = row->view.dtype;
+    return 1;
+}
+
+/* Whether its numbers are to be had from a device's reader: 1 or 0, or -1 if it is to be left to the Python path. */
+static int is_for_device(FrameWriter *self, const Row *row)
+{
+    if (row->view.is_host && self->reads_host)
+        return is_plain(&row->view) || is_plain_integer(&row->view) ? 0 : -1;
+    return (row->is_weight ? self->device_weight : self->device_value) != NULL ? 1 : -1;
+}
+
+/* Its numbers are to be read, if it has memory. 0 if it is to be left to the Python path. */
+static int plan_to_read(FrameWriter *self, Row *row)
+{
+    row->on_device = is_for_device(self, row);
+    if (row->on_device) {
+        row->is_new = 1;
+        return row->on_device > 0;
+    }
+    const int in_storage = is_in_storage(row->object, &row->view);
+    row->is_new = 1;
+    row->to_read = row->has_value = in_storage == 1;
+    row->kind = in_storage == 1 ? KIND_MEASURED : KIND_NOT_MEASURABLE;
+    if (in_storage != 1)
+        row->value = NOTHING;
+    return in_storage >= 0;
+}
+
+/* What is remembered of a tensor: (ref, version, value, shape, dtype, kind, flags, high, meta) */
+static int is_memory(PyObject *seen)
+{
+    return PyTuple_CheckExact(seen) && PyTuple_GET_SIZE(seen) == 9;
+}
+
+static int is_memory_of(PyObject *seen, const Row *row)
+{
+    return seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), row->object) &&
+           item(seen, 1) == row->version;
+}
+
+static int from_memory(PyObject *seen, Row *row)
+{
+    if (item(seen, 6) != 0)
+        return 0;
+    row->value = item(seen, 2);
+    row->shape = (uint32_t)item(seen, 3);
+    row->dtype = (uint8_t)item(seen, 4);
+    row->kind = (uint8_t)item(seen, 5);
+    return !PyErr_Occurred();
+}
+
+/* The tensor of an input or an output */
+static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tensor)
+{
+    row->object = Py_NewRef(tensor);
+    if (!integer_of(tensor, s__version, &row->version) || row->version < 0)
+        return 0;
+    for (int i = 0; i < frame->used - 1; i++) {
+        const Row *other = &frame->rows[i];
+        if (other->object == tensor && other->version == row->version) {
+            row->same = i;
+            row->shape = other->shape;
+            return 1;
+        }
+    }
+    row->key = PyLong_FromVoidPtr(tensor);
+    if (row->key == NULL)
+        return 0;
+    PyObject *seen = find(self->seen, row->key);
+    if (is_memory_of(seen, row))
+        return from_memory(seen, row);
+    if (!place_of(self, row))
+        return 0;
+    if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
+        is_for_device(self, row) == 1)
+        return 0; /* changed in place: the Python path shows what it was before */
+    if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
+        row->dtype < FLOATS_END) {
+        row->address = row->view.address;
+        for (int i = 0; i < frame->used - 1; i++) {
+            const Row *other = &frame->rows[i];
+            if (other->is_new && other->address == row->address && other->view.count == row->view.count &&
+                other->dtype == row->dtype && other->version == row->version) {
+                row->same = i;
+                return 1;
+            }
+        }
+        row->place = Py_BuildValue("(NLi)", PyLong_FromVoidPtr(row->address), (long long)row->view.count,
+                                   (int)row->dtype);
+        if (row->place == NULL)
+            return 0;
+        seen = find(self->by_memory, row->place);
+        if (seen != NULL && is_memory(seen) && item(seen, 1) == row->version &&
+            is_alive(PyTuple_GET_ITEM(seen, 0))) {
+            const uint32_t shape = row->shape;
+            const int good = from_memory(seen, row);
+            row->shape = shape;
+            return good;
+        }
+    }
+    return plan_to_read(self, row);
+}
+
+/* Whatever is neither None nor a tensor, and holds none */
+static int is_scalar(PyObject *leaf)
+{
+    return PyBool_Check(leaf) || PyLong_CheckExact(leaf) || PyFloat_CheckExact(leaf) || PyUnicode_CheckExact(leaf);
+}
+
+/* A leaf that is not opened any further */
+static int closed_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int is_output)
+{
+    PyObject *cls = (PyObject *)Py_TYPE(leaf);
+    if (cls != self->tensor && PyType_IsSubtype(Py_TYPE(leaf), (PyTypeObject *)self->tensor) && cls != self->parameter)
+        return 0;
+    Row *row = next_row(self, frame, slots, role);
+    if (row == NULL)
+        return 0;
+    row->is_output = is_output;
+    row->role = Py_NewRef(role);
+    if (cls == self->tensor || cls == self->parameter)
+        return tensor_row(self, frame, row, leaf);
+    row->shape = NOTHING;
+    row->value = NOTHING;
+    row->kind = leaf == Py_None ? KIND_NONE : KIND_NOT_A_TENSOR;
+    return 1;
+}
+
+/* The leaves of a list, a mapping, a dataclass and what else Python knows how to open */
+static int open_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *value, int depth,
+                     int is_output)
+{
+    PyObject *found = PyList_New(0), *level = PyLong_FromLong(depth), *done = NULL;
+    if (found != NULL && level != NULL)
+        done = PyObject_CallFunctionObjArgs(self->leaves_of, value, role, found, level, NULL);
+    int good = done != NULL;
+    for (Py_ssize_t i = 0; good && i < PyList_GET_SIZE(found); i++) {
+        PyObject *pair = PyList_GET_ITEM(found, i);
+        good = PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2 &&
+               closed_row(self, frame, slots, PyTuple_GET_ITEM(pair, 0), PyTuple_GET_ITEM(pair, 1), is_output);
+    }
+    Py_XDECREF(found);
+    Py_XDECREF(level);
+    Py_XDECREF(done);
+    return good;
+}
+
+int leaf_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int depth, int is_output)
+{
+    if (leaf == Py_None || is_scalar(leaf) || PyType_IsSubtype(Py_TYPE(leaf), (PyTypeObject *)self->tensor))
+        return closed_row(self, frame, slots, role, leaf, is_output);
+    return open_rows(self, frame, slots, role, leaf, depth, is_output);
+}
+
+/* The numbers of a weight that were read since the last optimizer step; 0 if the Python path has to see them. */
+static int from_known(FrameWriter *self, PyObject *known, Row *row)
+{
+    PyObject *stats = PyTuple_GET_ITEM(known, 3);
+    row->known = Py_NewRef(known);
+    if (is_for_device(self, row) == 1)
+        return plan_to_read(self, row);
+    if ((PyObject *)Py_TYPE(stats) != self->numbers)
+        return 0;
+    const int64_t kind = item(stats, 3);
+    row->low = item(stats, 0);
+    row->high = item(stats, 1);
+    row->meta = item(stats, 2);
+    row->kind = (uint8_t)kind;
+    row->is_new = 1;
+    row->has_value = kind == KIND_MEASURED;
+    if (!row->has_value)
+        row->value = NOTHING;
+    return (kind == KIND_MEASURED || kind == KIND_NOT_MEASURABLE) && (row->meta & 0xFF) == 0 && !PyErr_Occurred();
+}
+
+int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name, PyObject *weight, int64_t step)
+{
+    Row *row = next_row(self, frame, slots, name);
+    if (row == NULL || ((PyObject *)Py_TYPE(weight) != self->parameter && (PyObject *)Py_TYPE(weight) != self->tensor))
+        return 0;
+    row->is_weight = 1;
+    row->object = Py_NewRef(weight);
+    if (!integer_of(weight, s__version, &row->version) || row->version < 0)
+        return 0;
+    row->key = PyLong_FromVoidPtr(weight);
+    if (row->key == NULL)
+        return 0;
+    PyObject *seen = find(self->seen, row->key);
+    if (is_memory_of(seen, row))
+        return from_memory(seen, row);
+    for (int i = 0; i < frame->used - 1; i++)
+        if (frame->rows[i].object == weight)
+            return 0; /* under two names in one module */
+    if (!place_of(self, row))
+        return 0;
+    PyObject *known = find(self->weights, row->key);
+    if (known != NULL && PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 4 &&
+        is_ref_to(PyTuple_GET_ITEM(known, 0), weight) && item(known, 1) == row->version && item(known, 2) == step)
+        return from_known(self, known, row);
+    return plan_to_read(self, row);
+}
+
+int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *gradient, int mark)
+{
+    Row *row = next_row(self, frame, slots, role);
+    if (row == NULL)
+        return 0;
+    row->object = Py_NewRef(gradient);
+    row->mark = (uint16_t)mark;
+    if (!place_of(self, row) || !plan_to_read(self, row))
+        return 0;
+    row->is_output = 1; /* near overflow is looked for */
+    return 1;
+}
+
+/* -- read and number -------------------------------------------------------------------------------------------- */
+
+static int is_near_overflow(const FrameWriter *self, const Row *row)
+{
+    return row->dtype < FLOATS_END && self->near[row->dtype] <= row->high && row->high < self->largest[row->dtype];
+}
+
+/* Zeros and subnormals of low precision are counted in one batch of so many, by the Python path. */
+static int is_counted(const Frame *frame, const Row *row)
+{
+    return (row->dtype == DTYPE_FLOAT16 || row->dtype == DTYPE_BFLOAT16) && frame->batch % COUNT_EVERY == 0;
+}
+
+/* Smallest and largest absolute value; 0 if it holds what the Python path has to see */
+static int read_here(Row *row)
+{
+    const TensorView *view = &row->view;
+    const long bytes = view->dl.dtype.bits / 8;
+    if (row->dtype >= FLOATS_END) {
+        const int is_signed = row->dtype != DTYPE_UINT8 && row->dtype != DTYPE_BOOL;
+        row->meta = ENCODING_INTEGER << 8;
+        return reduce_integers(view->address, (size_t)view->count, bytes, is_signed, &row->low, &row->high);
+    }
+    row->meta = encodings[row->dtype] << 8;
+    read_extremes(view->address, (size_t)view->count, bytes, &row->low, &row->high);
+    return row->high < inf_bits[row->dtype];
+}
+
+/* Those in host memory: 0 if one of them has to be seen by the Python path */
+static int read_host_rows(FrameWriter *self, Frame *frame)
+{
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (row->to_read && ((!row->is_weight && is_counted(frame, row)) || !read_here(row) ||
+                             (row->is_output && is_near_overflow(self, row))))
+            return 0;
+    }
+    return 1;
+}
+
+/* The index of a value in the page, or None if there is none; 0 with an exception set */
+static int set_value(Row *row, PyObject *index)
+{
+    row->kind = index == Py_None ? KIND_NOT_MEASURABLE : KIND_MEASURED;
+    row->value = index == Py_None ? NOTHING : PyLong_AsLongLong(index);
+    return !PyErr_Occurred();
+}
+
+static int read_on_device(FrameWriter *self, Row *row, PyObject *count)
+{
+    PyObject *index = PyObject_CallFunctionObjArgs(self->device_value, row->object, count, NULL);
+    const int good = index != NULL && set_value(row, index);
+    Py_XDECREF(index);
+    return good;
+}
+
+/* Also (ref, version, step, numbers), for the next frame of this weight, if there are numbers */
+static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, int64_t step)
+{
+    PyObject *before = row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None, *known = NULL;
+    PyObject *found = PyObject_CallFunctionObjArgs(self->device_weight, row->object, before, count, NULL);
+    int good = found != NULL && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) == 2 &&
+               set_value(row, PyTuple_GET_ITEM(found, 0));
+    if (good && PyTuple_GET_ITEM(found, 1) != before) {
+        if (PyTuple_GET_ITEM(found, 1) != Py_None) {
+            PyObject *ref = PyWeakref_NewRef(row->object, NULL);
+            known = ref != NULL ? Py_BuildValue("(NLLO)", ref, (long long)row->version, (long long)step,
+                                                PyTuple_GET_ITEM(found, 1))
+                                : NULL;
+            good = known != NULL;
+        }
+        Py_XSETREF(row->known, known);
+    }
+    Py_XDECREF(found);
+    return good;
+}
+
+/* Those on a device: their reader takes values of the page itself. 0 if it fails. */
+static int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
+{
+    PyObject *count = frame->batch % COUNT_EVERY == 0 ? Py_True : Py_False;
+    int any = 0;
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (!row->on_device)
+            continue;
+        if (!(row->is_weight ? read_weight_on_device(self, row, count, step) : read_on_device(self, row, count)))
+            return 0;
+        any = 1;
+    }
+    return !any || follow_segment(self, frame);
+}
+
+int read_rows(FrameWriter *self, Frame *frame, int64_t step)
+{
+    if (!read_host_rows(self, frame) || !read_device_rows(self, frame, step))
+        return 0;
+    int64_t value = frame->value_base + frame->values;
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (row->has_value)
+            row->value = value++;
+        if (row->same != NO_ROW) {
+            const Row *other = &frame->rows[row->same];
+            row->value = other->value;
+            row->dtype = other->dtype;
+            row->kind = other->kind;
+        }
+    }
+    return 1;
+}
+
+/* -- remember --------------------------------------------------------------------------------------------------- */
+
+PyObject *stats_of(PyTypeObject *type, int64_t low, int64_t high, int64_t meta, int64_t kind)
+{
+    PyObject *stats = type->tp_alloc(type, 4);
+    const int64_t fields[] = {low, high, meta, kind};
+    for (int i = 0; stats != NULL && i < 4; i++) {
+        PyObject *number = PyLong_FromLongLong(fields[i]);
+        if (number == NULL)
+            Py_CLEAR(stats);
+        else
+            PyTuple_SET_ITEM(stats, i, number);
+    }
+    return stats;
+}
+
+/* (ref, version, step, numbers) of a weight that was read; 0 if it cannot be made */
+static int make_known(FrameWriter *self, Row *row, PyObject *ref, int64_t step)
+{
+    PyObject *stats = stats_of((PyTypeObject *)self->numbers, row->low, row->high, row->meta, row->kind);
+    if (stats != NULL)
+        row->known = Py_BuildValue("(OLLN)", ref, (long long)row->version, (long long)step, stats);
+    return row->known != NULL;
+}
+
+int make_memories(FrameWriter *self, Frame *frame, int64_t step)
+{
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (!row->is_new)
+            continue;
+        PyObject *ref = row->known != NULL ? Py_NewRef(PyTuple_GET_ITEM(row->known, 0))
+                                           : PyWeakref_NewRef(row->object, NULL);
+        if (ref == NULL)
+            return 0;
+        if (row->is_weight && row->known == NULL && !row->on_device && !make_known(self, row, ref, step)) {
+            Py_DECREF(ref);
+            return 0;
+        }
+        row->seen = Py_BuildValue("(NLLIiiiLL)", ref, (long long)row->version, (long long)row->value,
+                                  (unsigned int)row->shape, (int)row->dtype, (int)row->kind, 0, (long long)row->high,
+                                  (long long)row->meta);
+        if (row->seen == NULL)
+            return 0;
+    }
+    return 1;
+}
+
+void remember(FrameWriter *self, Frame *frame)
+{
+    for (int i = 0; i < frame->used; i++) {
+        Row *row = &frame->rows[i];
+        if (row->seen == NULL)
+            continue;
+        if (PyDict_SetItem(self->seen, row->key, row->seen) < 0 ||
+            (row->place != NULL && PyDict_SetItem(self->by_memory, row->place, row->seen) < 0) ||
+            (row->is_weight && row->known != NULL && PyDict_SetItem(self->weights, row->key, row->known) < 0))
+            PyErr_Clear(); /* no memory: it will be looked at again */
+    }
+}

@@ -1,0 +1,141 @@
+/* Where a tensor's elements are. */
+
+#include "tensor_view.h"
+
+#include "layout.h"
+#include "objects.h"
+
+enum { MOST_DIMS = 8, HOST = 1 };
+
+const Exchange *exchange_of(PyObject *capsule)
+{
+    const Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (exchange != NULL && (exchange->header.version.major != 1 || exchange->view == NULL)) {
+        PyErr_SetString(PyExc_ValueError, "another version of DLPack");
+        return NULL;
+    }
+    return exchange;
+}
+
+/* How many elements lie at the address without a gap, an expanded dimension once; 0 for another layout. */
+static int64_t dense(const DLTensor *tensor, int *is_in_order)
+{
+    int64_t count = 1, sizes[MOST_DIMS], strides[MOST_DIMS];
+    int dims = 0, in_order = 1;
+    *is_in_order = 0;
+    if (tensor->ndim < 0 || tensor->ndim > MOST_DIMS || (tensor->ndim && (!tensor->shape || !tensor->strides)))
+        return 0;
+    for (int i = tensor->ndim - 1; i >= 0; i--) {
+        const int64_t size = tensor->shape[i], stride = tensor->strides[i];
+        if (size <= 0 || stride < 0)
+            return 0;
+        if (size == 1)
+            continue;
+        if (stride != count)
+            in_order = 0;
+        if (stride == 0)
+            continue;
+        count *= size;
+        int place = dims++;
+        for (; place > 0 && strides[place - 1] > stride; place--) {
+            sizes[place] = sizes[place - 1];
+            strides[place] = strides[place - 1];
+        }
+        sizes[place] = size;
+        strides[place] = stride;
+    }
+    *is_in_order = in_order;
+    if (!in_order) {
+        int64_t expected = 1;
+        for (int i = 0; i < dims; i++) {
+            if (strides[i] != expected)
+                return 0;
+            expected *= sizes[i];
+        }
+    }
+    return count;
+}
+
+/* The code of a dtype in core/values.py; 0 for one that is not known */
+static uint8_t code_of(const DLTensor *tensor)
+{
+    if (tensor->dtype.lanes != 1)
+        return 0;
+#define FLOAT_CODE(NAME, CODE, ENCODING, INF, TYPE, BITS)            \
+    if (tensor->dtype.code == TYPE && tensor->dtype.bits == BITS)    \
+        return CODE;
+    EACH_FLOAT(FLOAT_CODE)
+#define OTHER_CODE(NAME, CODE, TYPE, BITS)                           \
+    if (tensor->dtype.code == TYPE && tensor->dtype.bits == BITS)    \
+        return CODE;
+    EACH_OTHER(OTHER_CODE)
+    return 0;
+}
+
+int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view)
+{
+    if (exchange->view(tensor, &view->dl) != 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    view->dtype = code_of(&view->dl);
+    view->is_host = view->dl.device.type == HOST;
+    view->count = dense(&view->dl, &view->is_in_order);
+    view->address = view->dl.data != NULL ? (char *)view->dl.data + view->dl.offset : NULL;
+    return view->dtype != 0;
+}
+
+int is_plain(const TensorView *view)
+{
+    return view->is_host && view->dtype < FLOATS_END && view->count > 0 && view->address != NULL;
+}
+
+int is_plain_integer(const TensorView *view)
+{
+    return view->is_host && view->dtype >= DTYPE_INT64 && view->dtype <= DTYPE_BOOL && view->count > 0 &&
+           view->address != NULL;
+}
+
+static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
+{
+    PyObject *found = PyObject_CallMethodNoArgs(object, method);
+    if (found == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    *number = (uintptr_t)PyLong_AsVoidPtr(found);
+    Py_DECREF(found);
+    const int good = !PyErr_Occurred();
+    PyErr_Clear();
+    return good;
+}
+
+int is_in_storage(PyObject *tensor, const TensorView *view)
+{
+    const uintptr_t start = (uintptr_t)view->address, length = (uintptr_t)view->count * view->dl.dtype.bits / 8;
+    uintptr_t memory = 0, bytes = 0;
+    PyObject *storage = PyObject_CallMethodNoArgs(tensor, s_untyped_storage);
+    if (storage == NULL) {
+        PyErr_Clear();
+        return -1;
+    }
+    const int known = number_from(storage, s_nbytes, &bytes) && number_from(storage, s_data_ptr, &memory);
+    Py_DECREF(storage);
+    if (!known)
+        return -1;
+    return memory != 0 && memory <= start && start - memory <= bytes && length <= bytes - (start - memory);
+}
+
+PyObject *dims_of(const TensorView *view)
+{
+    PyObject *dims = PyTuple_New(view->dl.ndim);
+    for (int i = 0; dims != NULL && i < view->dl.ndim; i++) {
+        PyObject *size = PyLong_FromLongLong(view->dl.shape[i]);
+        if (size == NULL)
+            Py_CLEAR(dims);
+        else
+            PyTuple_SET_ITEM(dims, i, size);
+    }
+    PyErr_Clear();
+    return dims;
+}

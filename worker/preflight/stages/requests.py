@@ -1,0 +1,116 @@
+"""What the coordinator asks of its child, and the child's answer to each: one struct per test of one rank.
+
+{"type":"Allocate","device":"cuda:0","quick":true,"sharers":1}
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from ....core.amount import Amount
+from ...identity import Identity
+from ..meeting import group_store
+from .allocation import Allocated, allocate
+from .bandwidth import Measured, measure
+from .child import Say
+from .compute import ComputeResult, compute
+from .device_facts import DeviceFacts, gather_device
+from .group import check_group
+from .health import HealthResult, check_health, cuda_load
+
+
+class LookAtDevice(msgspec.Struct, frozen=True, tag=True):
+    """The rank's GPU, among those that can be seen."""
+
+    local_rank: int
+
+    def perform(self, say: Say) -> DeviceFacts:
+        """Initialises CUDA."""
+        return gather_device(self.local_rank)
+
+
+class CheckHealth(msgspec.Struct, frozen=True, tag=True):
+    """What the driver says of a GPU. `device` is the rank's own; on the CPU there is no load."""
+
+    uuid: str
+    rank: int
+    host: str
+    thresholds: str
+    deadline_s: float
+    device: str
+
+    def perform(self, say: Say) -> HealthResult:
+        """With the GPU at work."""
+        device = torch.device(self.device)
+        load = cuda_load(device.index) if device.type == "cuda" else None
+        return check_health(self.uuid, self.rank, self.host, self.thresholds, self.deadline_s, load)
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True):
+    """Memory of a device; None is the mode's own amount."""
+
+    device: str
+    amount: Amount | None
+    quick: bool
+    sharers: int
+
+    def perform(self, say: Say) -> Allocated:
+        """Written and read back."""
+        return allocate(torch.device(self.device), self.amount, quick=self.quick, sharers=self.sharers)
+
+
+class Compute(msgspec.Struct, frozen=True, tag=True):
+    """A matmul."""
+
+    device: str
+
+    def perform(self, say: Say) -> ComputeResult:
+        """Its bits and its time."""
+        return compute(torch.device(self.device))
+
+
+class InGroup(msgspec.Struct, frozen=True, tag=True):
+    """A test in a process group of `ranks`, whose store is below `prefix` and `name`. The child is to end after it."""
+
+    bandwidth: bool
+    identity: Identity
+    prefix: str
+    name: str
+    device: str
+    backend: str
+    ranks: list[int]
+    timeout_s: float
+    log: str = ""
+    """Of NCCL."""
+    largest_bytes: int = 0
+
+    def perform(self, say: Say) -> str | Measured:
+        """The collectives, or how fast they are."""
+        if self.log:
+            Path(self.log).parent.mkdir(parents=True, exist_ok=True)
+            os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=self.log)
+        store = group_store(self.identity, self.prefix, self.name, self.timeout_s)
+        device, rank = torch.device(self.device), self.identity.rank
+        if self.bandwidth:
+            return measure(
+                store, device, self.backend, self.ranks, rank, self.timeout_s, say, largest_bytes=self.largest_bytes
+            )
+        return check_group(store, device, self.backend, self.ranks, rank, self.timeout_s, say)
+
+
+Request = LookAtDevice | CheckHealth | Allocate | Compute | InGroup
+
+_decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+
+
+def perform(request: bytes, say: Say) -> Any:
+    """In the child. What a test leaves in torch's cache is given back: the next one, or another rank, may need it."""
+    result = _decoder.decode(request).perform(say)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotations there
+        torch.cuda.empty_cache()
+    return result

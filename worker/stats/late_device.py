@@ -1,0 +1,254 @@
+"""A twin of a device on CPU memory, for tests: what a real one does later, it does later, too.
+
+Tensors are read at once, as no stream of the user's can be held up here. What is late are the copies to the host: each
+starts a random number of calls after it was asked for, in order within a stream, out of order between streams. A copy
+reads its source when it is carried out: one that was freed by then gives POISON. Rows on the device cannot be read by
+the host (`.item()`, `.tolist()`, `bool()`); they raise, as a wait on this path would cost the user the overlap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map
+
+from .device import StreamKey
+
+POISON = 0x6B6B_6B6B_6B6B_6B6B
+"""What freed memory of the device holds."""
+
+
+class HostRead(RuntimeError):
+    """The host has asked for a number that is on the device: on a real one this would wait."""
+
+
+class DeviceMemory(torch.Tensor):
+    """A tensor of the device; so is all that is computed from it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types its own stand-in
+        """Compute as always, except what hands a number to the host."""
+        if func in _HOST_READS:
+            raise HostRead(f"{func} reads a number of the device on the host")
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            del guard
+        return tree_map(lambda value: _on_device(value) if type(value) is torch.Tensor else value, result)
+
+
+_HOST_READS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+}
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.Tensor._make_subclass(DeviceMemory, tensor)
+
+
+def _poison(memory: torch.Tensor) -> None:
+    ctypes.memset(memory.data_ptr(), POISON & 0xFF, memory.nbytes)
+
+
+class _Freed:
+    """Says whether the memory of a tensor was freed, without keeping it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no annotation there
+
+    def __bool__(self) -> bool:
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]  # likewise
+
+
+class LateEvent:
+    """Comes when all is done that its stream had to do when it was recorded."""
+
+    def __init__(self) -> None:
+        self.come = False
+
+
+class _LateCopy:
+    """One copy to the host. It does not keep its source alive, as a real one does not."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if not source.is_contiguous() or not target.is_contiguous() or source.shape != target.shape:
+            raise ValueError("expected contiguous tensors of one shape")
+        self._freed = _Freed(source)
+        self._address = source.data_ptr()
+        self.target = target
+
+    def carry_out(self) -> None:
+        if self._freed:
+            _poison(self.target)
+        else:
+            ctypes.memmove(self.target.data_ptr(), self._address, self.target.nbytes)
+
+
+class LateDevice:
+    """See `Device`. With `seed` None nothing is late: a copy is carried out when it is started.
+
+    `current` is the stream that is current, for a test to set; `capturing` says that a graph is captured.
+    """
+
+    type = "cpu"
+
+    def __init__(self, seed: int | None = None, *, longest: int = 12, refuses: str = "") -> None:
+        self._random = random.Random(seed)
+        self._longest = 0 if seed is None else longest
+        self._queues: dict[int, deque[tuple[int, _LateCopy | LateEvent]]] = {}
+        """stream -> (call from which on it is carried out, what), oldest first"""
+        self._now = 0
+        self._refuses = refuses
+        self._direct: tuple[int, int] | None = None
+        """Host memory that copies may go to."""
+        self._pinned: list[tuple[_Freed, int, int]] = []
+        self.current = 0
+        self.capturing = False
+        self.captured: set[int] = set()
+        """Streams that a graph is captured on; `capturing` stands for all of them."""
+        self.held: set[int] = set()
+        """Streams that are busy with something else for as long as a test says so."""
+        self.copies = 0
+        """Started so far."""
+
+    # -- what a test says ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        """Make a stream current."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def die(self) -> None:
+        """What was not carried out yet never will be."""
+        self._queues.clear()
+
+    # -- Device -------------------------------------------------------------------------------------------------
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """See `Device`."""
+        return tensor.is_cpu
+
+    def stream_key(self, device: torch.device) -> StreamKey:
+        """See `Device`. Time goes on by one with each call: it is asked once for each tensor."""
+        self._tick()
+        return 0, self.current
+
+    def stream(self, device: torch.device) -> int:
+        """See `Device`."""
+        return self.current
+
+    def is_capturing(self) -> bool:
+        """See `Device`."""
+        return self.capturing or self.current in self.captured
+
+    @contextmanager
+    def use(self, key: StreamKey, stream: Any) -> Iterator[None]:
+        """See `Device`."""
+        with self.on(stream):
+            yield
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Device`."""
+        return _on_device(rows)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `Device`. Raises where a real one would wait: into memory that it cannot reach by itself."""
+        self._not_in_a_capture()
+        if not isinstance(source, DeviceMemory):
+            raise TypeError("expected a tensor of the device as the source")
+        begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
+        self._pinned = [entry for entry in self._pinned if not entry[0]]
+        within = [(first, last) for _, first, last in self._pinned] + ([self._direct] if self._direct else [])
+        if not any(first <= begin and end <= last for first, last in within):
+            raise RuntimeError("a copy into memory that is not registered would wait for the device")
+        self.copies += 1
+        self._put(_LateCopy(source, target))
+
+    def record(self, stream: Any) -> LateEvent:
+        """See `Device`."""
+        self._not_in_a_capture()
+        event = LateEvent()
+        self._put(event, stream)
+        return event
+
+    def query(self, event: Any) -> bool:
+        """See `Device`. Time goes on by one with each call."""
+        self._not_in_a_capture()
+        self._tick()
+        return bool(event.come)
+
+    def wait(self, event: Any, timeout_s: float | None) -> bool:
+        """See `Device`. An event of a stream that is held does not come in any time."""
+        self._not_in_a_capture()
+        for stream, queue in self._queues.items():
+            if stream not in self.held and any(what is event for _, what in queue):
+                while not event.come:
+                    self._carry_out(queue)
+        return bool(event.come)
+
+    def synchronize(self, stream: Any) -> None:
+        """See `Device`."""
+        self._not_in_a_capture()
+        queue = self._queues.get(stream)
+        while queue:
+            self._carry_out(queue)
+
+    def register(self, address: int, size: int, device: torch.device) -> str:
+        """See `Device`."""
+        if not self._refuses:
+            self._direct = address, address + size
+        return self._refuses
+
+    def unregister(self, address: int, device: torch.device) -> None:
+        """See `Device`."""
+        self._direct = None
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Device`."""
+        memory = torch.empty(shape, dtype=dtype, device="cpu")
+        _poison(memory)
+        begin = memory.data_ptr()
+        self._pinned.append((_Freed(memory), begin, begin + memory.nbytes))
+        return memory
+
+    # -- time ---------------------------------------------------------------------------------------------------
+
+    def _put(self, what: _LateCopy | LateEvent, stream: int | None = None) -> None:
+        queue = self._queues.setdefault(self.current if stream is None else stream, deque())
+        due = self._now + (self._random.randint(0, self._longest) if self._longest else 0)
+        queue.append((max(due, queue[-1][0]) if queue else due, what))
+        self._advance()
+
+    def _tick(self) -> None:
+        self._now += 1
+        self._advance()
+
+    def _advance(self) -> None:
+        for stream, queue in self._queues.items():
+            while queue and queue[0][0] <= self._now and stream not in self.held:
+                self._carry_out(queue)
+
+    def _carry_out(self, queue: deque[tuple[int, _LateCopy | LateEvent]]) -> None:
+        _, what = queue.popleft()
+        if isinstance(what, LateEvent):
+            what.come = True
+        else:
+            what.carry_out()
+
+    def _not_in_a_capture(self) -> None:
+        if self.is_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing")

@@ -1,0 +1,76 @@
+"""A few numbers of a tensor on their way to the host: for what must know a value without waiting for its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..without_modes import without_modes
+from .device import Device, device_for, is_on_device
+
+
+class ToHost:
+    """The numbers of a tensor, brought to the host without waiting. See `to_host`."""
+
+    def __init__(self, tensor: torch.Tensor, driver: Device | None) -> None:
+        self._driver = driver
+        self._source = tensor
+        """Kept until the copy has arrived."""
+        self._numbers = tensor
+        self._event: Any = None
+        if driver is not None:
+            self._key, self._stream = driver.stream_key(tensor.device), driver.stream(tensor.device)
+            with driver.use(self._key, self._stream):
+                self._numbers = driver.staging(*tensor.shape, dtype=tensor.dtype)
+                driver.copy(tensor, self._numbers)
+                self._event = driver.record(self._stream)
+
+    def arrived(self) -> bool:
+        """Whether they are here. Never waits; never yes while the user captures a graph."""
+        if self._driver is None or self._event is None:
+            return True
+        if self._driver.is_capturing():
+            return False
+        with self._driver.use(self._key, self._stream):
+            return self._come(self._driver.query(self._event))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until they are here, `timeout_s` seconds at most; False when they are not, and during a capture."""
+        if self._driver is None or self._event is None:
+            return True
+        if self._driver.is_capturing():
+            return False
+        with self._driver.use(self._key, self._stream):
+            return self._come(self._driver.wait(self._event, timeout_s))
+
+    def _come(self, come: bool) -> bool:
+        if come:
+            self._event = None
+            self._source = self._numbers
+        return come
+
+    @property
+    def numbers(self) -> list[float]:
+        """The elements of the tensor. Only after `arrived` or `wait` has said yes."""
+        assert self._event is None
+        return [float(number) for number in self._numbers.reshape(-1).tolist()]
+
+
+def to_host(*scalars: torch.Tensor) -> ToHost | None:
+    """Start to bring the numbers of these tensors of one element, all on one device. None while a graph is captured.
+
+    What is in host memory is there at once.
+    """
+    return without_modes(_to_host, scalars)
+
+
+def _to_host(scalars: tuple[torch.Tensor, ...]) -> ToHost | None:
+    if not any(is_on_device(scalar) for scalar in scalars):
+        return ToHost(torch.stack([scalar.reshape(()).double() for scalar in scalars]), None)
+    driver = device_for(scalars[0].device)
+    if driver.is_capturing():
+        return None
+    with torch.inference_mode(False):
+        numbers = torch.stack([scalar.detach().reshape(()).float() for scalar in scalars])
+    return ToHost(driver.rows(numbers), driver)

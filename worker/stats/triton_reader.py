@@ -1,0 +1,122 @@
+"""One tensor into one row on its device by the kernels of kernel.py, with as little of the host's time as can be.
+
+Triton's own launch binds the arguments, derives a key from them and looks the compiled kernel up, each time: several
+times what the driver's launch costs. Here the key is made of what can differ, and the compiled kernel is launched.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from .device_reader import KINDS, Kind, Source
+from .tensor_stats import LOW_PRECISION
+
+_OLDEST, _NEWEST = (3, 3), (3, 7)
+"""The Tritons whose compiled kernels take the arguments as they are given here, constants and all.
+
+They do not check how many they are given, so another one is launched in the ordinary way.
+"""
+_INT32 = 1 << 31
+_PACK_BLOCK = 128
+
+
+class TritonReader:
+    """See `Reader`. Raises ImportError where Triton is not; the first launches may raise anything."""
+
+    def __init__(self, kernel: Any = None, version: str = "") -> None:
+        if kernel is None:
+            from . import kernel as ours
+
+            kernel, version = ours, ours.VERSION
+        self._kernel = kernel
+        self._is_direct = _OLDEST <= _release(version) <= _NEWEST
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._programs: dict[torch.device, int] = {}
+        self.interpreted: bool = kernel.INTERPRETED
+
+    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+        """See `Reader`. The device must be the current one."""
+        tensor, elements, inner, stride = source
+        dtype = tensor.dtype
+        kind = KINDS[dtype]
+        if stride == 0:
+            layout, deep = 0, kind.deep
+        else:
+            layout, deep = (1 if elements < _INT32 else 2), 1
+        programs = min(-(-elements // (deep * kind.wide)), self._most(tensor.device))
+        numbers = (
+            position,
+            elements,
+            inner,
+            stride,
+            kind.code,
+            count and dtype in LOW_PRECISION,
+            layout,
+            deep,
+            kind.wide,
+        )
+        address, target = tensor.data_ptr(), rows.data_ptr()
+        key = read_key(tensor.device, kind, address, target, *numbers)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[programs, 1, 1](address, target, *numbers)
+            return
+        view = tensor if kind.read_as is dtype else tensor.view(kind.read_as)
+        self._keep(key, self._kernel.read[(programs,)](view, rows, *numbers))
+
+    def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """See `Reader`."""
+        packed = torch.empty(count, 3, dtype=torch.int64, device=rows.device)
+        programs = -(-count // _PACK_BLOCK)
+        address, target = rows.data_ptr(), packed.data_ptr()
+        key = (rows.device, "pack", address % 16 == 0, target % 16 == 0)
+        compiled = self._compiled.get(key)
+        if compiled is not None:
+            compiled[programs, 1, 1](address, target, count, _PACK_BLOCK)
+        else:
+            self._keep(key, self._kernel.pack[(programs,)](rows, packed, count, _PACK_BLOCK))
+        return packed
+
+    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+        """A launch of Triton's returns the kernel that it has looked up, or compiled."""
+        if self._is_direct and compiled is not None:
+            self._compiled[key] = compiled
+
+    def _most(self, device: torch.device) -> int:
+        """Programs that keep the memory busy; each then goes on to its next block."""
+        most = self._programs.get(device)
+        if most is None:
+            most = 3
+            if device.type == "cuda":
+                most = 4 * torch.cuda.get_device_properties(device).multi_processor_count
+            self._programs[device] = most
+        return most
+
+
+def read_key(
+    device: torch.device,
+    kind: Kind,
+    address: int,
+    target: int,
+    position: int,
+    elements: int,
+    inner: int,
+    stride: int,
+    *constants: Any,
+) -> tuple[Any, ...]:
+    """Calls of `kernel.read` with the same key run the same compiled kernel.
+
+    Triton compiles for a type of each argument (an integer is one of 32 or 64 bits), for pointers that 16 divides, and
+    for each value of a constant.
+    """
+    wide = position >= _INT32 or elements >= _INT32 or inner >= _INT32 or stride >= _INT32
+    sizes = (elements < _INT32, inner < _INT32, stride < _INT32) if wide else None
+    return device, kind.read_as, address % 16 == 0, target % 16 == 0, sizes, constants
+
+
+def _release(version: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
