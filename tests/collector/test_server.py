@@ -268,12 +268,14 @@ def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, ma
     assert "gpuwatch report --again" in final.text
 
 
-def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, make):
+def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, make, monkeypatch):
+    monkeypatch.setattr(server_module, "_FAREWELL_MS", WAIT_MS)
     first = connect()
     first.send(encode(AgentMessage(1, make.hello(nproc=0))))
-    receive(first)
     first.send(encode(AgentMessage(2, Bye("ok"), 1)))
-    first.close(linger=1000)  # it was stopped, or the network was
+    while acknowledged_of(receive(first)) < 2:
+        pass
+    first.close(linger=0)  # it was stopped, or the network was
     again = connect()
     deadline = time.monotonic() + WAIT_MS / 1000
     told = None
@@ -281,3 +283,4 @@ def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, mak
         again.send(encode(AgentMessage(0, Beat([], {}))))
         told = decode_collector(again.recv()) if again.poll(50) else None
     assert isinstance(told, Final)
+    again.send(encode(AgentMessage(0, Leaving())))
