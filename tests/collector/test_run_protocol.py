@@ -127,7 +127,7 @@ def test_what_a_node_says_of_another_nodes_rank_is_not_believed(two, make):
     assert two.run_protocol.disbelieved == 2
     two.beat(STOP_AFTER_S + 1, "a0", "a1")
     assert two.tick(STOP_AFTER_S + 1) == []
-    assert [type(a) for a in two.say("a1", anomaly(rank=1))] == [Keep, Send, Send], "it goes on being heard"
+    assert sent(two.say("a1", anomaly(rank=1)), Want) != [], "it goes on being heard"
     assert two.run_protocol.committed()[-1] == Send("a1", Ack(3))
 
 
