@@ -93,16 +93,6 @@ static void publish(int64_t *place, int64_t number)
     __atomic_store_n(place, number, __ATOMIC_RELEASE);
 }
 
-void say_module(FrameWriter *self, int64_t module)
-{
-    Py_buffer memory;
-    int64_t at;
-    if (borrow_segment(self, &memory, &at) == NULL)
-        return;
-    publish(&((int64_t *)memory.buf)[F_MODULE], module);
-    PyBuffer_Release(&memory);
-}
-
 /* The segment, if nobody has written in it since the frame was made; else NULL. */
 static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memory)
 {

@@ -4,7 +4,6 @@
 
 #include "frame_writer.h"
 
-#include "call_stack.h"
 #include "frame_store.h"
 #include "gradient_hooks.h"
 #include "objects.h"
@@ -104,13 +103,20 @@ static int output_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObjec
     return 1;
 }
 
-int write_frame(FrameWriter *self, const ModuleCall *module_call)
+/* What Python says of a module call. */
+typedef struct {
+    PyObject *info, *module, *args, *kwargs, *output, *page;
+    int64_t parent, depth, phase, step;
+} ModuleCall;
+
+/* Write the frame of a module call: 1, 0 if it is left to Python, or -1 with an exception set, and then it is written. */
+static int write_frame(FrameWriter *self, const ModuleCall *module_call)
 {
     Frame frame;
     int64_t before;
     PyObject *info = module_call->info;
     Call call = {.parent = module_call->parent, .depth = module_call->depth, .phase = module_call->phase,
-                 .rank_phase = -1, .rank_module = module_call->rank_module};
+                 .rank_phase = -1, .rank_module = -1};
     if (!begin_frame(self, &frame) || !may_look(self))
         return 0;
     if (!integer_of(info, s_id, &call.module) || !integer_of(info, s_seq, &before) || !issued_now(self, &call.seq))
@@ -144,7 +150,7 @@ static PyObject *writer_frame(FrameWriter *self, PyObject *const *args, Py_ssize
     if (PyErr_Occurred())
         return NULL;
     const ModuleCall call = {args[0],    args[1],    args[2],    args[3],    args[4], args[5],
-                             numbers[0], numbers[1], numbers[2], numbers[3], -1};
+                             numbers[0], numbers[1], numbers[2], numbers[3]};
     const int taken = write_frame(self, &call);
     return taken < 0 ? NULL : answer(taken);
 }
@@ -328,16 +334,6 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyMethodDef writer_methods[] = {
-    {"enter", METHOD(writer_enter), METH_FASTCALL,
-     "enter(stack, module, thread) -> bool\n\n"
-     "Put a known module on the stack of the calls that run; False, and nothing done, if it is not an ordinary call."},
-    {"leave", METHOD(writer_leave), METH_FASTCALL,
-     "leave(stack, module, args, kwargs, output, phase, thread) -> int\n\n"
-     "Write the frame of the innermost call and take it off the stack: 1. -1, and nothing done: it is that call, but its\n"
-     "frame is not an ordinary one. 0, and nothing done: it is the root's, or another call."},
-    {"frame", METHOD(writer_frame), METH_FASTCALL,
-     "frame(info, module, args, kwargs, output, page, parent, depth, phase, step) -> bool\n\n"
-     "Write the frame of a module call into `page`, which is open; False if it is not an ordinary one."},
     {"weights", METHOD(writer_weights), METH_FASTCALL,
      "weights(info, [(name, parameter), ...], step) -> bool\n\n"
      "Write the frame of a module's weights after an optimizer step; False if it is not an ordinary one."},

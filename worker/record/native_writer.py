@@ -137,7 +137,6 @@ def native_writer_of(progress: Progress, rows: Rows, notable: NotableValue, grad
             handle=RemovableHandle,
             leaves_of=leaves_of,
             next_segment=progress.recorder._continue_segment,
-            tracing=torch._C._get_tracing_state,
             exchange=exchange,
             near=notable.near,
             forward="forward" in settings.watch,

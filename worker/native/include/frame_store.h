@@ -11,9 +11,6 @@ typedef struct {
     int64_t rank_phase, rank_module; /* for the file's header: what the rank is doing, and where; -1: not said */
 } Call;
 
-/* Say in the file's header in which module the rank is. */
-void say_module(FrameWriter *self, int64_t module);
-
 /* What the open segment holds so far; 0 if there is none, or the recorder is closed. */
 int begin_frame(FrameWriter *self, Frame *frame);
 

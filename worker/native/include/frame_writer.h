@@ -14,7 +14,7 @@
 #define EACH_OBJECT(DO)                                                                                       \
     DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(watched)    \
     DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
-    DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment) DO(tracing)
+    DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment)
 /* None, or what has a tensor read that is not in host memory, or may not be read there:
    device_value(tensor, count) -> int | None, the index of its value in the page, which is there when it returns, or None if
    it cannot be measured; `count`: whether zeros and subnormals are to be counted.
@@ -39,16 +39,6 @@ int may_look(FrameWriter *self);
 
 /* How many collectives have been issued; 0 if nobody can tell. */
 int issued_now(FrameWriter *self, int64_t *seq);
-
-/* What Python says of a module call. */
-typedef struct {
-    PyObject *info, *module, *args, *kwargs, *output, *page;
-    int64_t parent, depth, phase, step;
-    int64_t rank_module; /* the module in which the rank is now, for the file's header; -1: not said */
-} ModuleCall;
-
-/* Write the frame of a module call: 1, 0 if it is left to Python, or -1 with an exception set, and then it is written. */
-int write_frame(FrameWriter *self, const ModuleCall *module_call);
 
 /* Make the type, and add it to the module. -1 with an exception set. */
 int add_frame_writer(PyObject *module);
