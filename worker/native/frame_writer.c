@@ -334,6 +334,9 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 static PyMethodDef writer_methods[] = {
+    {"frame", METHOD(writer_frame), METH_FASTCALL,
+     "frame(info, module, args, kwargs, output, page, parent, depth, phase, step) -> bool\n\n"
+     "Write the frame of a module call into `page`, which is open; False if it is not an ordinary one."},
     {"weights", METHOD(writer_weights), METH_FASTCALL,
      "weights(info, [(name, parameter), ...], step) -> bool\n\n"
      "Write the frame of a module's weights after an optimizer step; False if it is not an ordinary one."},
