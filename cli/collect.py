@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..core.errors import UsageError
-from ..core.keys import read_secret
+from ..core.wire.keys import read_secret
 
 
 @click.command(name="collect")

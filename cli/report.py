@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ..core.errors import GpuwatchError, UsageError
-from ..core.spool import SUFFIX
+from ..core.wire.spool import SUFFIX
 
 
 @click.command(name="report")

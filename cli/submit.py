@@ -59,7 +59,7 @@ def command(arguments: tuple[str, ...]) -> int:
 
 def submit(arguments: list[str], verb: Verb) -> int:
     """Render, show or submit, and follow. Returns the exit code."""
-    from ..launcher.options import get_check_parser, get_parser  # imports torch
+    from ..launcher.arguments.options import get_check_parser, get_parser  # imports torch
 
     parser = get_parser() if verb == "launch" else get_check_parser()
     submission = take_apart(arguments, options_of(parser))
@@ -104,8 +104,8 @@ def options_of(parser: argparse.ArgumentParser) -> LaunchOptions:
 
 def _check(parser: argparse.ArgumentParser, submission: Submission, verb: Verb) -> None:
     """What would only be found wrong once the job runs, hours later."""
-    from ..launcher.options import check_together
-    from ..launcher.prepare import expect_script
+    from ..launcher.arguments.options import check_together
+    from ..launcher.arguments.prepare import expect_script
 
     if verb == "launch" and not submission.script:
         raise UsageError("expected a script to run, found none: gpuwatch submit [options] train.py")

@@ -14,7 +14,7 @@ import zmq
 
 from ..core.errors import GpuwatchError
 from ..core.exits import ExitCode
-from ..core.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
+from ..core.wire.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
 from .finish import open_store
 from .paths import RunPaths, new_run
 from .run_protocol import RunProtocol

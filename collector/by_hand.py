@@ -11,7 +11,7 @@ from typing import TextIO
 import zmq
 
 from ..core.errors import GpuwatchError, UsageError
-from ..core.keys import derive_keys
+from ..core.wire.keys import derive_keys
 from .exit_code import exit_code
 from .finish import open_store
 from .paths import new_run

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage
 from ..core.records import GpuCounters, GpuHealth, NodeSignal, Xid
+from ..core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage
 
 _MAX_CLAIMS = 1 << 20
 """Of all nodes and attempts together."""

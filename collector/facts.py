@@ -7,18 +7,6 @@ from dataclasses import dataclass, field
 
 from ..core.frames import Page
 from ..core.judge import anomaly_of_page
-from ..core.messages import (
-    AgentBody,
-    Beat,
-    Bye,
-    Definitions,
-    EventMessage,
-    Hello,
-    Leaving,
-    PageMessage,
-    RankState,
-    node_of,
-)
 from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
@@ -40,6 +28,18 @@ from ..core.records import (
     Where,
     WorkerExit,
     Xid,
+)
+from ..core.wire.messages import (
+    AgentBody,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    Leaving,
+    PageMessage,
+    RankState,
+    node_of,
 )
 from .diagnose.diagnose import diagnose
 from .diagnose.local_diagnosis import LocalDiagnosis

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from ..core.errors import GpuwatchError
-from ..core.spool import agent_of, read_spool
+from ..core.wire.spool import agent_of, read_spool
 from .earlier import EarlierLife, earlier_lives
 from .exit_code import exit_code
 from .facts import fold

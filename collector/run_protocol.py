@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.messages import (
+from ..core.records import Anomaly, PreflightResult, split_label
+from ..core.wire.messages import (
     SCHEMA,
     Ack,
     AgentBody,
@@ -27,7 +28,6 @@ from ..core.messages import (
     Welcome,
     node_of,
 )
-from ..core.records import Anomaly, PreflightResult, split_label
 from .claims import Claims
 
 SILENT_S = 20.0

@@ -18,7 +18,8 @@ from msgspec.json import encode as to_json
 from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.exits import ExitCode
-from ..core.messages import (
+from ..core.own_clock import OwnClock
+from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
     Ack,
     AgentMessage,
@@ -29,8 +30,7 @@ from ..core.messages import (
     decode_agent,
     encode,
 )
-from ..core.own_clock import OwnClock
-from ..core.pipe import PreflightOver, StageLine
+from ..core.wire.pipe import PreflightOver, StageLine
 from .exit_code import exit_code
 from .finish import build, stamp, write_report
 from .paths import RunPaths

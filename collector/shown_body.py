@@ -1,4 +1,4 @@
-"""A message with all its text made safe to show (core/shown.py), before anything is made of it. Pure.
+"""A message with all its text made safe to show (core/text/shown.py), before anything is made of it. Pure.
 
 A script chooses the names of its modules, classes and arguments, the messages of its exceptions and its command line.
 What is safe here is safe in the verdict, the text, report.json and every later rendering. Names in definitions are made
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..core.records import RootDef, split_label
-from ..core.shown import shown, shown_lines, shown_name
+from ..core.text.shown import shown, shown_lines, shown_name
 
 _NAMES = frozenset({"module", "cls", "role", "pattern", "error", "host", "node", "device", "dtype", "part", "stage"})
 _SEVERAL_LINES = frozenset({"traceback", "message"})

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..core.errors import GpuwatchError
-from ..core.messages import AgentBody, AgentMessage, EventMessage, WireError, decode_agent
+from ..core.wire.messages import AgentBody, AgentMessage, EventMessage, WireError, decode_agent
 
 SCHEMA = 1
 MEMORY_BYTES = 256 << 20

@@ -15,7 +15,7 @@ from enum import IntEnum, IntFlag
 import msgspec
 
 from .roles import GRADIENTS, Role, RoleKind, parse_role
-from .shown import shown_name
+from .text.shown import shown_name
 from .values import NonFinite
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
@@ -165,7 +165,7 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def module_text(module: str, cls: str | None) -> str:
-    """A module by name and class, for a sentence, safe to show (core/shown.py). The root has no name.
+    """A module by name and class, for a sentence, safe to show (core/text/shown.py). The root has no name.
 
     >>> module_text("fc1", "Linear"), module_text("", "Net")
     ('`fc1` (Linear)', 'the root module (Net)')

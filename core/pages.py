@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from .frames import Frame, Page, Phase, Row, RowKind
-from .messages import PageMessage
 from .recorder import layout
 from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
-from .shown import is_shown, shown_name
+from .text.shown import is_shown, shown_name
 from .values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
+from .wire.messages import PageMessage
 
 
 class Names:
-    """The definitions of one rank in one attempt. Their names are safe to show (core/shown.py)."""
+    """The definitions of one rank in one attempt. Their names are safe to show (core/text/shown.py)."""
 
     def __init__(self) -> None:
         self.roots: dict[int, RootDef] = {}

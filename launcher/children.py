@@ -12,7 +12,7 @@ from typing import IO
 
 import msgspec
 
-from ..core.pipe import write_line
+from ..core.wire.pipe import write_line
 
 LIVED_S = 10.0
 MOST_SHORT_LIVES = 10

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 from msgspec.structs import replace
 
-from ..core.pipe import (
+from ..core.wire.pipe import (
     Bound,
     CannotBind,
     CollectorConfig,

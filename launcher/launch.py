@@ -25,8 +25,10 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 from ..core import host
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
-from ..core.keys import JobKeys
-from ..core.pipe import (
+from ..core.recorder.layout import Field, file_name
+from ..core.recorder.reader import NotReady, RecorderReader
+from ..core.wire.keys import JobKeys
+from ..core.wire.pipe import (
     AgentConfig,
     Bound,
     CollectorConfig,
@@ -37,22 +39,20 @@ from ..core.pipe import (
     WorkersEnded,
     WorkersStarted,
 )
-from ..core.recorder.layout import Field, file_name
-from ..core.recorder.reader import NotReady, RecorderReader
+from .arguments.options import check_together, get_check_parser, get_parser
+from .arguments.plan import Plan, limit_rendezvous, make_plan
+from .arguments.prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
+from .arguments.worker_settings import worker_settings
 from .elastic import run_torchrun
 from .head_collector import HeadCollector
-from .job import Job
 from .live_lines import live_lines
 from .node_agent import NodeAgent
-from .options import check_together, get_check_parser, get_parser
 from .overflows import Overflows
-from .plan import Plan, limit_rendezvous, make_plan
-from .prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
 from .say import say
+from .scheduler.job import Job
 from .scratch import RESCUED, keep_rescued, lack_of_room, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
-from .worker_settings import worker_settings
 
 _CHILD_END_S = 20.0
 _LAST_LINE_S = 2.0

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
-from ..core.pipe import PreflightOver, StageLine
+from ..core.wire.pipe import PreflightOver, StageLine
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "unknown": "yellow"}
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..core.own_clock import OwnClock
-from ..core.pipe import AgentConfig, Notice, StopRequest, Verdict, read_from_agent, write_line
+from ..core.wire.pipe import AgentConfig, Notice, StopRequest, Verdict, read_from_agent, write_line
 from .children import Child, Lives
 
 SILENT_S = 120.0
@@ -34,7 +34,7 @@ class NodeAgent:
         self._ending = threading.Event()
         self._over = threading.Event()
         self._lines = 0
-        self._child = Child("launcher.agent", self._config)
+        self._child = Child("launcher.node.agent", self._config)
         threading.Thread(target=self._follow, daemon=True, name="gpuwatch-agent").start()
 
     @property
@@ -85,7 +85,7 @@ class NodeAgent:
                     break
                 self._child.end(0.01)
                 try:
-                    self._child = Child("launcher.agent", replace(self._config, life=life))
+                    self._child = Child("launcher.node.agent", replace(self._config, life=life))
                 except OSError as error:
                     self._say(f"the node agent could not be started: {error}")
                     break

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ..core.exits import RANK_OVERFLOW
 from ..core.frames import module_text
-from ..core.ranks_text import ranks_text
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.records import Anomaly
-from ..core.shown import shown_name
+from ..core.text.ranks_text import ranks_text
+from ..core.text.shown import shown_name
 
 
 class Overflows:

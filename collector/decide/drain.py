@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from ...core.messages import Hello
-from ...core.scheduler_job import SchedulerJob, fill_command
+from ...core.wire.messages import Hello
+from ...core.wire.scheduler_job import SchedulerJob, fill_command
 from ..facts import NodeFacts, RunFacts
 from ..report.preflight_table import findings_of
 from .gpu_evidence import gpu_of

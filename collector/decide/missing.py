@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import count, islice
 
-from ...core.ranks_text import ranks_text
+from ...core.text.ranks_text import ranks_text
 from ..facts import RankFacts, RunFacts
 
 _HARMLESS = ("preflight", "hooks", "device note")

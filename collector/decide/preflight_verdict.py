@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.preflight import Finding
-from ...core.ranks_text import ranks_text
+from ...core.text.ranks_text import ranks_text
 from ..facts import RankFacts, RunFacts
 from ..report.preflight_table import findings_of, seconds_of, stage_order
 from .verdict_model import Cascade, Verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..decide.ending_verdict import ending_text
-from ..decide.order import earliest
+from ..decide.overflow.order import earliest
 from ..decide.words import found_text
 from ..facts import RunFacts
 

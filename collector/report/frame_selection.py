@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...core.frames import Frame, Page
-from ..decide.replicas import page_of
-from ..decide.same_point import page_at_same_point
+from ..decide.overflow.replicas import page_of
+from ..decide.overflow.same_point import page_at_same_point
 from ..decide.verdict_model import Verdict
 from ..facts import RankFacts, RunFacts
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.preflight import Finding
-from ...core.ranks_text import ranks_text
+from ...core.text.ranks_text import ranks_text
 from .preflight_table import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...core.messages import AgentBody, EventMessage, Hello
-from ...core.pipe import PreflightOver, StageLine
 from ...core.preflight import Finding
 from ...core.records import PreflightBegan, PreflightResult, PreflightStage
+from ...core.wire.messages import AgentBody, EventMessage, Hello
+from ...core.wire.pipe import PreflightOver, StageLine
 from ..shown_body import shown_body
 from .preflight_table import GRADES, stage_order, worst
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import Frame, format_number, module_text
-from ...core.ranks_text import ranks_text
+from ...core.text.ranks_text import ranks_text
 from ..decide.verdict_model import Cascade
 from .frames_text import frames_text
 from .model import FirstAnomaly, RankReport, Report

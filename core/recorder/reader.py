@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ..messages import PageMessage, RankState, Segment
 from ..records import Anomaly, Definition, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
+from ..wire.messages import PageMessage, RankState, Segment
 from . import layout
 from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
 

@@ -10,17 +10,6 @@ import msgspec
 import pytest
 from gpuwatch.core.frames import Mark, Phase, RowKind
 from gpuwatch.core.judge import alarm_of, anomaly_of, first_expected_gradient
-from gpuwatch.core.messages import (
-    AgentBody,
-    Beat,
-    Bye,
-    Definitions,
-    EventMessage,
-    Hello,
-    PageMessage,
-    RankState,
-    Segment,
-)
 from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.preflight import Finding
 from gpuwatch.core.recorder import layout
@@ -41,6 +30,17 @@ from gpuwatch.core.records import (
     WorkerExit,
 )
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, Encoding, NonFinite
+from gpuwatch.core.wire.messages import (
+    AgentBody,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    PageMessage,
+    RankState,
+    Segment,
+)
 
 NAN, INF, NEGINF = math.nan, math.inf, -math.inf
 

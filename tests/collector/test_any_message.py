@@ -8,7 +8,6 @@ from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.run_protocol import Keep, RunProtocol
-from gpuwatch.core.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
 from gpuwatch.core.records import (
     Bandwidth,
     Cost,
@@ -22,6 +21,7 @@ from gpuwatch.core.records import (
     Warned,
     Xid,
 )
+from gpuwatch.core.wire.messages import AgentMessage, EventMessage, WireError, decode_agent, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

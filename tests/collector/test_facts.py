@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.facts import fold
-from gpuwatch.core.messages import Definitions, EventMessage, PageMessage, Segment
 from gpuwatch.core.records import Fault, NodeSignal, PreflightStage
+from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage, Segment
 
 
 def facts_of(*bodies, agent="a0", lost=()):

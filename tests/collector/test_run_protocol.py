@@ -16,8 +16,19 @@ from gpuwatch.collector.run_protocol import (
     RunProtocol,
     Send,
 )
-from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Definitions, EventMessage, Refused, Stop, Want, Welcome
 from gpuwatch.core.records import Anomaly, NodeSignal, RootDef, Where
+from gpuwatch.core.wire.messages import (
+    Ack,
+    AgentMessage,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Refused,
+    Stop,
+    Want,
+    Welcome,
+)
 
 
 class Cluster:

@@ -17,8 +17,8 @@ from gpuwatch.collector.report.model import build_report
 from gpuwatch.collector.run_protocol import RunProtocol
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.keys import derive_keys
-from gpuwatch.core.messages import Ack, AgentMessage, Beat, Bye, Final, Leaving, Welcome, decode_collector, encode
+from gpuwatch.core.wire.keys import derive_keys
+from gpuwatch.core.wire.messages import Ack, AgentMessage, Beat, Bye, Final, Leaving, Welcome, decode_collector, encode
 
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")

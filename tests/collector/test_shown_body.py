@@ -10,8 +10,8 @@ from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.shown_body import shown_body
-from gpuwatch.core.messages import EventMessage
 from gpuwatch.core.records import Fault, ScriptError, Warned
+from gpuwatch.core.wire.messages import EventMessage
 
 FORGED = "x\x1b[2J\x9b\u202e\nVERDICT  clean, established\r"
 ROOT = "Net" + FORGED

@@ -11,8 +11,8 @@ from gpuwatch.collector.paths import RunPaths
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.store import SCHEMA, RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.messages import AgentMessage, Beat, Bye, EventMessage, PageMessage, Segment, encode
 from gpuwatch.core.records import NodeSignal
+from gpuwatch.core.wire.messages import AgentMessage, Beat, Bye, EventMessage, PageMessage, Segment, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -33,7 +33,7 @@ def python(code: str) -> str:
     [
         "import gpuwatch; gpuwatch.OverflowDetected",
         "import gpuwatch.collector.__main__",
-        "import gpuwatch.launcher.agent",
+        "import gpuwatch.launcher.node.agent",
         "import gpuwatch.worker.__main__",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
         "from gpuwatch.collector.facts import fold\n"
@@ -129,9 +129,14 @@ def words_of_code(path: Path) -> set[str]:
 
 
 def test_schedulers_words_stay_in_their_modules():
-    """Another scheduler is one more file beside launcher/slurm.py."""
-    may = {"launcher/slurm.py", "launcher/nodelist.py", "launcher/cluster.py", "core/job_runs.py"}
-    may |= {"launcher/options.py"}  # `gpuwatch check --slurm`
+    """Another scheduler is one more file beside launcher/scheduler/slurm.py."""
+    may = {
+        "launcher/scheduler/slurm.py",
+        "launcher/scheduler/nodelist.py",
+        "launcher/scheduler/cluster.py",
+        "core/job_runs.py",
+    }
+    may |= {"launcher/arguments/options.py"}  # `gpuwatch check --slurm`
     words = ("slurm", "sbatch", "srun", "scontrol", "sinfo")
     paths = [path for room in ("core", "launcher", "collector") for path in modules(room)]
     told = {

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 from gpuwatch.core.frames import Mark, Phase, RowKind
-from gpuwatch.core.messages import PageMessage, Segment
 from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.records import ModuleDef, RootDef, ShapeDef, SlotDef
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, Encoding, NonFinite
+from gpuwatch.core.wire.messages import PageMessage, Segment
 
 F32 = Encoding.FLOAT32 << 8
 ONE, TWO, INF = 0x3F800000, 0x40000000, 0x7F800000

@@ -108,7 +108,7 @@ def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, wher
     assert "Traceback" not in run.stderr
 
 
-AGENT, COLLECTOR = "gpuwatch.launcher.agent", "gpuwatch.collector"
+AGENT, COLLECTOR = "gpuwatch.launcher.node.agent", "gpuwatch.collector"
 
 
 @pytest.mark.parametrize(

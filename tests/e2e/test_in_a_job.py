@@ -4,7 +4,7 @@ import os
 import socket
 
 import pytest
-from gpuwatch.launcher.slurm import rendezvous_port
+from gpuwatch.launcher.scheduler.slurm import rendezvous_port
 
 
 @pytest.fixture

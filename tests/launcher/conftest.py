@@ -11,8 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gpuwatch.core.keys import JobKeys, derive_keys
-from gpuwatch.core.pipe import (
+from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.records import ModuleDef, RootDef, ScriptExit, SlotDef, Where
+from gpuwatch.core.values import Encoding
+from gpuwatch.core.wire.keys import JobKeys, derive_keys
+from gpuwatch.core.wire.pipe import (
     AgentConfig,
     Bound,
     CollectorConfig,
@@ -21,10 +25,6 @@ from gpuwatch.core.pipe import (
     WorkersEnded,
     WorkersStarted,
 )
-from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name
-from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import ModuleDef, RootDef, ScriptExit, SlotDef, Where
-from gpuwatch.core.values import Encoding
 from gpuwatch.launcher.head_collector import HeadCollector
 from gpuwatch.launcher.node_agent import NodeAgent
 

@@ -12,8 +12,8 @@ import time
 
 import psutil
 import pytest
-from gpuwatch.core.pipe import LaunchDone, WorkersEnded
 from gpuwatch.core.records import Anomaly, Where
+from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded
 
 DISTURBED_S = 12.0
 KINDS = ("clean", "overflow", "killed")

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.messages import EventMessage, Hello
-from gpuwatch.core.pipe import WorkersEnded, WorkersStarted
 from gpuwatch.core.records import Anomaly, Warned, Where
+from gpuwatch.core.wire.messages import EventMessage, Hello
+from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
 from gpuwatch.launcher.scratch import keep_rescued
 
 from .conftest import Rank, until

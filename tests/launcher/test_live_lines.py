@@ -9,7 +9,7 @@ import re
 import threading
 
 import pytest
-from gpuwatch.core.pipe import PreflightOver, StageLine
+from gpuwatch.core.wire.pipe import PreflightOver, StageLine
 from gpuwatch.launcher.live_lines import live_lines
 
 BEGAN = StageLine("arrive", 1, 2)

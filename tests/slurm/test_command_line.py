@@ -5,7 +5,7 @@ import re
 import pytest
 from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
-from gpuwatch.launcher.options import get_check_parser, get_parser
+from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
 from gpuwatch.slurm.command_line import Submission, take_apart
 from gpuwatch.slurm.render import Option
 from gpuwatch.slurm.sbatch_options import REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE

@@ -15,10 +15,10 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from ...core.amount import parse_amount
 from ...core.gpu_health.whose import gpu_of_rank
 from ...core.preflight import Finding, Grade, InventoryFacts
 from ...core.settings import WorkerSettings
+from ...core.text.amount import parse_amount
 from ..identity import Identity
 from ..peer_failures import is_peer_failure
 from .deadlines import Deadlines

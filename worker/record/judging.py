@@ -16,7 +16,7 @@ from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages, is_complete
 from ...core.recorder.writer import OpenPage
 from ...core.records import Anomaly, Fault, Ignored, ScalerSkip, Warned
-from ...core.shown import shown_name
+from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.device_buffer import DeviceStatsBuffer
 from ..stats.notable import near_by_encoding

@@ -10,12 +10,12 @@ from gpuwatch.collector.decide.drain import advice
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.gpu_health.xids import XIDS
-from gpuwatch.core.messages import Bye, EventMessage
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.records import GpuCounters, Inventory, NodeSignal, Xid
-from gpuwatch.core.scheduler_job import SchedulerJob
-from gpuwatch.launcher.job import Job
-from gpuwatch.launcher.slurm import SLURM
+from gpuwatch.core.wire.messages import Bye, EventMessage
+from gpuwatch.core.wire.scheduler_job import SchedulerJob
+from gpuwatch.launcher.scheduler.job import Job
+from gpuwatch.launcher.scheduler.slurm import SLURM
 
 NODES = ["gpu-1", "gpu-2", "gpu-3"]
 

@@ -8,9 +8,9 @@ from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.exit_code import exit_code
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.report.model import build_report
-from gpuwatch.core.messages import EventMessage
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.records import GpuCounters, GpuHealth, Inventory, NodeSignal, Xid
+from gpuwatch.core.wire.messages import EventMessage
 
 
 def facts_of(*bodies, lost=()):

@@ -7,8 +7,8 @@ import random
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts import fold
-from gpuwatch.core.messages import Definitions, EventMessage, PageMessage
 from gpuwatch.core.records import Fault, NodeSignal, Where
+from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

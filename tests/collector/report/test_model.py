@@ -15,9 +15,9 @@ from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.records import Fault, NodeSignal
-from gpuwatch.core.spool import SpoolWriter
+from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
+from gpuwatch.core.wire.spool import SpoolWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

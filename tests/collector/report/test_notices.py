@@ -9,8 +9,8 @@ import pytest
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.messages import EventMessage
 from gpuwatch.core.records import Cost, Ignored, ScalerSkip, Warned
+from gpuwatch.core.wire.messages import EventMessage
 
 
 def messages(bodies):

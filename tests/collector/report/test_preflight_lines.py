@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.collector.report.stage_lines import StageLines
-from gpuwatch.core.pipe import PreflightOver, StageLine
+from gpuwatch.core.wire.pipe import PreflightOver, StageLine
 
 
 def heard(*bodies) -> StageLines:

@@ -11,9 +11,9 @@ from gpuwatch.collector.facts import fold
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.preflight_table import preflight_report
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.messages import EventMessage
 from gpuwatch.core.preflight import STAGES, BandwidthRow, InventoryFacts
 from gpuwatch.core.records import Bandwidth, Inventory
+from gpuwatch.core.wire.messages import EventMessage
 
 
 def check(make, nodes=2, nproc=2, findings=(), marks=None, outcomes=None, unended=(), silent=()):

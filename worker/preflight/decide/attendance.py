@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ....core.preflight import Finding
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 from ..reports import Attendance, Roster
 
 

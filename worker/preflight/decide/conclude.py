@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ....core.preflight import Finding
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 from ..lines import RankOutcome
 from ..meeting import LEADER
 from ..reports import Conclusion, PairTried, Report, Roster

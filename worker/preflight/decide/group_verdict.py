@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ....core.preflight import Finding
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 from ..reports import Report
 
 

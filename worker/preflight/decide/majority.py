@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ....core.preflight import Finding, Grade, InventoryFacts, Subject
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 
 Facts = Mapping[int, InventoryFacts]
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ....core.preflight import Finding, Grade, Subject
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 from ..stages.compute import ComputeResult
 
 STAGE = "compute"

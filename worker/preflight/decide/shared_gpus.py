@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ....core.preflight import Finding
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 from .majority import Facts, finding, have, place_text
 
 _MULTI_RANK_NCCL = (2, 30)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 
 
 class Vote(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import torch
 
-from ....core.amount import Amount
+from ....core.text.amount import Amount
 from .failure import ProbeFailure
 
 CPU_QUICK = Amount(size=64 << 20)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 from .failure import ProbeFailure
 
 _LEAST_S = 0.1

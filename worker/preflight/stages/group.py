@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from ....core.ranks_text import ranks_text
+from ....core.text.ranks_text import ranks_text
 from ..decide.pairwise_search import ROUNDS, PairResult, blame, next_pairs
 from ..decide.votes import Judgement, Vote, judge, judge_sums_of_pairs
 from .collectives import Collectives, join, left_s

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ....core.amount import Amount
+from ....core.text.amount import Amount
 from ...identity import Identity
 from ..meeting import group_store
 from .allocation import Allocated, allocate

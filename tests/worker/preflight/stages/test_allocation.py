@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from gpuwatch.core.amount import Amount
+from gpuwatch.core.text.amount import Amount
 from gpuwatch.worker.preflight.stages.allocation import allocate, count_wrong_words, largest_block
 from hypothesis import given
 from hypothesis import strategies as st

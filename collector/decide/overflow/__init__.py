@@ -1,0 +1,1 @@
+"""The verdict of a run that overflowed: which rank and module was first, why, and in which words. Pure."""

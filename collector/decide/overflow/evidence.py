@@ -1,0 +1,209 @@
+"""Why a verdict about an overflow is what it is, and how sure it is."""
+
+from __future__ import annotations
+
+import math
+
+from ....core.frames import Page, format_number, module_text
+from ....core.judge import first_alarm, first_expected_gradient
+from ....core.roles import RoleKind, parse_role
+from ...diagnose.local_diagnosis import LocalDiagnosis
+from ...facts import RunFacts
+from ..words import found_text, place_of, ranks_text
+from .order import before
+from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
+from .words import is_alike
+
+_MAX_LINES = 8
+
+
+def evidence_of(
+    facts: RunFacts,
+    first: LocalDiagnosis,
+    diagnoses: list[LocalDiagnosis],
+    concurrent: list[LocalDiagnosis],
+    odd: OddWeight | None,
+) -> tuple[str, list[str]]:
+    """(certainty, lines) of a verdict that names a rank."""
+    lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
+    doubts: list[str] = []
+    if first.source == "carried" or not first.sure or (odd is not None and odd.agreed_in is None and _made(first)):
+        doubts.append("")
+    if not first.from_page:
+        doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
+    doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
+    doubts += _unsettled(facts, first, diagnoses)
+    if first.source == "outside" and first.phase == "backward":
+        doubts += _of_stages(facts, first)
+    later = [other for other in diagnoses if before(first, other)]
+    for diagnosis in later[:_MAX_LINES]:
+        when = f", after {diagnosis.seq} collectives against {first.seq}" if first.seq >= 0 else ""
+        lines.append(f"rank {diagnosis.rank} first saw one later: batch {diagnosis.batch}, {place_of(diagnosis)}{when}")
+    if later and first.seq < 0:
+        doubts.append("the ranks had no process group, so their batches alone put them in order")
+    known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
+    for diagnosis in [other for other in diagnoses if other.rank not in known][:_MAX_LINES]:
+        lines.append(
+            f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
+        )
+    lines += _of_clean(facts, first)
+    if first.is_origin and first.seen_in == "forward" and odd is None:
+        wild = wild_weight(facts, first)
+        if wild is not None:
+            doubts.append(
+                f"first wild number: {wild.row.role} of {module_text(wild.frame.module, wild.frame.cls)}, "
+                f"abs max {format_number(wild.row.abs_max).strip()}, against {wild.against}"
+            )
+    return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+
+
+_HANDED = {
+    "made": "it was made there, later",
+    "outside": "it was handed that from outside of its model",
+    "weight": "nobody saw it become bad",
+    "skipped": "that batch was skipped",
+    "reduced": "it came out of a reduction over the ranks",
+    "received": "collectives ran there, so another rank can have sent it",
+    "carried": "its maker was not seen",
+}
+
+
+def _of_itself(first: LocalDiagnosis) -> list[str]:
+    where = f"rank {first.rank}, batch {first.batch}, frame {first.frame}"
+    seen = module_text(first.at[0], first.at[1])
+    if first.source == "carried":
+        return [f"{where}: {place_of(first)} was handed a non-finite value; its maker was not seen"]
+    if first.phase == "forward" and first.is_origin:
+        if first.between is not None:
+            return [f"{where}: no module call before it returned a non-finite value"]
+        return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
+    if first.phase == "backward":
+        line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
+        if first.source == "outside":
+            return [line, f"the model returned what {seen} had returned: its gradient comes from outside of the model"]
+        if first.between is not None:
+            if first.between[0]:
+                line += f"; that of `{first.between[0]}` was finite before"
+            return [line]
+        if first.role == first.at[2]:
+            return [line, f"the gradient of what {seen} returned was finite"]
+        return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
+    if first.phase == "optimizer":
+        return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
+    return []
+
+
+def _of_mask(first: LocalDiagnosis) -> list[str]:
+    if first.turned is None:
+        return []
+    return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
+
+
+def _made(first: LocalDiagnosis) -> bool:
+    """Whether the first non-finite row was an output, also where a weight that differs is blamed for it."""
+    return parse_role(first.at[2]).kind is RoleKind.OUTPUT
+
+
+def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
+    if odd is None:
+        return []
+    mine = "not finite" if not odd.row.finite else f"abs max {format_number(odd.row.abs_max).strip()}"
+    return [
+        f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
+        f"{place_of(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
+        f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
+        f"{'s' if odd.compared == 1 else ''} between the ranks",
+        f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
+        if odd.agreed_in is not None
+        else "no earlier batch was received, so it is not known since when they differ",
+    ]
+
+
+def large_weight(page: Page, until: int) -> tuple[str, str] | None:
+    """(place, abs max) of the largest finite weight in the frames up to `until`; None if all are of ordinary size."""
+    rows = [(frame, row) for frame in page.frames if frame.index <= until for row in frame.weights]
+    known = [(row.abs_max, frame, row) for frame, row in rows if row.abs_max is not None and math.isfinite(row.abs_max)]
+    if not known:
+        return None
+    size, frame, row = max(known, key=lambda entry: entry[0])
+    if size < WILD:
+        return None
+    return f"{row.role} of {module_text(frame.module, frame.cls)}", format_number(size).strip()
+
+
+def number_of_ranks(facts: RunFacts, attempt: int) -> int:
+    """How many ranks an attempt has: those that were heard, and those that the nodes have announced."""
+    announced = sum(node.hello.nproc for node in facts.nodes.values() if node.hello is not None)
+    return max(announced, len(facts.of_attempt(attempt)))
+
+
+def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks: int = 0) -> list[str]:
+    """A line about origins that nothing puts in order. `ranks` is how many ranks there are in all."""
+    if not concurrent:
+        return []
+    lines = [
+        f"{ranks_text([other.rank for other in concurrent])}: an origin of its own in the same stretch between two "
+        "collectives; nothing puts them in order"
+    ]
+    if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
+        lines.append("all ranks met the same value in the same place: look at what they share, and not at one rank")
+    return lines
+
+
+def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """Where ranks run different models, a gradient from outside of the model may come from the next stage."""
+    mine = page_of(facts, first)
+    others = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank]
+    same = [number for number, page in peers(facts, first).items() if run_the_same_model(mine, page)]
+    if len(same) == len(others):
+        return []
+    return ["it is not known whether the other ranks run the same model: another stage may have sent that gradient"]
+
+
+def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
+    """Lines about nodes and ranks that were never heard."""
+    reasons: list[str] = []
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
+    missing = sum(hello.nproc for hello in hellos) - len(facts.of_attempt(attempt))
+    if len(hellos) < expected_nodes:
+        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard")
+    if missing > 0:
+        reasons.append(f"{missing} ranks were never heard")
+    return reasons
+
+
+def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:
+    """Reasons why another rank may have been first; empty if none can have been."""
+    reasons = missing_ranks(facts, first.attempt)
+    ranks = facts.of_attempt(first.attempt)
+    heard = {diagnosis.rank for diagnosis in diagnoses} | set(clean_peers(facts, first))
+    # What a rank was handed could have been handed to all. There only a clean page of the same point clears a peer.
+    if first.source not in ("weight", "carried"):
+        heard |= {rank.rank for rank in ranks if rank.exit is not None}
+    unheard = [rank.rank for rank in ranks if rank.rank not in heard]
+    if unheard:
+        reasons.append(f"{ranks_text(unheard)}: no frames of that step were received, so the same may be true there")
+    return reasons
+
+
+def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """Lines about the ranks that were finite at the same point. A rank's own number of the batch may differ."""
+    clean, pages = clean_peers(facts, first), peers(facts, first)
+    same = [number for number in clean if pages[number].batch == first.batch]
+    lines = [f"{ranks_text(same)}: every frame received of that batch was finite"] if same else []
+    apart = [number for number in clean if number not in same][:_MAX_LINES]
+    return lines + [
+        f"rank {number}: every frame received of its batch {pages[number].batch}, of the same step, was finite"
+        for number in apart
+    ]
+
+
+def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
+    """The ranks whose page of the same point holds no alarm and no non-finite gradient for a GradScaler."""
+    return [number for number, page in peers(facts, first).items() if _is_clean(page)]
+
+
+def _is_clean(page: Page) -> bool:
+    frames = sorted(page.frames, key=lambda frame: frame.index)
+    return bool(frames) and first_alarm(frames) is None and first_expected_gradient(frames) is None

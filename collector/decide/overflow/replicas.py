@@ -1,0 +1,182 @@
+"""Replicas: whether ranks run the same model, and whether one rank's copy of a weight differs from the others'.
+
+Only pages of the same point (same_point.py) are compared. A weight that differs now is told apart by its history: it
+agreed in an earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own:
+experts, adapters, other seeds), or no earlier batch was received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....core.frames import Frame, Page, Row, format_number
+from ...diagnose.calls import Calls
+from ...diagnose.local_diagnosis import LocalDiagnosis
+from ...facts import RankFacts, RunFacts
+from .same_point import peers_of
+
+WILD = 2.0**16
+"""A weight that is so many times larger than the other copies has probably lost an exponent bit."""
+
+_MAX_PEERS = 8
+"""A wild weight is compared with so many other ranks: replicas have the same weights."""
+
+_Weights = dict[tuple[str, str], Row]
+"""(module, role) -> row"""
+
+
+@dataclass(frozen=True)
+class OddWeight:
+    """A weight whose copy on one rank differs from the other copies, which agree."""
+
+    row: Row
+    others: Row
+    ranks: list[int]
+    """The ranks whose copies agree."""
+    compared: int
+    """Other weights that agree on all these ranks."""
+    agreed_in: int | None = None
+    """The last batch in which this rank's copy agreed with the others; None if no earlier batch was received."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether this rank's copy is the odd one. Of two copies, only their history can tell."""
+        return len(self.ranks) > 1 or (self.agreed_in is not None and self.wild)
+
+    @property
+    def wild(self) -> bool:
+        """Non-finite, or far larger than the others."""
+        mine, theirs = self.row.abs_max, self.others.abs_max
+        return not self.row.finite or (mine is not None and theirs is not None and mine > theirs * WILD)
+
+
+def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> Page | None:
+    """The page that a diagnosis is about, if it was received."""
+    pages = facts.ranks[diagnosis.attempt, diagnosis.rank].pages.values()
+    return next((p for p in pages if p.batch == diagnosis.batch and p.root == diagnosis.root), None)
+
+
+def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, Page]:
+    """The pages of the other ranks that are the same point as the diagnosis's page."""
+    page = page_of(facts, diagnosis)
+    return peers_of(facts, facts.ranks[diagnosis.attempt, diagnosis.rank], page) if page is not None else {}
+
+
+def run_the_same_model(left: Page | None, right: Page | None) -> bool:
+    """Whether two ranks call the same modules, as the ranks of DDP do and the stages of a pipeline do not."""
+    if left is None or right is None or left.root != right.root:
+        return False
+    mine, theirs = _modules(left), _modules(right)
+    return bool(mine and theirs) and (mine <= theirs or theirs <= mine)
+
+
+def _modules(page: Page) -> set[tuple[str, str]]:
+    return {(frame.module, frame.cls) for frame in page.frames if frame.phase == "forward" and frame.module}
+
+
+def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
+    """The weight of a diagnosis's module that differs on this rank alone, where the other weights agree.
+
+    None where ranks have weights of their own: they hand each other activations, or the weight differed in an earlier
+    batch, too.
+    """
+    page, others = page_of(facts, diagnosis), peers(facts, diagnosis)
+    if page is None or not others or any(_is_spread(each) for each in (page, *others.values())):
+        return None
+    mine = _weights(page)
+    theirs = [_weights(other) for other in others.values()]
+    odd: list[tuple[tuple[str, str], Row, Row]] = []
+    agreeing = differing = 0
+    for key, row in mine.items():
+        copies = [weights[key] for weights in theirs if key in weights]
+        if len(copies) < len(theirs):
+            continue
+        if all(_same(copy, row) for copy in copies):
+            agreeing += 1
+        elif key[0] == diagnosis.module and copies[0].finite and all(_same(copy, copies[0]) for copy in copies):
+            odd.append((key, row, copies[0]))
+        else:
+            differing += 1
+    tolerated = 0 if len(others) == 1 else (agreeing - 1) // 2
+    if len(odd) != 1 or not agreeing or differing > tolerated:
+        return None
+    (key, row, copy), *_ = odd
+    history = _history(facts, facts.ranks[diagnosis.attempt, diagnosis.rank], page, key)
+    if history is not None and not history[1]:
+        return None
+    return OddWeight(row, copy, sorted(others), agreeing, history[0] if history is not None else None)
+
+
+@dataclass(frozen=True)
+class WildWeight:
+    """A finite weight that is far larger than it was, or than it is on the other ranks."""
+
+    frame: Frame
+    row: Row
+    against: str
+    """What it is compared with: `5.00e-01 in batch 2`, `5.00e-01 on rank 0`."""
+
+
+def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None:
+    """The first wild weight of a diagnosis's page, up to the frame that shows the value; None if there is none.
+
+    A weight that a flipped bit or the script made huge is finite. What overflows is a module further down.
+    """
+    page = page_of(facts, diagnosis)
+    if page is None:
+        return None
+    rank = facts.ranks[diagnosis.attempt, diagnosis.rank]
+    earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
+    past = max(earlier, key=lambda found: found.number, default=None)
+    known = [(f"in batch {past.batch}", _weights(past))] if past is not None else []
+    others = sorted(peers(facts, diagnosis).items())[:_MAX_PEERS]
+    known += [(f"on rank {number}", _weights(other)) for number, other in others]
+    for frame in sorted(page.frames, key=lambda frame: frame.index):
+        if frame.index > diagnosis.frame or frame.phase != "forward":
+            continue
+        for row in frame.weights:
+            for where, weights in known:
+                copy = weights.get((frame.module, row.role))
+                if copy is not None and _is_wild(row, copy):
+                    return WildWeight(frame, row, f"{format_number(copy.abs_max).strip()} {where}")
+    return None
+
+
+def _is_wild(row: Row, copy: Row) -> bool:
+    """Finite, and far larger than a finite copy. A weight that began at zero is not wild for having grown."""
+    if not (row.finite and copy.finite) or row.abs_max is None or copy.abs_max is None:
+        return False
+    return row.abs_max > WILD * max(copy.abs_max, 1.0)
+
+
+def _history(facts: RunFacts, rank: RankFacts, page: Page, key: tuple[str, str]) -> tuple[int, bool] | None:
+    """(batch, whether all copies of a weight agreed) of the last earlier batch that can be compared; None if none."""
+    earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
+    for before in sorted(earlier, key=lambda found: -found.number):
+        mine = _weights(before).get(key)
+        copies = [_weights(other).get(key) for other in peers_of(facts, rank, before).values()]
+        known = [copy for copy in copies if copy is not None]
+        if mine is not None and known:
+            return before.batch, all(_same(copy, mine) for copy in known)
+    return None
+
+
+def _is_spread(page: Page) -> bool:
+    return Calls(frame for frame in page.frames if frame.phase == "forward").exchange
+
+
+def _weights(page: Page) -> _Weights:
+    """As the first call of each module saw them."""
+    found: _Weights = {}
+    for frame in sorted(page.frames, key=lambda frame: frame.index):
+        if frame.phase == "forward":
+            for row in frame.weights:
+                if row.kind == "measured":
+                    found.setdefault((frame.module, row.role), row)
+    return found
+
+
+def _same(left: Row, right: Row) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return left.flags == right.flags and (not left.finite or left.abs_max == right.abs_max)

@@ -1,0 +1,137 @@
+"""The verdict of a run with a non-finite value: which rank and module was first, if that can be known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...diagnose.local_diagnosis import LocalDiagnosis
+from ...facts import RunFacts
+from ..verdict_model import Concurrent, Verdict
+from ..words import cascade_of, found_text, seen_in
+from .evidence import evidence_of, large_weight, number_of_ranks, of_concurrent
+from .order import before, earliest
+from .reduction import of_reduced
+from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
+from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
+
+_TIERS = (("made",), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
+"""Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
+
+
+def overflow_verdict(facts: RunFacts) -> Verdict | None:
+    """The earliest non-finite value of the earliest attempt that saw one; None if there was none."""
+    diagnoses = [rank.diagnosis for rank in facts.ranks.values() if rank.diagnosis is not None]
+    if not diagnoses:
+        return None
+    first_attempt = min(diagnosis.attempt for diagnosis in diagnoses)
+    diagnoses = sorted((d for d in diagnoses if d.attempt == first_attempt), key=lambda d: d.rank)
+    level = earliest(diagnoses)
+    tier = next(found for tier in _TIERS if (found := [d for d in level if d.source in tier]))
+    first = tier[0]
+    if first.source == "reduced":
+        return of_reduced(facts, tier, diagnoses)
+    alone = len(tier) == 1
+    if first.source == "skipped":
+        return _skipped(facts, tier, diagnoses) if alone else _unknown(tier)
+    if first.source == "received" or (not alone and all(d.source in ("weight", "carried") for d in tier)):
+        return _unknown(tier)
+    rest = tier[1:]
+    page = page_of(facts, first)
+    rest += [  # each rank may have been fed it, unless one rank is fed what another has made
+        d
+        for d in level
+        if d not in tier and d.source in ("outside", "weight") and run_the_same_model(page, page_of(facts, d))
+    ]
+    odd = (
+        odd_weight(facts, first)
+        if first.source in ("made", "weight") and first.phase in ("forward", "weight")
+        else None
+    )
+    if odd is not None and odd.certain:
+        first = _of_weight(first, odd)
+    return _named(facts, first, rest, diagnoses, odd)
+
+
+def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
+    """The diagnosis that blames the rank's copy of a weight for what looked like an overflow in its module."""
+    if first.phase == "weight" and first.role == odd.row.role:
+        return first
+    note = f"its {first.role} had {first.value}, out of finite inputs"
+    return replace(first, phase="weight", source="weight", role=odd.row.role, between=None, notes=(*first.notes, note))
+
+
+def _named(
+    facts: RunFacts,
+    first: LocalDiagnosis,
+    rest: list[LocalDiagnosis],
+    diagnoses: list[LocalDiagnosis],
+    odd: OddWeight | None,
+) -> Verdict:
+    host = facts.host(facts.ranks[first.attempt, first.rank])
+    certainty, evidence = evidence_of(facts, first, diagnoses, rest, odd)
+    blamed = odd if odd is not None and odd.certain else None
+    page = page_of(facts, first)
+    large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
+    if large is not None:
+        evidence.append(f"the largest weight up to there: {large[0]}, abs max {large[1]}")
+    return overflow_at(
+        first,
+        **whose(facts, first),
+        statement=sentence(first, host, rest, blamed, number_of_ranks(facts, first.attempt)),
+        certainty=certainty,
+        between=first.between,
+        evidence=evidence,
+        next=next_steps(first, blamed, large[0] if large is not None else ""),
+        concurrent=[
+            Concurrent(
+                d.rank,
+                d.module,
+                d.cls,
+                d.own_role,
+                d.value,
+                facts.host(facts.ranks[d.attempt, d.rank]),
+                found_text(d),
+                seen_in(d),
+            )
+            for d in rest
+        ],
+        cascade=cascade_of(facts, first.attempt, {first.rank, *(d.rank for d in rest)}),
+    )
+
+
+def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
+    """The rank is known. What happened in it is not: its batch was skipped."""
+    first = tier[0]
+    host = facts.host(facts.ranks[first.attempt, first.rank])
+    evidence = [f"rank {first.rank}, batch {first.batch}: {found_text(first)}"]
+    evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not before(first, d)])
+    return overflow_at(
+        first,
+        **whose(facts, first),
+        module=None,
+        cls=None,
+        statement=skipped_sentence(first, host),
+        certainty="supported",
+        evidence=evidence,
+        next=next_steps(first, None),
+        cascade=cascade_of(facts, first.attempt, {first.rank}),
+    )
+
+
+def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
+    """Several ranks met it at once, and none made it in a watched place. No rank is named."""
+    first = tier[0]
+    skipped = first.source == "skipped"
+    return overflow_at(
+        first,
+        statement=unknown_sentence(tier),
+        certainty="unknown",
+        module=None if skipped else first.module,
+        cls=None if skipped else first.cls,
+        evidence=[
+            *(f"rank {d.rank}: {found_text(d)}, batch {d.batch}" for d in tier[:8]),
+            *first.notes,
+        ],
+        between=first.between,
+        next=next_steps(first, None),
+    )

@@ -1,0 +1,226 @@
+"""What a verdict about an overflow says: its place, its sentence, and what to do next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....core.frames import module_text
+from ....core.roles import RoleKind, parse_role
+from ...diagnose.local_diagnosis import LocalDiagnosis
+from ...facts import RunFacts
+from ..verdict_model import Verdict
+from ..words import between_text, device_of, found_text, place_of, ranks_text, seen_in
+from .replicas import OddWeight
+
+_WHOLE_BATCHES = (
+    "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
+)
+_SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
+_NO_STEP = "No optimizer step has run yet: "
+_FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
+
+
+def sentence(
+    first: LocalDiagnosis, host: str, concurrent: list[LocalDiagnosis], odd: OddWeight | None, ranks: int
+) -> str:
+    """The statement of a verdict that names a rank. `ranks` is how many ranks there are in all."""
+    alike = [other.rank for other in concurrent if is_alike(first, other)]
+    others = [other.rank for other in concurrent if other.rank not in alike]
+    who, verb = f"Rank {first.rank}{f' on {host}' if host else ''}", "overflowed" if concurrent else "overflowed first"
+    if alike:
+        verb = "overflowed alike"
+        who = f"All {ranks} ranks" if len(alike) + 1 == ranks else ranks_text([first.rank, *alike]).capitalize()
+    text = _what(first, who, verb, odd, plural=bool(alike))
+    if others:
+        text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
+    if first.turned is not None:
+        text += f"; {module_text(*first.turned)} turned it into nan"
+    if first.cause:
+        text += f" ({first.cause})"
+    return f"{text}."
+
+
+def is_alike(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
+    """Whether two ranks met the same value in the same place."""
+    fields = ("module", "cls", "own_role", "value", "phase", "source", "between", "batch")
+    return all(getattr(first, name) == getattr(other, name) for name in fields)
+
+
+def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, plural: bool = False) -> str:
+    batch = _batch(first)
+    module = place_of(first)
+    lead = f"{who} {verb}: "
+    if first.source == "weight":
+        return _of_weight(first, who, odd)
+    if first.source == "carried":
+        return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
+    if first.phase == "input":
+        fed = f"{'were' if plural else 'was'} fed {first.value}"
+        return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
+    if first.phase == "backward":
+        return lead + _of_gradient(first, batch)
+    if first.phase == "optimizer":
+        return f"{lead}the step after {batch} made {first.value} in the {first.role} of {module}, from finite gradients"
+    again = ", when it was run again for the backward" if first.seen_in == "recompute" else ""
+    made = first.value
+    if first.turned is not None:
+        lead = f"{who} met nan that came from an expected -inf: "
+    if first.between is not None:
+        return f"{lead}{made} in {module}'s own forward, {between_text(first.between)}, {batch}{again}"
+    return f"{lead}{made} in the {first.role} of {module}, forward, {batch}{again}"
+
+
+def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
+    module, batch = place_of(first), _batch(first)
+    if odd is not None:
+        made = "" if not odd.row.finite else f", which made {first.value}"
+        since = (
+            f", and agreed with them in batch {odd.agreed_in}: a bit flip in its memory, or code that changes it on "
+            "this rank alone"
+            if odd.agreed_in is not None
+            else ": a bit flip, another seed or checkpoint, or a broadcast that did not happen can explain that"
+        )
+        return (
+            f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}; "
+            f"this rank's copy differs from the others'{since}"
+        )
+    if first.seen_in == "optimizer":
+        return (
+            f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; "
+            "the gradient that went into that step was not looked at"
+        )
+    return f"{who} had {first.value} in the {first.role} of {module} at the start of its forward in {batch}"
+
+
+def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
+    module = place_of(first)
+    gradient = f"{first.value} in the gradient of what {module_text(first.at[0], first.at[1])} returned"
+    if first.at[2] and parse_role(first.at[2]).kind is not RoleKind.GRAD_OUTPUT:
+        gradient = f"{first.value} in the {first.at[2]} of {module_text(first.at[0], first.at[1])}"
+    if first.source == "outside":
+        return f"{gradient}, handed in from outside of the model (the script's own loss), backward, {batch}"
+    if first.between is not None:
+        after = f"after that of `{first.between[0]}` and " if first.between[0] else ""
+        before = f"before that of `{first.between[1]}`" if first.between[1] else "before its end"
+        return f"{gradient}, made in {module}'s backward, {after}{before}, {batch}"
+    return f"{first.value} in the {first.role} of {module}, backward, {batch}"
+
+
+def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
+    """The statement where several ranks met it and the first is unknown."""
+    first = tier[0]
+    who = ranks_text([f.rank for f in tier]).capitalize()
+    cause = f" ({first.cause})" if first.cause and first.source != "skipped" else ""
+    batch = f"batch {first.batch}"
+    if first.source == "skipped":
+        return f"{who} met {first.value} in {batch}, which was skipped ({first.cause}): where it came from is unknown."
+    if first.source == "received":
+        place = place_of(first)
+        if first.between is not None and first.seen_in != "backward":
+            where = f"in {place}'s own forward, {between_text(first.between)}"
+        elif first.seen_in == "backward":
+            where = f"in the backward of {place}"
+        else:
+            where = f"in the {first.role} of {place}"
+        return (
+            f"{who} met {first.value} in {batch} {where}; collectives ran there, so it may have come from any rank"
+            f"{cause}."
+        )
+    what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
+    if first.source == "weight" and first.seen_in == "optimizer":
+        return (
+            f"{who} met {what} after the step of {batch} ({found_text(first)}); the gradients that went "
+            f"into that step were not looked at, so the first rank is unknown{cause}."
+        )
+    return (
+        f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
+        f"it was made before, where nobody looked, so the first rank is unknown{cause}."
+    )
+
+
+def skipped_sentence(first: LocalDiagnosis, host: str) -> str:
+    """The statement where the rank is known and the module is not."""
+    who = f"Rank {first.rank}{f' on {host}' if host else ''}"
+    return (
+        f"{who} returned {first.value} from {first.root or 'its model'} in {_batch(first)}, which was {first.cause}: "
+        "the module is unknown; watch every batch with --every 1 to have it named."
+    )
+
+
+def _batch(first: LocalDiagnosis) -> str:
+    return f"batch {first.batch}" + (f" (step {first.step})" if first.step != first.batch else "")
+
+
+def next_steps(first: LocalDiagnosis, odd: OddWeight | None, largest: str = "") -> list[str]:
+    """Short advice on what to look at. `largest` names a very large weight, if there is one."""
+    steps = [*_by_source(first, odd, largest)]
+    if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
+        steps.insert(0, _FLOAT16)
+    if first.source != "skipped":
+        steps.append(_WHOLE_BATCHES)
+    return steps
+
+
+def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> list[str]:
+    if odd is not None:
+        memory = (
+            "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
+            "and leave it out of the next run if it happens again."
+        )
+        if odd.agreed_in is not None:
+            return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
+        return [
+            "Look whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows since when "
+            "they differ.",
+            f"If they started alike, run {memory}",
+        ]
+    if first.source == "skipped":
+        return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
+    if first.source == "received":
+        return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]
+    if first.source == "reduced":
+        return ["Divide gradients before they are summed, or reduce them in float32 or bfloat16."]
+    if first.turned is not None:
+        return [
+            "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
+        ]
+    if first.phase == "input":
+        return ["Look at the data loader of this rank: the value was in the batch."]
+    if first.phase == "backward":
+        return [_of_backward(first)]
+    if first.phase == "optimizer":
+        return ["Look at the learning rate and eps of this parameter's group, and at the optimizer's state above."]
+    if first.source == "weight":
+        if first.seen_in == "optimizer":
+            return ["Watch the gradients, too: --watch forward,grads,weights."]
+        if first.step == 0:
+            return [_NO_STEP + "look at how that weight is initialised (torch.empty?), or at the checkpoint."]
+        return ["The step before made it: look at the gradients and the learning rate of the step before."]
+    if first.step == 0 and first.phase == "forward":
+        where = f" of {largest}" if largest else "s, and at the scale of the inputs"
+        return [_NO_STEP + f"look at the initialisation of the weight{where}."]
+    return ["Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."]
+
+
+def _of_backward(first: LocalDiagnosis) -> str:
+    if first.cause:
+        return "No scale helps against a gradient that is never finite: look at that module's backward, not the scaler."
+    if first.source == "outside":
+        return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
+    if first.value == "nan":
+        return (
+            "Look for a derivative that is infinite at 0 (sqrt, norm, log, division), torch.where or not: clamp first."
+        )
+    return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."
+
+
+def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
+    """A verdict at the place of a diagnosis. `rest` are its other fields, and those that differ from the diagnosis."""
+    place = {name: getattr(first, name) for name in _SHARED} | {"role": first.own_role, "seen_in": seen_in(first)}
+    return Verdict(kind="overflow", **(place | rest))
+
+
+def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:
+    """rank, host and device of a diagnosis, for a verdict that names them."""
+    rank = facts.ranks[first.attempt, first.rank]
+    return {"rank": first.rank, "host": facts.host(rank) or None, "device": device_of(rank)}

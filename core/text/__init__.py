@@ -1,0 +1,1 @@
+"""Words for people: amounts, ranks, and names that are safe to show."""

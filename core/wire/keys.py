@@ -1,0 +1,71 @@
+"""CURVE keys from a shared secret: every node derives the same two key pairs, and nothing secret crosses the network.
+
+The private keys are scrypt (RFC 7914) of the secret, salted with the job's rendezvous, one for the collector and one
+for all agents. Without the secret, nobody can pose as the collector or connect to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from ..errors import UsageError
+
+SECRET_VARIABLE = "GPUWATCH_SECRET"
+MIN_SECRET_CHARACTERS = 16
+
+
+class KeyPair(NamedTuple):
+    """A CURVE key pair, both halves in Z85 (40 characters)."""
+
+    public: bytes
+    private: bytes
+
+
+class JobKeys(NamedTuple):
+    """The two key pairs of a job."""
+
+    collector: KeyPair
+    agent: KeyPair
+
+
+def derive_keys(secret: str, job: str) -> JobKeys:
+    """Keys of the job named `job` (its rendezvous) from `secret`."""
+    return JobKeys(_pair(secret, f"{job}/collector"), _pair(secret, f"{job}/agent"))
+
+
+def _pair(secret: str, salt: str) -> KeyPair:
+    seed = hashlib.scrypt(secret.encode(), salt=f"gpuwatch/{salt}".encode(), n=1 << 12, r=8, p=1, dklen=32)
+    private = z85.encode(seed)
+    return KeyPair(zmq.curve_public(private), private)
+
+
+def random_secret() -> str:
+    """A random secret, for a job that shares it with its own child processes only."""
+    return secrets.token_urlsafe(32)
+
+
+def read_secret(secret_file: str | None) -> str | None:
+    """The user's secret, from a file or the environment; None without one. Raises UsageError on an unusable one."""
+    if secret_file is not None:
+        try:
+            secret = Path(secret_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--secret-file: expected a readable text file, found {secret_file}: {error}") from error
+        source = f"--secret-file {secret_file}"
+    elif SECRET_VARIABLE in os.environ:
+        secret, source = os.environ[SECRET_VARIABLE].strip(), SECRET_VARIABLE
+    else:
+        return None
+    if len(secret) < MIN_SECRET_CHARACTERS:
+        raise UsageError(
+            f"{source}: expected a secret of at least {MIN_SECRET_CHARACTERS} characters, found {len(secret)}; "
+            'make one with: python3 -c "import secrets; print(secrets.token_urlsafe(32))"'
+        )
+    return secret

@@ -1,0 +1,275 @@
+"""The wire between a node agent (DEALER) and the collector (ROUTER): msgpack structs, never pickle.
+
+An agent numbers its messages. The collector acknowledges the highest number up to which it has everything.
+What must not be lost (hello, events, definitions, bye) is kept by the agent until then. Pages may be dropped under
+pressure, oldest first; how many is in every beat. Beats are not numbered: the next one replaces a lost one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from ..errors import GpuwatchError
+from ..records import Definition, Event
+from .scheduler_job import SchedulerJob
+
+SCHEMA = 1
+MAX_MESSAGE_BYTES = 32 << 20
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """An agent's first message: who it is."""
+
+    agent: str
+    host: str
+    pid: int
+    nproc: int
+    min_nodes: int
+    max_nodes: int
+    command: list[str]
+    versions: dict[str, str]
+    rdzv_id: str
+    schema: int = SCHEMA
+    cwd: str = ""
+    trace_batches: list[int] = []
+    check_only: bool = False
+    """`gpuwatch check`: there is a preflight and no script."""
+    job: SchedulerJob | None = None
+    """The scheduler's job that it runs in; None outside of one."""
+
+
+class EventMessage(msgspec.Struct, frozen=True, tag="event"):
+    """An event of one rank or of the node."""
+
+    event: Event
+
+
+class Definitions(msgspec.Struct, frozen=True, tag="definitions"):
+    """Names that the pages after it refer to."""
+
+    rank: int
+    attempt: int
+    entries: list[Definition]
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A stretch of a page as the recorder holds it (recorder/layout.py); the bases count from the start of the page."""
+
+    index: int
+    frame_base: int
+    value_base: int
+    frames: bytes
+    rows: bytes
+    values: bytes
+
+
+class PageMessage(msgspec.Struct, frozen=True, tag="page"):
+    """One batch of one rank, or what the recorder still held of it."""
+
+    rank: int
+    attempt: int
+    number: int
+    root: int
+    batch: int
+    step: int
+    complete: bool
+    segments: list[Segment]
+
+
+class RankState(msgspec.Struct, frozen=True):
+    """Where a rank is, as its recorder says. The rank itself need not answer."""
+
+    rank: int
+    local_rank: int
+    attempt: int
+    pid: int
+    phase: str
+    step: int
+    batch: int
+    seq: int
+    module: str | None = None
+    cls: str | None = None
+    frames_lost: int = 0
+    rows_lost: int = 0
+    records_lost: int = 0
+    age_s: float = 0.0
+    """Seconds since its recorder last moved."""
+    ignored: int = 0
+    """Rows that would have been an alarm and that a rule of the user's waived."""
+    scaler_skips: int = 0
+    """Optimizer steps that a GradScaler has skipped."""
+    warned: int = 0
+    """Rows near overflow or in underflow. The first of each kind and place is an event, too."""
+    batches_skipped: int = 0
+    """Batches that `--every` skipped."""
+    world_size: int = 0
+    """Ranks of the job; 0: not known."""
+    hooks: Literal["none", "attached", "failed"] = "none"
+    """Whether its modules are watched; `none`: torch has not been imported."""
+    overflow: bool = False
+    """Whether the rank has written an anomaly into its recorder's header."""
+    final: bool = False
+    """The rank has ended: nothing in here changes any more."""
+    pending: int = 0
+    """Numbers that had not come back from their device when the rank ended."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The node is alive. It says where its ranks are."""
+
+    ranks: list[RankState]
+    pages_dropped: dict[int, int]
+    sent_ns: int = 0
+    """This host's clock. The acknowledgement returns it."""
+    clock_offset_ns: int | None = None
+    """By how much the collector's clock is ahead of this host's; None: not measured yet. It decides nothing."""
+    clock_round_trip_ns: int | None = None
+    """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """torchrun has ended on this node. Everything that was recorded was sent before this message."""
+
+    outcome: str
+    """ok, failed, or signal."""
+    signal: int = 0
+
+
+def node_of(agent: str) -> str:
+    """What the agents of one launch have in common: one that had ended is started again with another number.
+
+    >>> node_of("8f3c.2")
+    '8f3c'
+    """
+    return agent.partition(".")[0]
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The agent has the verdict. Not numbered."""
+
+
+AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye | Leaving
+
+
+Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A message's number: what SQLite can hold."""
+
+
+class AgentMessage(msgspec.Struct, frozen=True):
+    """An envelope: `n` counts from 1; 0 is not numbered.
+
+    `after` is the number of the message before it that the agent still has. A collector that has not seen that message
+    knows that something was lost, and asks for it again.
+    """
+
+    n: Number
+    body: AgentBody
+    after: Number = 0
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The collector of this run; `received` is the highest number it has from this agent."""
+
+    run_id: str
+    run_dir: str
+    received: int = 0
+    schema: int = SCHEMA
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """Everything up to and including `n` is stored; `resend` asks for all that came after it."""
+
+    n: int
+    resend: bool = False
+    time_ns: int = 0
+    """The collector's clock."""
+    echo_ns: int = 0
+    """`sent_ns` of the beat that this answers."""
+
+
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """Send what the recorders of your ranks still hold of this batch."""
+
+    attempt: int
+    root_cls: str
+    root_ordinal: int
+    batch: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """End the job on this node, because it has ended elsewhere."""
+
+    reason: str
+
+
+class Final(msgspec.Struct, frozen=True, tag="final"):
+    """The verdict; the agent hands it to its launch, which prints it and exits with `exit_code`."""
+
+    exit_code: int
+    kind: str
+    text: str
+    report: str
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The collector refuses this agent. `reason` says why."""
+
+    reason: str
+
+
+CollectorMessage = Welcome | Ack | Want | Stop | Final | Refused
+
+
+class WireError(GpuwatchError):
+    """Bytes that are not one of these messages."""
+
+
+class _RawAgentMessage(msgspec.Struct, frozen=True):
+    """AgentMessage with a body that was encoded before."""
+
+    n: int
+    body: msgspec.Raw
+    after: int = 0
+
+
+_encoder = msgspec.msgpack.Encoder()
+_agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
+_collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
+
+T = TypeVar("T")
+
+
+def encode(message: AgentMessage | CollectorMessage) -> bytes:
+    """Bytes for one ZeroMQ frame."""
+    return _encoder.encode(message)
+
+
+def encode_body(body: AgentBody) -> bytes:
+    """The body alone, to be put in its envelope when it is sent."""
+    return _encoder.encode(body)
+
+
+def envelope(n: int, after: int, body: bytes) -> bytes:
+    """An AgentMessage around an encoded body."""
+    return _encoder.encode(_RawAgentMessage(n, msgspec.Raw(body), after))
+
+
+def decode_agent(data: bytes) -> AgentMessage:
+    """Read what an agent sent. Raises WireError on anything else."""
+    return _decode(_agent_decoder, data)
+
+
+def decode_collector(data: bytes) -> CollectorMessage:
+    """Read what a collector sent. Raises WireError on anything else."""
+    return _decode(_collector_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"not a gpuwatch message: {error}") from error

@@ -1,0 +1,453 @@
+"""The node agent: one small process per node between the recorders of its ranks and the collector. Imports no torch.
+
+    launch --JSON lines--> agent --ZeroMQ, CURVE--> collector
+    recorders (mapped) -----^
+
+It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is
+in its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
+recorders are files, so it reads them from the beginning, and what has come twice is told once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import psutil
+import zmq
+
+from ...core import host
+from ...core.errors import GpuwatchError
+from ...core.exits import ExitCode
+from ...core.gpu_health.child import KILLED_S
+from ...core.own_clock import OwnClock
+from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
+from ...core.wire.messages import (
+    Ack,
+    AgentBody,
+    AgentMessage,
+    Beat,
+    Bye,
+    EventMessage,
+    Final,
+    Hello,
+    Leaving,
+    PageMessage,
+    RankState,
+    Refused,
+    Stop,
+    Want,
+    Welcome,
+    WireError,
+    decode_collector,
+    encode,
+)
+from ...core.wire.pipe import (
+    AgentConfig,
+    LaunchDone,
+    Notice,
+    StopRequest,
+    Verdict,
+    Waiting,
+    WorkersEnded,
+    WorkersStarted,
+    read_config,
+    read_to_agent,
+    write_line,
+)
+from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
+from ..scratch import adopt_scratch, keep_rescued, remove_scratch
+from .clock import ClockOffset
+from .gpus import GpuWatch
+from .outbox import Outbox
+from .ranks import RankWatch
+
+TICK_S = 0.02
+BEAT_S = 0.5
+RESEND_S = 3.0
+LONGEST_RESEND_S = 60.0
+"""Twice as long each time, while nothing is acknowledged."""
+UNREACHABLE_S = 30.0
+"""After which the user is told that nobody answers."""
+KEPT_ATTEMPTS = 2
+"""Recorders of so many attempts that have ended are kept."""
+NEVER_CAME_S = 15.0
+"""After the job has ended, so long is waited for a collector that was never heard."""
+GONE_S = 60.0
+"""Silence after which, at the end, a collector that was heard before is given up: it may be started again."""
+WAITING_S = 5.0
+"""How often, at the end, the launch is told that its agent is alive."""
+
+
+class Agent:
+    """The agent of one node. `now` is monotonic time in seconds."""
+
+    def __init__(self, config: AgentConfig, to_launch: IO[bytes]) -> None:
+        self._config = config
+        self._to_launch = to_launch
+        self._folder = Path(config.recorder_dir)
+        self._name = config.agent or uuid.uuid4().hex
+        self._id = f"{self._name}.{config.life}"
+        self._outbox = Outbox()
+        self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
+        self._clock = ClockOffset()
+        self._time = OwnClock()
+        self._now = self._time.now()
+        self._gpus = GpuWatch(self._now)
+        self._ranks: dict[tuple[int, int], RankWatch] = {}
+        self._done: LaunchDone | None = None
+        self._said_goodbye = False
+        self._launch_gone = False
+        self._final: Final | None = None
+        self._welcomed = False
+        self._refused = False
+        self._worst = ExitCode.CLEAN
+        self._began = self._heard = self._last_send = self._now
+        self._last_beat = self._last_waiting = 0.0
+        self._resend_s = RESEND_S
+        self._told_unreachable = False
+        self._context = zmq.Context()
+        self._socket = self._connect()
+        self._put(
+            Hello(
+                agent=self._id,
+                host=host.host_name(),
+                pid=os.getpid(),
+                nproc=config.nproc,
+                min_nodes=config.min_nodes,
+                max_nodes=config.max_nodes,
+                command=config.command,
+                versions=config.versions,
+                rdzv_id=config.rdzv_id,
+                cwd=str(Path.cwd()),
+                trace_batches=config.trace_batches,
+                check_only=config.check_only,
+                job=config.job,
+            )
+        )
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """What an agent before this one has seen of the GPUs is in its spool, and nowhere else."""
+        for spool in self._spools()[:-1]:
+            with suppress(GpuwatchError):
+                for message in read_spool(spool):
+                    body = message.body
+                    if isinstance(body, EventMessage) and isinstance(body.event, Xid | GpuCounters | GpuHealth):
+                        self._put(body)
+
+    def _spools(self) -> list[Path]:
+        """Of all agents of this launch, in their order; the last is ours."""
+        lives = [self._folder / f"{self._name}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
+        return [path for path in lives if path.exists()]
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.identity = self._id.encode()
+        socket.linger = 0
+        socket.ipv6 = True
+        socket.sndhwm = 1000
+        socket.reconnect_ivl = 100
+        socket.reconnect_ivl_max = 2000
+        socket.heartbeat_ivl = 2000
+        socket.heartbeat_timeout = 10000
+        socket.curve_serverkey = self._config.server_key.encode()
+        socket.curve_publickey = self._config.public_key.encode()
+        socket.curve_secretkey = self._config.private_key.encode()
+        socket.connect(self._config.collector)
+        return socket
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the verdict is there, or nobody is left to give one."""
+        launch = LineReader(sys.stdin.fileno())
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(launch.fd, zmq.POLLIN)
+        if self._gpus.fd is not None:
+            poller.register(self._gpus.fd, zmq.POLLIN)
+        try:
+            while not self._finished(self._now):
+                ready = dict(poller.poll(int(TICK_S * 1000)))
+                now = self._now = self._time.now()
+                if launch.fd in ready:
+                    for line in launch.lines():
+                        self._hear_launch(line, now)
+                    if launch.closed:
+                        poller.unregister(launch.fd)
+                        self._launch_closed(now)
+                if self._socket in ready:
+                    self._hear_collector(now)
+                self._poll_ranks(now)
+                self._poll_gpus(poller, ready, now)
+                self._say_goodbye(now)
+                self._send(now)
+                self._say_waiting(now)
+            self._conclude()
+        finally:
+            for watch in self._ranks.values():
+                watch.close()
+            self._gpus.close(KILLED_S)
+            self._spool.close()
+            self._socket.close(linger=1000)
+            self._context.term()
+            if self._launch_gone:
+                keep_rescued(self._folder)
+                remove_scratch(self._folder)
+
+    def _finished(self, now: float) -> bool:
+        if self._done is None:
+            return False
+        if self._final is not None or self._refused:
+            return True
+        silent = now - max(self._heard, self._done_at)
+        return silent > (GONE_S if self._welcomed else NEVER_CAME_S)
+
+    def _say_waiting(self, now: float) -> None:
+        if self._done is not None and now - self._last_waiting > WAITING_S:
+            self._last_waiting = now
+            self._tell(Waiting())
+
+    # -- the launch ---------------------------------------------------------------------------------------------
+
+    def _hear_launch(self, line: bytes, now: float) -> None:
+        message = read_to_agent(line)
+        if isinstance(message, WorkersStarted):
+            self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
+            for rank, pid in message.pids.items():
+                self._ranks[rank, message.attempt] = RankWatch(
+                    self._folder,
+                    rank,
+                    message.local_ranks[rank],
+                    message.attempt,
+                    pid,
+                    self._config.trace_batches,
+                )
+        elif isinstance(message, WorkersEnded):
+            for rank, code in message.codes.items():
+                by = "itself" if rank in message.failed or code == 0 else "torchrun"
+                self._end_rank(rank, message.attempt, code, by, now)
+        elif isinstance(message, LaunchDone):
+            self._launch_done(message, now)
+
+    def _free_recorders(self, last: int) -> None:
+        """Of attempts up to `last`: what they held has been read. A job that restarts often would fill the memory."""
+        for key, watch in list(self._ranks.items()):
+            if watch.attempt <= last and watch.ended:
+                watch.remove()
+                del self._ranks[key]
+
+    def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
+        watch = self._ranks.get((rank, attempt))
+        if watch is not None and watch.was_removed and self._config.life:
+            watch.ended = True  # the agent before this one has told of its end
+        if watch is not None and not watch.ended:
+            for body in watch.end(code, by, now):
+                self._put(body)
+
+    def _launch_done(self, done: LaunchDone, now: float) -> None:
+        if self._done is not None:
+            return
+        for watch in self._ranks.values():
+            if not watch.ended:
+                self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
+        if done.signal:
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
+        self._done = done
+        self._done_at = now
+        self._gpus.end(now)
+        if self._worst is ExitCode.CLEAN and done.outcome == "failed":
+            self._worst = ExitCode.SCRIPT_FAILED
+
+    def _launch_closed(self, now: float) -> None:
+        """The launch was killed. Its ranks may be running still; they are not ours to end."""
+        if self._done is None:
+            self._launch_gone = True
+            adopt_scratch(self._folder)
+            for watch in list(self._ranks.values()):
+                if not psutil.pid_exists(watch.pid):
+                    self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
+            self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+
+    def _say_goodbye(self, now: float) -> None:
+        """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
+        if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
+            self._said_goodbye = True
+            self._put(Bye(self._done.outcome, self._done.signal))
+
+    # -- the GPUs -----------------------------------------------------------------------------------------------
+
+    def _poll_gpus(self, poller: zmq.Poller, ready: dict[Any, int], now: float) -> None:
+        fd = self._gpus.fd
+        if fd is not None and fd in ready:
+            self._gpus.hear()
+        self._gpus.tick(now)
+        if fd is not None and self._gpus.fd is None:
+            poller.unregister(fd)
+        for event in self._gpus.events():
+            self._put(EventMessage(event))
+
+    # -- the ranks ----------------------------------------------------------------------------------------------
+
+    def _poll_ranks(self, now: float) -> None:
+        for watch in self._ranks.values():
+            for body in watch.poll(now):
+                self._put(body)
+
+    def _put(self, body: AgentBody) -> None:
+        if isinstance(body, EventMessage):
+            self._note(body)
+        self._spool.append(self._outbox.put(body), is_page=isinstance(body, PageMessage))
+
+    def _note(self, message: EventMessage) -> None:
+        """What this node would exit with, should the collector never answer."""
+        event = message.event
+        if isinstance(event, Anomaly):
+            self._gpus.anomaly(self._now)
+        if isinstance(event, PreflightResult) and event.stops:
+            self._worst = ExitCode.PREFLIGHT_FAILED
+        elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
+            self._worst = ExitCode.OVERFLOW
+        elif (
+            isinstance(event, WorkerExit)
+            and event.by == "itself"
+            and event.code is not None
+            and event.code < 0
+            and self._worst is ExitCode.CLEAN
+        ):
+            self._worst = ExitCode.LOST
+
+    # -- the collector ------------------------------------------------------------------------------------------
+
+    def _hear_collector(self, now: float) -> None:
+        while self._socket.poll(0):
+            data = self._socket.recv()
+            try:
+                message = decode_collector(data)
+            except WireError as error:
+                self._tell(Notice(f"the collector sent what this agent does not understand: {error}"))
+                continue
+            self._heard = now
+            self._welcomed = True
+            if isinstance(message, Welcome):
+                if self._told_unreachable:
+                    self._tell(Notice(f"the collector at {self._config.collector} answers now"))
+            elif isinstance(message, Ack):
+                self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
+                if self._outbox.acknowledged(message.n):
+                    self._resend_s = RESEND_S
+                if message.resend:
+                    self._outbox.send_again()
+            elif isinstance(message, Want):
+                for watch in self._ranks.values():
+                    watch.want(message, now)
+            elif isinstance(message, Stop):
+                self._tell(StopRequest(message.reason))
+            elif isinstance(message, Final):
+                self._final = message
+                self._try_send(encode(AgentMessage(0, Leaving())))
+            elif isinstance(message, Refused):
+                self._refused = True
+                self._tell(Notice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
+
+    def _send(self, now: float) -> None:
+        if self._refused:
+            return
+        if not self._outbox.empty and now - self._last_send > self._resend_s:
+            self._resend_s = min(2 * self._resend_s, LONGEST_RESEND_S)
+            self._outbox.send_again()
+        for number, data in self._outbox.due():
+            if not self._try_send(data):
+                break
+            self._outbox.sent(number)
+            self._last_send = now
+        if now - self._last_beat >= BEAT_S:
+            self._last_beat = now
+            states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
+            self._try_send(encode(AgentMessage(0, self._beat(states))))
+        if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:
+            self._told_unreachable = True
+            self._tell(
+                Notice(
+                    f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes "
+                    "on and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT "
+                    "or --collector-port PORT"
+                )
+            )
+
+    def _beat(self, states: list[RankState]) -> Beat:
+        clock = self._clock.best
+        return Beat(
+            states,
+            dict(self._outbox.pages_dropped),
+            time.time_ns(),
+            clock.offset_ns if clock is not None else None,
+            clock.round_trip_ns if clock is not None else None,
+        )
+
+    def _try_send(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        final = self._final
+        if final is not None:
+            self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
+            return
+        more = self._outbox.unacknowledged() if self._spool.left_out else []
+        spool = keep_spools(self._spools(), Path(self._config.spool_dir), self._name, more)
+        kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
+        assert self._done is not None
+        worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
+        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)
+        text = f"gpuwatch: no verdict: the collector at {self._config.collector} did not answer{kept}"
+        self._tell(Verdict(code, "unknown", text, ""))
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        write_line(self._to_launch, message)
+
+
+class LineReader:
+    """Lines from a pipe that is polled beside sockets."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closed = False
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The complete lines that are there; `closed` once the other side is gone."""
+        data = os.read(self.fd, 1 << 16)
+        if not data:
+            self.closed = True
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+def main() -> int:
+    """Entry of `python -m gpuwatch.launcher.node.agent`."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
+    config = read_config(0, AgentConfig)
+    if config is None:
+        return int(ExitCode.USAGE)
+    Agent(config, sys.stdout.buffer).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

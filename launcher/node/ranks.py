@@ -1,0 +1,244 @@
+"""The node agent's eyes on its ranks: reads their recorders, says what is new. No socket, no process."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ...core.recorder.layout import FRAME, VALUE, Field, file_name
+from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
+from ...core.records import Anomaly, Definition, Fault, Where, WorkerEvent, WorkerExit, split_label
+from ...core.values import PENDING
+from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
+
+PAGE_WAIT_S = 5.0
+"""How long an unfinished page may still grow before it is sent as it is."""
+PAGE_SENDS = 5
+"""How often a page may be sent while its rank runs: it is complete when the next batch begins, and in a pipeline its
+backward comes after that. At the end it is sent once more if it has grown."""
+LAST_PAGES = 8
+"""Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
+
+
+@dataclass
+class _Wanted:
+    """A batch that somebody asked for."""
+
+    deadline: float
+    met: bool = False
+    """Whether a page of it has been seen."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What of a page has been sent."""
+
+    times: int
+    extent: tuple[int, int, bool]
+    """Frames and values since its beginning, and whether it was complete."""
+    pending: int
+    """Values that had not come back from their device."""
+
+
+class RankWatch:
+    """One rank of one attempt."""
+
+    def __init__(self, folder: Path, rank: int, local_rank: int, attempt: int, pid: int, traced: list[int]) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.attempt = attempt
+        self.pid = pid
+        self.ended = False
+        self._path = folder / file_name(rank, attempt)
+        self._reader: RecorderReader | None = None
+        self._wanted: dict[tuple[str, int, int], _Wanted] = {}
+        """by root class, ordinal, batch"""
+        self._traced = frozenset(traced)
+        self._sent: dict[int, _Copy] = {}
+        """by number of the page, as long as the ring holds something of it"""
+        self._anomaly_sent = False
+        self._broken = False
+
+    def poll(self, now: float) -> list[AgentBody]:
+        """What this rank has recorded since the last call."""
+        if self._broken:
+            return []
+        try:
+            return self._poll(now)
+        except Exception as error:  # whatever is in the file, the other ranks of this node must be read on
+            return [self._give_up(error)]
+
+    def _give_up(self, error: Exception) -> AgentBody:
+        self._broken = True
+        note = f"the recorder of rank {self.rank} is damaged and is read no further: {type(error).__name__}: {error}"
+        return EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note))
+
+    def _poll(self, now: float) -> list[AgentBody]:
+        reader = self._open()
+        if reader is None:
+            return []
+        messages: list[AgentBody] = []
+        definitions, events = reader.new_entries()
+        messages += self._definitions(definitions)
+        messages += [EventMessage(event) for event in events]
+        for event in events:
+            self._react(event, now)
+        messages += self._due_pages(reader, now)
+        return messages
+
+    def want(self, want: Want, now: float) -> None:
+        """The collector asks for a batch."""
+        if want.attempt == self.attempt:
+            self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _Wanted(now + PAGE_WAIT_S))
+
+    def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
+        """The process has ended: read the rest, and send its last pages, its last state and where it was."""
+        messages = self.poll(now)
+        self.ended = True
+        bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
+        reader = self._reader
+        if reader is None or self._broken:
+            return [*messages, bare]
+        try:
+            return [*messages, *self._end(reader, code, by, now)]
+        except Exception as error:
+            return [*messages, self._give_up(error), bare]
+
+    def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
+        messages = self._due_pages(reader, now)
+        messages += self._last_pages(reader)
+        messages += self._unlogged_anomaly(reader)
+        state = replace(reader.state(), final=True, pending=_pending_in_ring(reader))
+        root = reader.roots.get(reader[Field.ROOT])
+        where = Where(
+            rank=self.rank,
+            attempt=self.attempt,
+            step=state.step,
+            batch=state.batch,
+            root=root.label if root is not None else "",
+            page=reader[Field.PAGE],
+            seq=state.seq,
+        )
+        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls)
+        return [*messages, Beat([state], {}), EventMessage(exit_)]
+
+    def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
+        """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
+        anomaly = reader.first_anomaly() if not self._anomaly_sent else None
+        if anomaly is None or (anomaly.where.rank, anomaly.where.attempt) != (self.rank, self.attempt):
+            return []
+        return [EventMessage(anomaly)]
+
+    def state(self) -> RankState | None:
+        """Where the rank is, for a beat."""
+        return self._reader.state() if self._reader is not None and not self._broken else None
+
+    @property
+    def was_removed(self) -> bool:
+        """Whether there is no recorder, or none any more."""
+        return self._reader is None and not self._path.exists()
+
+    def remove(self) -> None:
+        """Free the recorder's memory."""
+        self.close()
+        with suppress(OSError):
+            self._path.unlink()
+
+    def close(self) -> None:
+        """Let go of the recorder."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _open(self) -> RecorderReader | None:
+        if self._reader is None:
+            try:
+                reader = RecorderReader(self._path)
+            except (OSError, NotReady):
+                return None
+            if (reader.rank, reader.attempt) != (self.rank, self.attempt):
+                reader.close()
+                raise ValueError(f"it says that it is of rank {reader.rank}, attempt {reader.attempt}")
+            self._reader = reader
+        return self._reader
+
+    def _definitions(self, entries: list[Definition]) -> list[AgentBody]:
+        return [Definitions(self.rank, self.attempt, entries)] if entries else []
+
+    def _react(self, event: WorkerEvent, now: float) -> None:
+        if isinstance(event, Anomaly):
+            self._anomaly_sent = True
+            self._wanted.setdefault((*split_label(event.where.root), event.where.batch), _Wanted(now + PAGE_WAIT_S))
+
+    def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
+        if not self._wanted and (self.ended or not self._traced):
+            return []
+        messages: list[AgentBody] = []
+        held = reader.held()
+        seen: set[tuple[str, int, int]] = set()
+        for page in held:
+            root = reader.roots.get(page.root)
+            key = (root.cls, root.ordinal, page.batch) if root is not None else ("", -1, page.batch)
+            wanted = self._wanted.get(key)
+            if wanted is not None:
+                wanted.met = True
+                seen.add(key)
+            if wanted is not None or page.batch in self._traced:
+                messages += self._page(reader, page, overdue=wanted is not None and now >= wanted.deadline)
+        for key, wanted in list(self._wanted.items()):
+            if self.ended or (key not in seen and (wanted.met or now >= wanted.deadline)):
+                del self._wanted[key]  # it will not change, or was overwritten, or never came
+        numbers = {page.number for page in held}
+        self._sent = {number: copy for number, copy in self._sent.items() if number in numbers}
+        return messages
+
+    def _last_pages(self, reader: RecorderReader) -> list[AgentBody]:
+        """The page that was written last, and those that more was expected in."""
+        held = reader.held()
+        numbers = {page.number for page in held if page.batch in self._traced}
+        numbers.update([page.number for page in held if not page.complete][-LAST_PAGES:])
+        numbers.add(reader[Field.PAGE])
+        return [
+            message for page in held if page.number in numbers for message in self._page(reader, page, overdue=True)
+        ]
+
+    def _page(self, reader: RecorderReader, held: HeldPage, *, overdue: bool) -> list[AgentBody]:
+        """The page if it is time to send it: when it is complete, or overdue; again when it is complete and has grown.
+
+        What has been sent and has not changed is never sent again.
+        """
+        sent = self._sent.get(held.number)
+        if sent is not None and not sent.pending and sent.extent == (held.frames, held.values, held.complete):
+            return []
+        if not self.ended:
+            if sent is not None and sent.times >= PAGE_SENDS:
+                return []
+            if not held.complete and (sent is not None or not overdue):
+                return []
+        page = reader.page(held.number)
+        if page is None:
+            return []
+        extent, pending = _extent(page), _pending(page)
+        if sent is not None and (extent, pending) == (sent.extent, sent.pending):
+            return []
+        if pending and not self.ended and (sent is not None or not overdue):
+            return []
+        self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
+        return [page]
+
+
+def _pending_in_ring(reader: RecorderReader) -> int:
+    """Numbers of all batches in the ring that have not come back from their device."""
+    return sum(_pending(page) for held in reader.held() if (page := reader.page(held.number)) is not None)
+
+
+def _extent(page: PageMessage) -> tuple[int, int, bool]:
+    last = page.segments[-1]
+    frames = last.frame_base + len(last.frames) // FRAME.size
+    return frames, last.value_base + len(last.values) // VALUE.size, page.complete
+
+
+def _pending(page: PageMessage) -> int:
+    return sum(memoryview(segment.values).cast("q")[2::3].tolist().count(PENDING) for segment in page.segments)

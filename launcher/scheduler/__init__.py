@@ -1,0 +1,1 @@
+"""The job that a launch is part of: what the environment and a scheduler say of it."""

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import msgspec
+import pytest
+from gpuwatch.core import records
+from gpuwatch.core.preflight import BandwidthRow
+from gpuwatch.core.wire import messages
+from gpuwatch.core.wire.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, Hello, WireError
+from gpuwatch.core.wire.scheduler_job import SchedulerJob
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+HERE = records.Where(
+    rank=3,
+    attempt=1,
+    step=7,
+    batch=9,
+    root="Net#2",
+    page=11,
+    seq=42,
+    time_ns=1_700_000_000_000,
+    clock={"0": 41, "dp né": 1 << 40},
+)
+ENTRIES = [
+    records.RootDef(0, "Net", 1),
+    records.ModuleDef(1, 0, "layer.0", "Linear"),
+    records.SlotDef(2, 1, "input[0]"),
+    records.ShapeDef(3, (2, 0, 5)),
+]
+EVENTS = [
+    records.Anomaly(
+        HERE, 4, "layer.0", "Linear", "forward", "output", "+inf", "float16", [2, 3], True, False, True, "why", 3
+    ),
+    records.Warned(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
+    records.ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
+    records.Ignored(HERE, "mask.*:output", "mask.0", "output", "-inf"),
+    records.Cost(HERE, 1_000_000, 1_020_000, 50, 49),
+    records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
+    records.ScriptExit(HERE, 3),
+    records.PreflightBegan(HERE, "bandwidth", 30.0),
+    records.Bandwidth(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
+    records.PreflightStage(HERE, "all_reduce", 0.25, "ring"),
+    records.PreflightResult(HERE, "failed", "device", "no device", True, "nccl", "H100"),
+    records.Inventory(HERE, "cpu", {"torch": "2.13.0"}),
+    records.Fault(HERE, "forward hook", "KeyError: 1"),
+    records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
+    records.NodeSignal(15, 12),
+    records.Xid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
+    records.GpuCounters("GPU-1", "end", {"pcie_replays": 3}, {"nvlink_crc_errors": "Not Supported"}, 12, ["MIG-2"]),
+    records.GpuHealth("unknown", "no NVML", "580.1", {"GPU-1": "H100"}, {"GPU-1": "Not Supported"}, 12),
+]
+BODIES = [
+    Hello(
+        "a" * 32,
+        "host",
+        1,
+        2,
+        1,
+        4,
+        ["gpuwatch", "launch"],
+        {"python": "3.11"},
+        "none",
+        cwd="/x",
+        trace_batches=[0],
+        job=SchedulerJob("SLURM", "17", "n1", ["n1", "n2"], "drain {nodes} {reason}", "--exclude={nodes}", "slurmd"),
+    ),
+    *map(EventMessage, EVENTS),
+    Definitions(3, 1, list(ENTRIES)),
+    messages.PageMessage(3, 1, 11, 0, 9, 7, False, [messages.Segment(0, 0, 0, b"\0" * 32, b"\1" * 16, b"\2" * 24)]),
+    Beat(
+        [messages.RankState(3, 1, 1, 99, "forward", 7, 9, 42, "layer.0", "Linear", 1, 2, 3, 0.5, 4, 5, 6, 7)],
+        {3: 2},
+        5,
+        -7,
+        9,
+    ),
+    Bye("failed", 15),
+    messages.Leaving(),
+]
+ANSWERS = [
+    messages.Welcome("run", "/runs/run", 4),
+    messages.Ack(7, resend=True, time_ns=12, echo_ns=5),
+    messages.Want(1, "Net", 1, 9),
+    messages.Stop("node b is lost"),
+    messages.Final(4, "overflow", "text", "/runs/run/report.json"),
+    messages.Refused("no"),
+]
+
+
+def kind(struct) -> str:
+    inner = struct.event if isinstance(struct, EventMessage) else struct
+    return type(inner).__name__
+
+
+def test_the_samples_hold_every_struct_of_the_wire():
+    assert {type(event) for event in EVENTS} == set(get_args(records.Event))
+    assert {type(body) for body in BODIES} == set(get_args(messages.AgentBody))
+    assert {type(answer) for answer in ANSWERS} == set(get_args(messages.CollectorMessage))
+    assert {type(entry) for entry in ENTRIES} == set(get_args(records.Definition))
+
+
+@pytest.mark.parametrize("body", BODIES, ids=kind)
+def test_what_an_agent_sends_arrives_unchanged(body):
+    message = AgentMessage(5, body, 3)
+    assert messages.decode_agent(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=kind)
+def test_what_a_collector_sends_arrives_unchanged(answer):
+    assert messages.decode_collector(messages.encode(answer)) == answer
+
+
+@pytest.mark.parametrize("body", BODIES, ids=kind)
+def test_a_body_that_was_encoded_before_its_envelope_is_the_same_message(body):
+    assert messages.envelope(5, 3, messages.encode_body(body)) == messages.encode(AgentMessage(5, body, 3))
+
+
+def grow(value):
+    """The same message as a later version may send it: a field more in every struct."""
+    if isinstance(value, dict):
+        grown = {key: grow(item) for key, item in value.items()}
+        return {**grown, "a_later_field": [1, {"x": None}]} if "type" in value or "rank" in value else grown
+    return [grow(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("body", BODIES, ids=kind)
+def test_fields_of_a_later_version_are_tolerated(body):
+    message = AgentMessage(5, body, 3)
+    newer = msgspec.msgpack.encode(grow(msgspec.msgpack.decode(messages.encode(message))) | {"later": 1})
+    assert messages.decode_agent(newer) == message
+
+
+@pytest.mark.parametrize("body", BODIES, ids=kind)
+def test_fields_that_an_earlier_version_did_not_send_take_their_defaults(body):
+    inner = body.event if isinstance(body, EventMessage) else body
+    optional = {
+        field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        for field in msgspec.structs.fields(inner)
+        if not field.required
+    }
+    plain = msgspec.to_builtins(inner, builtin_types=(bytes,))
+    stripped = {key: value for key, value in plain.items() if key not in optional}
+    whole = {"type": "event", "event": stripped} if isinstance(body, EventMessage) else stripped
+    decoded = messages.decode_agent(msgspec.msgpack.encode({"n": 1, "body": whole})).body
+    expected = msgspec.structs.replace(inner, **optional)
+    assert decoded == (EventMessage(expected) if isinstance(body, EventMessage) else expected)
+
+
+def decode_or_wire_error(decode, data: bytes) -> None:
+    try:
+        decode(data)
+    except WireError:
+        pass
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\x91" * 100_000)
+@example(b"\x81\xa1n" * 5_000)
+@example(b"\xdf\xff\xff\xff\xff")
+@example(b"\xc6\xff\xff\xff\xff")
+def test_random_bytes_raise_wire_error_and_nothing_else(data):
+    with pytest.raises(WireError):
+        messages.decode_agent(data)
+    with pytest.raises(WireError):
+        messages.decode_collector(data)
+
+
+@given(st.sampled_from(BODIES), st.data())
+def test_a_truncated_message_is_a_wire_error(body, data):
+    whole = messages.encode(AgentMessage(5, body, 3))
+    with pytest.raises(WireError):
+        messages.decode_agent(whole[: data.draw(st.integers(0, len(whole) - 1))])
+
+
+@given(st.sampled_from(BODIES), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_a_mutated_message_is_read_or_a_wire_error(body, times, dice: random.Random):
+    data = bytearray(messages.encode(AgentMessage(5, body, 3)))
+    for _ in range(times):
+        data[dice.randrange(len(data))] = dice.randrange(256)
+    decode_or_wire_error(messages.decode_agent, bytes(data))
+    decode_or_wire_error(messages.decode_collector, bytes(data))
+
+
+def test_a_message_over_the_limit_is_refused_before_it_is_read():
+    with pytest.raises(WireError, match="over the limit"):
+        messages.decode_agent(b"\x00" * (messages.MAX_MESSAGE_BYTES + 1))
+
+
+@given(st.sampled_from([b"\xff\xfe", b"\xed\xa0\x80"]))
+def test_a_name_that_is_no_text_is_a_wire_error(bad):
+    whole = messages.encode(AgentMessage(1, Bye("failed"), 0))
+    with pytest.raises(WireError):
+        messages.decode_agent(whole.replace(b"failed", bad.ljust(6, b"a")))

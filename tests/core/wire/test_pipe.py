@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import os
+from typing import get_args
+
+import msgspec
+import pytest
+from gpuwatch.core.wire import pipe
+
+AGENT_CONFIG = pipe.AgentConfig(
+    "tcp://h:1",
+    "s",
+    "p",
+    "k",
+    "/dev/shm/x",
+    "runs",
+    2,
+    1,
+    4,
+    ["gpuwatch", "launch", "a b"],
+    {"python": "3"},
+    "id",
+    [0, 3],
+    True,
+)
+COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "runs", "id", 5)
+TO_AGENT = [
+    AGENT_CONFIG,
+    pipe.WorkersStarted(1, {4: 101, 5: 102}, {4: 0, 5: 1}),
+    pipe.WorkersEnded(1, {4: -9, 5: None}, [4]),
+    pipe.LaunchDone("signal", 15),
+]
+FROM_AGENT = [
+    pipe.Notice("one\nsentence"),
+    pipe.StopRequest("why"),
+    pipe.Verdict(4, "overflow", "té\nxt", "r.json"),
+    pipe.Waiting(),
+]
+FROM_COLLECTOR = [
+    pipe.Bound("tcp://0.0.0.0:1", "runs/x"),
+    pipe.CannotBind(True, "in use"),
+    pipe.Notice("n"),
+    pipe.StageLine("node group", 3, 4, "warn", 1.5),
+    pipe.PreflightOver("warn", "one line", ["a", "b\nc"]),
+]
+
+
+def through_a_pipe(message) -> bytes:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as source:
+        with os.fdopen(writing, "wb") as sink:
+            assert pipe.write_line(sink, message)
+        return source.read()
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [(pipe.read_to_agent, m) for m in TO_AGENT]
+    + [(pipe.read_from_agent, m) for m in FROM_AGENT]
+    + [(pipe.read_from_collector, m) for m in FROM_COLLECTOR],
+    ids=lambda part: type(part).__name__,
+)
+def test_a_message_is_one_line_and_arrives_unchanged(read, message):
+    data = through_a_pipe(message)
+    assert data.count(b"\n") == 1
+    assert data.endswith(b"\n")
+    assert read(data) == message
+
+
+def test_the_samples_hold_every_message():
+    assert {type(m) for m in TO_AGENT} == set(get_args(pipe.ToAgent))
+    assert {type(m) for m in FROM_AGENT} == set(get_args(pipe.FromAgent))
+    assert {type(m) for m in FROM_COLLECTOR} == set(get_args(pipe.FromCollector))
+
+
+@pytest.mark.parametrize("line", [b"", b"\n", b"hello\n", b"{}\n", b'{"type":"nope"}\n', b'{"type":"done"}\n'])
+def test_another_line_is_a_decode_error(line):
+    for read in (pipe.read_to_agent, pipe.read_from_agent, pipe.read_from_collector):
+        with pytest.raises(msgspec.DecodeError):
+            read(line)
+
+
+def test_a_reader_that_is_gone_is_false():
+    reading, writing = os.pipe()
+    os.close(reading)
+    sink = os.fdopen(writing, "wb", buffering=0)
+    assert not pipe.write_line(sink, pipe.Notice("x"))
+    sink.close()
+    assert not pipe.write_line(sink, pipe.Notice("x"))
+
+
+@pytest.mark.parametrize("config", [AGENT_CONFIG, COLLECTOR_CONFIG], ids=lambda c: type(c).__name__)
+def test_the_config_is_read_and_not_a_byte_of_the_next_line(config):
+    reading, writing = os.pipe()
+    os.write(writing, msgspec.json.encode(config) + b"\nrest")
+    os.close(writing)
+    assert pipe.read_config(reading, type(config)) == config
+    assert os.read(reading, 100) == b"rest"
+    os.close(reading)
+
+
+@pytest.mark.parametrize("written", [b"", b'{"type":"config"'])
+def test_a_launch_that_died_before_its_config_is_none(written):
+    reading, writing = os.pipe()
+    os.write(writing, written)
+    os.close(writing)
+    assert pipe.read_config(reading, pipe.AgentConfig) is None
+    os.close(reading)

@@ -1,0 +1,152 @@
+"""The outbox against the collector's own receiving side (RunProtocol), over a link that loses what it likes."""
+
+from __future__ import annotations
+
+from gpuwatch.collector.run_protocol import Keep, RunProtocol, Send
+from gpuwatch.core.records import NodeSignal
+from gpuwatch.core.wire.messages import Ack, EventMessage, Hello, PageMessage, Segment, decode_agent
+from gpuwatch.launcher.node.outbox import Outbox
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+HELLO = Hello("a", "host", 1, 3, 1, 1, [], {}, "job")
+
+
+def event(number: int) -> EventMessage:
+    return EventMessage(NodeSignal(number))
+
+
+def page(number: int, rank: int = 0, size: int = 1000) -> PageMessage:
+    return PageMessage(rank, 0, number, 0, number, 0, True, [Segment(0, 0, 0, b"x" * size, b"", b"")])
+
+
+class Link:
+    """An outbox and a run_protocol; each message may be lost in either direction."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.outbox = Outbox(page_bytes)
+        self.run_protocol = RunProtocol("run", "/run", "job")
+        self.stored: list = []
+        self.acks: list[Ack] = []
+        self.now = 0.0
+
+    def send(self, losses: list[bool]) -> None:
+        for position, (number, data) in enumerate(self.outbox.due()):
+            self.outbox.sent(number)
+            if position < len(losses) and losses[position]:
+                continue
+            for action in self.run_protocol.hear("a", decode_agent(data), self.now):
+                if isinstance(action, Keep):
+                    self.stored.append(action.message)
+                elif isinstance(action, Send) and isinstance(action.message, Ack):
+                    self.acks.append(action.message)
+        self.acks += [send.message for send in self.run_protocol.committed() if isinstance(send.message, Ack)]
+
+    def hear(self, losses: list[bool]) -> None:
+        for position, ack in enumerate(self.acks):
+            if position < len(losses) and losses[position]:
+                continue
+            self.outbox.acknowledged(ack.n)
+            if ack.resend:
+                self.outbox.send_again()
+        self.acks.clear()
+
+
+LOSSES = st.lists(st.booleans(), max_size=8)
+STEP = st.one_of(
+    st.tuples(st.just("event")),
+    st.tuples(st.just("page"), st.integers(0, 2)),
+    st.tuples(st.just("send"), LOSSES),
+    st.tuples(st.just("hear"), LOSSES),
+    st.tuples(st.just("resend")),
+)
+
+
+@given(st.lists(STEP, max_size=40), st.sampled_from([500, 3500, 1 << 20]))
+@settings(max_examples=150)
+def test_whatever_is_lost_every_event_arrives_once_and_in_order(steps, page_bytes):
+    link = Link(page_bytes)
+    link.outbox.put(HELLO)
+    events = pages = 0
+    for name, *arguments in steps:
+        if name == "event":
+            events += 1
+            link.outbox.put(event(events))
+        elif name == "page":
+            pages += 1
+            link.outbox.put(page(pages, *arguments))
+        elif name == "resend":
+            link.outbox.send_again()
+        else:
+            getattr(link, name)(*arguments)
+    for _ in range(3):  # the link works again
+        link.outbox.send_again()
+        link.send([])
+        link.hear([])
+    assert link.outbox.empty
+    assert link.outbox.unacknowledged() == []
+    bodies = [message.body for message in link.stored]
+    assert bodies[0] == HELLO
+    assert [body.event.signal for body in bodies[1:] if isinstance(body, EventMessage)] == list(range(1, events + 1))
+    got = [body.number for body in bodies if isinstance(body, PageMessage)]
+    assert got == sorted(set(got))
+    assert pages - len(got) <= sum(link.outbox.pages_dropped.values())
+    if page_bytes > 1 << 19:
+        assert len(got) == pages
+
+
+def numbers(outbox: Outbox) -> list[int]:
+    return [message.body.number for data in outbox.unacknowledged() if (message := decode_agent(data)).n > 0]
+
+
+def test_pages_are_dropped_oldest_first_and_counted_by_rank():
+    outbox = Outbox(page_bytes=3500)
+    for number in range(6):
+        outbox.put(page(number, rank=number % 2))
+    assert numbers(outbox) == [3, 4, 5]
+    assert outbox.pages_dropped == {0: 2, 1: 1}
+
+
+def test_the_newest_page_is_kept_however_big_it_is():
+    outbox = Outbox(page_bytes=10)
+    outbox.put(page(0))
+    outbox.put(page(1, size=100_000))
+    assert numbers(outbox) == [1]
+
+
+def test_an_acknowledged_page_makes_room():
+    outbox = Outbox(page_bytes=2500)
+    for number in range(10):
+        outbox.put(page(number))
+        outbox.acknowledged(number + 1)
+    assert outbox.pages_dropped == {}
+
+
+def test_events_are_never_dropped():
+    outbox = Outbox(page_bytes=10)
+    for number in range(100):
+        outbox.put(event(number))
+        outbox.put(page(number))
+    kept = [decode_agent(data).body for data in outbox.unacknowledged()]
+    assert sum(isinstance(body, EventMessage) for body in kept) == 100
+
+
+def test_what_was_sent_is_not_due_until_it_is_to_be_sent_again():
+    outbox = Outbox()
+    for number in range(3):
+        outbox.put(event(number))
+    assert [number for number, _ in outbox.due()] == [1, 2, 3]
+    outbox.sent(2)
+    assert [number for number, _ in outbox.due()] == [3]
+    outbox.acknowledged(1)
+    outbox.send_again()
+    assert [number for number, _ in outbox.due()] == [2, 3]
+
+
+def test_a_message_says_which_one_before_it_is_still_there():
+    outbox = Outbox(page_bytes=10)
+    outbox.put(event(0))
+    outbox.put(page(0))
+    outbox.put(event(1))
+    outbox.put(page(1))  # the first page is dropped
+    assert [(m.n, m.after) for m in map(decode_agent, outbox.unacknowledged())] == [(1, 0), (3, 1), (4, 3)]
