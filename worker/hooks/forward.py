@@ -470,8 +470,10 @@ class Hooks:
                     rows.append(row)
                     if row.fresh and self._grads:
                         self._gradients.watch_output(info, role, leaf, page)
-                if weights and any(row.flags for row in rows[first:]):
-                    self._read_weights_again(info, module, rows, weights)
+                if any(row.flags for row in rows[first:]):
+                    if weights:
+                        self._read_weights_again(info, module, rows, weights)
+                    self._read_arguments_again(info, arguments, rows, weights)
                 if self.rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
         self.frames.put(
@@ -487,6 +489,19 @@ class Hooks:
             rows[position] = self.rows.weight_again(info, role_of_parameter(name), parameter, self.progress.step)
             if rows[position].flags:
                 break
+
+    def _read_arguments_again(
+        self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[Row], weights: int
+    ) -> None:
+        """Something bad came out: read again the arguments that were finite when they were last read.
+
+        A collective writes into a tensor, and `tensor.data = ...` gives it other memory, without a new version.
+        """
+        for position, (role, leaf) in enumerate(arguments, weights):
+            if not rows[position].fresh and not rows[position].flags and isinstance(leaf, torch.Tensor):
+                again = self.rows.read_again(info, role, leaf)
+                if again is not None:
+                    rows[position] = again
 
     def _put_before(
         self,

@@ -175,6 +175,15 @@ class Rows:
             self.changed[id(leaf)] = known
         return row._replace(notable=False) if row.notable else row
 
+    def read_again(self, info: ModuleInfo, role: str, leaf: torch.Tensor) -> Row | None:
+        """The row of an argument in host memory that is not what it was when it was last read; None if it is."""
+        if is_on_device(leaf):
+            return None
+        numbers = measure(leaf, self.count)
+        if numbers.kind != _MEASURED or not numbers.meta & 0xFF:
+            return None
+        return self._row(self.slot(info, role), leaf, 0, numbers)._replace(notable=False)
+
     def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """The row of an argument in `changed`, as it was last seen."""
         _, _, value, shape, code, kind, flags, _, _ = self.changed[id(leaf)]

@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.records import Ignored
 from gpuwatch.worker.compile import graph_op as graph_look
 from gpuwatch.worker.compile import trace as compiled
 from hypothesis import given, settings
@@ -315,3 +317,20 @@ def test_a_look_never_raises():
     assert graph_look.SEEN[place].shape == (4, 3)
     torch.ops.gpuwatch.look(torch.ones(3), token, 1 << 40)  # a place that nobody made
     torch.ops.gpuwatch.look(torch.ones(3), token, -1)
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_a_row_that_a_rule_covers_is_counted_in_a_graph_too(watch, monkeypatch, on_host):
+    if not on_host:
+        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+
+    def spoil(batch, model, x):
+        if batch == 2:
+            with torch.no_grad():
+                model.block.up.bias[3] = math.inf
+
+    watched = watch(on_overflow="abort", watch=("forward", "weights"), ignore=["*"])
+    train(Plain, spoil=spoil)
+    assert watched.anomalies == []
+    assert watched.reader[Field.IGNORED] > 0
+    assert ("block.up", "output") in {(event.module, event.role) for event in watched.of(Ignored)}

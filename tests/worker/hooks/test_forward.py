@@ -832,3 +832,41 @@ def test_a_parameter_that_is_called_input_or_output_is_a_parameter(watch):
         "grad parameters.output",
     }
     assert watched.faults == []
+
+
+class Parallel(nn.Module):
+    """A layer whose result something changes, as a collective does: without a new version of the tensor."""
+
+    def __init__(self, change) -> None:
+        super().__init__()
+        self.proj = nn.Linear(3, 3)
+        self.next = nn.Linear(3, 3)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.proj(x)
+        version = x._version
+        self.change(x)
+        assert x._version == version
+        return self.next(x)
+
+
+def _other_memory(x: torch.Tensor) -> None:
+    x.data = torch.full((2, 3), math.inf)
+
+
+CHANGES = {
+    "as a collective does": lambda x: x.data.fill_(math.inf),
+    "other memory": _other_memory,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_argument_that_changed_without_a_new_version_is_read_again(watch, change):
+    watched = watch(on_overflow="continue")
+    with torch.no_grad():
+        Parallel(change)(torch.ones(2, 3))
+    (anomaly, *_) = watched.anomalies
+    assert (anomaly.module, anomaly.inputs_finite) == ("next", False), "the module is handed it and has not made it"
+    assert not watched.row("next", "input[0]").finite
+    assert watched.row("proj", "output").finite
