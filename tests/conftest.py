@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what it puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import sampling
 

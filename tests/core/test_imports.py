@@ -89,7 +89,7 @@ def test_imports_between_rooms_run_one_way(room):
 
 
 def test_the_fence_sees_relative_imports():
-    assert rooms_imported(ROOT / "launcher" / "agent.py") == {"launcher", "core"}
+    assert rooms_imported(ROOT / "launcher" / "node" / "agent.py") == {"launcher", "core"}
 
 
 def test_imports_inside_the_package_are_relative():
