@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
 
 from ..frames import Frame
 from ..pages import decode_frame
@@ -23,19 +26,17 @@ class OwnPages:
 
     def frame(self, page: OpenPage, index: int) -> Frame | None:
         """Frame `index` of a page; None if it was overwritten."""
-        for head, at in self._segments(page, reverse=True):
+        for head, at in self.segments(page, reverse=True):
             position = index - head[_FRAME_BASE]
             if 0 <= position < head[_FRAMES]:
                 return self._decode(page, at, position)
         return None
 
-    def frames(self, page: OpenPage, start: int = 0) -> Iterator[Frame]:
-        """The frames of a page from `start` on, in the order in which they were written."""
-        for head, at in self._segments(page):
-            for position in range(max(0, start - head[_FRAME_BASE]), head[_FRAMES]):
-                yield self._decode(page, at, position)
+    def table(self, at: int, dtype: Any, count: int) -> Any:
+        """A table of the file as a NumPy array of records, in place: `count` of `dtype` from offset `at` on."""
+        return numpy.frombuffer(self._writer.view, dtype, count, at)
 
-    def _segments(self, page: OpenPage, *, reverse: bool = False) -> Iterator[tuple[list[int], int]]:
+    def segments(self, page: OpenPage, *, reverse: bool = False) -> Iterator[tuple[list[int], int]]:
         """(header, offset in the file) of the segments that are still this page's."""
         for number in reversed(page.held) if reverse else list(page.held):
             at = self._writer.segment_at(number)
@@ -58,7 +59,7 @@ class OwnPages:
         def value_at(index: int) -> Value | None:
             if index == layout.NOTHING:
                 return None
-            for head, at in self._segments(page, reverse=True):
+            for head, at in self.segments(page, reverse=True):
                 position = index - head[_VALUE_BASE]
                 if 0 <= position < head[_VALUES]:
                     start = at + layout.VALUES_AT + position * layout.VALUE.size
@@ -66,8 +67,3 @@ class OwnPages:
             return None
 
         return value_at
-
-
-def is_complete(frame: Frame) -> bool:
-    """Whether all numbers of a frame have arrived from their device."""
-    return not any(row.kind == "pending" for row in frame.rows)

@@ -13,13 +13,14 @@ from ...core.exits import ExitCode
 from ...core.frames import Frame, Row, module_text
 from ...core.judge import Judgement, Limits, PageSoFar, anomaly_at
 from ...core.recorder.layout import Field
-from ...core.recorder.own_pages import OwnPages, is_complete
+from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.records import Anomaly, Fault, Ignored, ScalerSkip, Warned
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.device_buffer import DeviceStatsBuffer
 from ..stats.notable import near_by_encoding
+from .page_filter import frames_to_judge
 from .progress import Progress
 from .rows import Rows
 
@@ -149,10 +150,13 @@ class Judging:
     def _advance(self, page: OpenPage, *, everything: bool) -> None:
         """Go on in a page, up to the first frame whose numbers are on their way. What was lost will never come."""
         judged = _judged(page)
-        for frame in self._own.frames(page, judged.next):
-            if not everything and not is_complete(frame):
-                return
-            self._judge(page, judged, frame)
+        notable, arguments = self._rows.notable.mask, self._rows.argument_slots
+        found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, everything=everything)
+        for index in found:
+            frame = self._own.frame(page, index)
+            if frame is not None:
+                self._judge(page, judged, frame)
+        judged.next = max(judged.next, end)
 
     def _judge(self, page: OpenPage, judged: _PageJudged, frame: Frame) -> None:
         judged.next = frame.index + 1

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 
 from ...core.frames import Mark, RowKind
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
+from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
 from ..stats.device import has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
@@ -85,7 +87,7 @@ class Rows:
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._recorder = recorder
-        self._notable = notable
+        self.notable = notable
         self._selection = selection
         self._on_fault = on_fault
         self.seen: dict[int, _Seen] = {}
@@ -94,6 +96,7 @@ class Rows:
         self.weights: dict[int, _Weight] = {}
         self.shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
+        self._arguments = numpy.zeros(1024, bool)
         self._many = _FEW
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
@@ -133,6 +136,9 @@ class Rows:
         if slot is None:
             slot = info.slots[role] = self._slots
             self._slots += 1
+            if slot >= len(self._arguments):
+                self._arguments = numpy.concatenate((self._arguments, numpy.zeros_like(self._arguments)))
+            self._arguments[slot] = parse_role(role).kind in (RoleKind.INPUT, RoleKind.BEFORE)
             self._recorder.append(SlotDef(slot, info.id, role), name=True)
             rule = self._selection.ignored_by(info.name, role)
             if rule is not None:
@@ -160,6 +166,11 @@ class Rows:
     def dims(self, shape: int) -> list[int] | None:
         """The inverse of `_shape`, for an event."""
         return next((list(dims) for dims, number in self.shapes.items() if number == shape), None)
+
+    @property
+    def argument_slots(self) -> Any:
+        """An array of bool by slot, at least as long as there are slots: whether it is about an argument of a call."""
+        return self._arguments
 
     def rule_for(self, module: str, role: str) -> str:
         """The rule that covers a row; "" if there is none."""
@@ -289,7 +300,7 @@ class Rows:
             return Row((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
         value = self._recorder.value(low, high, meta)
         packed = (slot, value, self._shape_of(dims), code, 0, mark)
-        return _new(Row, (packed, meta & 0xFF, True, high, meta, self._notable(code, high, meta)))
+        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable(code, high, meta)))
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """Weights are read once per optimizer step; every page holds their numbers all the same."""
@@ -334,7 +345,7 @@ class Rows:
         value = self._recorder.value(low, high, meta)
         code = place[2][0]
         packed = (slot, value, self._shape(tensor), code, 0, mark)
-        return _new(Row, (packed, meta & 0xFF, True, high, meta, self._notable(code, high, meta)))
+        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable(code, high, meta)))
 
     def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | DeviceRow | None = None) -> Row:
         value, flags, high, meta = NOTHING, 0, 0, 0
@@ -361,7 +372,7 @@ class Rows:
                 value = self._recorder.value(low, high, meta)
                 flags = meta & 0xFF
         packed = (slot, value, self._shape(tensor), code, int(kind), mark)
-        notable = meta != PENDING and kind == _MEASURED and self._notable(code, high, meta)
+        notable = meta != PENDING and kind == _MEASURED and self.notable(code, high, meta)
         return _new(Row, (packed, flags, True, high, meta, notable))
 
     def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:

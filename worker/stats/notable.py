@@ -77,6 +77,17 @@ class NotableValue:
         """dtype code -> (bits of abs max from which on it is near overflow, bits of the largest finite number)"""
         share = limits.underflow_share
         self._least_share = int(share * SHARE) if 0 < share < 1 else SHARE + 1
+        self._from = numpy.full(_ENCODINGS, _NEVER, numpy.int64)
+        self._to = numpy.full(_ENCODINGS, _NEVER, numpy.int64)
+        for dtype, (first, last) in self.near.items():
+            self._from[dtype], self._to[dtype] = first, last
+
+    def mask(self, dtype: Any, high: Any, meta: Any) -> Any:
+        """The same for arrays of one length: dtype codes, and high and meta as int64. Returns an array of bool."""
+        found = (meta & 0xFF) != 0
+        found |= (high >= self._from[dtype]) & (high < self._to[dtype])
+        share, zeros = meta >> 32 & SHARE, meta >> 16 & SHARE
+        return found | ((meta & COUNTED) != 0) & ((share >= self._least_share) | (zeros == SHARE))
 
     def __call__(self, dtype: int, high: int, meta: int) -> bool:
         """Whether a value with these numbers (see core/values.py) may be more than recorded."""

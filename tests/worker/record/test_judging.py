@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from gpuwatch.core.recorder.own_pages import OwnPages
 from gpuwatch.worker.stats import device
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
@@ -103,3 +106,39 @@ def test_what_a_rule_covers_is_hidden(watch, late):
         pass
     assert watched.anomalies == []
     assert {event.role for event in watched.events if type(event).__name__ == "Ignored"} == {"bias", "output"}
+
+
+class Attends(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (x + mask).softmax(-1)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attends() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.full((4, 4), -math.inf).triu(1)
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+def test_a_mask_in_every_batch_has_no_frame_decoded(watch, late, monkeypatch):
+    decoded = []
+    real = OwnPages.frame
+    monkeypatch.setattr(OwnPages, "frame", lambda own, page, index: decoded.append(index) or real(own, page, index))
+    watched = watch(on_overflow="continue")
+    model = Blocks()
+    for _ in range(6):
+        model(torch.randn(4, 4))
+    while not watched.hooks.settle():
+        pass
+    assert decoded == []
+    assert any(row.neginf for frame in watched.frames("forward") for row in frame.rows), "it was read"
+    with torch.no_grad():
+        model(torch.full((4, 4), math.nan))
+    while not watched.hooks.settle():
+        pass
+    assert [anomaly.module for anomaly in watched.anomalies] == ["blocks.0"]

@@ -1,0 +1,92 @@
+"""Which frames of a page the judge should see: found in its tables at once, so that only those are decoded.
+
+A page of a transformer has thousands of rows, and a mask of -inf in nearly every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+from ...core.recorder import layout
+from ...core.recorder.layout import SegmentField
+from ...core.recorder.own_pages import OwnPages
+from ...core.recorder.writer import OpenPage
+from ...core.values import PENDING
+
+_FRAME = numpy.dtype(
+    [
+        ("module", "<u4"),
+        ("parent", "<u4"),
+        ("depth", "<i2"),
+        ("phase", "u1"),
+        ("collectives", "u1"),
+        ("seq", "<i8"),
+        ("first", "<u4"),
+        ("count", "<u4"),
+        ("index", "<u4"),
+    ]
+)
+_ROW = numpy.dtype(
+    [("slot", "<u4"), ("value", "<u4"), ("shape", "<u4"), ("dtype", "u1"), ("kind", "u1"), ("mark", "<u2")]
+)
+_VALUE = numpy.dtype([("low", "<i8"), ("high", "<i8"), ("meta", "<i8")])
+assert (_FRAME.itemsize, _ROW.itemsize, _VALUE.itemsize) == (
+    layout.FRAME.size,
+    layout.ROW.size,
+    layout.VALUE.size,
+)
+
+Mask = Callable[[Any, Any, Any], Any]
+"""(dtype codes, high, meta), arrays of one length -> an array of bool."""
+
+
+def frames_to_judge(
+    own: OwnPages, page: OpenPage, start: int, notable: Mask, arguments: Any, *, everything: bool
+) -> tuple[list[int], int]:
+    """(indices of the frames from `start` on with a notable row, index of the first frame that was not looked at).
+
+    That is the first frame with a number that is on its way, unless `everything` that comes is there. `arguments` is an
+    array of bool by slot: a row of one of these is never notable by itself.
+    """
+    segments = list(own.segments(page))
+    values = _values(own, segments)
+    found: list[int] = []
+    end = start
+    for head, at in segments:
+        base, count = head[SegmentField.FRAME_BASE], head[SegmentField.FRAMES]
+        skip = max(0, start - base)
+        if skip >= count:
+            continue
+        frames = own.table(at + layout.FRAMES_AT, _FRAME, count)[skip:]
+        rows = own.table(at + layout.ROWS_AT, _ROW, head[SegmentField.ROWS])
+        stats = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]
+        pending = stats["meta"] == PENDING
+        interesting = notable(rows["dtype"], stats["high"], stats["meta"]) & ~pending
+        interesting &= ~arguments[numpy.minimum(rows["slot"], len(arguments) - 1)]
+        # Sums from the left: a frame has such a row if the sum grows over its rows.
+        sums = numpy.concatenate(([0], numpy.cumsum(interesting))), numpy.concatenate(([0], numpy.cumsum(pending)))
+        first, last = frames["first"].astype(numpy.int64), (frames["first"] + frames["count"]).astype(numpy.int64)
+        has = sums[0][last] > sums[0][first]
+        if not everything:
+            waits = numpy.flatnonzero(sums[1][last] > sums[1][first])
+            if len(waits):
+                has = has[: waits[0]]
+                return found + [base + skip + int(place) for place in numpy.flatnonzero(has)], base + skip + int(
+                    waits[0]
+                )
+        found += [base + skip + int(place) for place in numpy.flatnonzero(has)]
+        end = base + count
+    return found, max(start, end)
+
+
+def _values(own: OwnPages, segments: list[tuple[list[int], int]]) -> Any:
+    """All values of a page by their index, and one behind them that says nothing: for rows without a value."""
+    most = max((head[SegmentField.VALUE_BASE] + head[SegmentField.VALUES] for head, _ in segments), default=0)
+    values = numpy.zeros(most + 1, _VALUE)
+    for head, at in segments:
+        base, count = head[SegmentField.VALUE_BASE], head[SegmentField.VALUES]
+        values[base : base + count] = own.table(at + layout.VALUES_AT, _VALUE, count)
+    return values
