@@ -90,7 +90,7 @@ class Rows:
         self._on_fault = on_fault
         self.seen: dict[int, _Seen] = {}
         self.by_memory: dict[tuple[int, int, int], _Seen] = {}
-        """(address, elements, dtype code) -> how it was last seen. Live tensors with the same key share their elements."""
+        """(address, elements, dtype code) -> how it was last seen. Live tensors with one key share their elements."""
         self.weights: dict[int, _Weight] = {}
         self.shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
