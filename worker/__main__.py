@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _open_session(settings: WorkerSettings) -> Session | None:
-    """None, after one line, when there is no room for a recorder: the training goes on unwatched."""
+    """The session of this rank. None if its recorder cannot be created: then the training goes on unwatched."""
     identity = Identity.from_environment()
     try:
         recorder = RecorderWriter(
@@ -71,12 +71,12 @@ def _open_session(settings: WorkerSettings) -> Session | None:
 
 
 def _script_file(arguments: list[str]) -> str:
-    """The file that every rank should have the same of; "" where there is none."""
+    """The script file, which should be the same on all ranks; "" if the arguments name no file."""
     return "" if arguments[0].startswith("-") else arguments[0]
 
 
 def _end_check(session: Session | None) -> NoReturn:
-    """The preflight has let this rank through."""
+    """End a check that this rank has passed."""
     if session is None:
         print("gpuwatch: nothing was checked: the recorder of this rank could not be made", file=sys.stderr)
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
@@ -95,7 +95,7 @@ def _preflight(session: Session, script: str) -> None:
         return
     if sentence is not None:
         session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
-        if Identity.from_environment().local_rank == 0:  # all ranks have heard the same
+        if Identity.from_environment().local_rank == 0:  # all ranks have the same sentence
             sys.stderr.write(f"gpuwatch: {sentence}\n")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
@@ -108,7 +108,7 @@ def _raised(session: Session, error: BaseException) -> None:
     hooks = session.hooks
     try:
         message = str(error)
-    except Exception:  # its own __str__ is broken
+    except Exception:  # the exception's __str__ raises
         message = ""
     session.recorder.append(
         ScriptError(

@@ -18,7 +18,7 @@ class Identity:
     master_addr: str
     master_port: int
     agent_store: bool
-    """torchrun's agent hosts the store, so that a client can join it before the script does."""
+    """torchrun's agent hosts the store, so a client can connect to it before the script does."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Identity:

@@ -1,6 +1,6 @@
-"""Calls something right after a module was first imported, so that gpuwatch itself never imports torch early.
+"""Calls a function right after the first import of a module, so that gpuwatch never imports torch before the script.
 
-A script may set OMP_NUM_THREADS or other variables that torch reads at its import; it must find them unread.
+A script may set OMP_NUM_THREADS or other variables that torch reads at its import.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _CallingLoader(importlib.abc.Loader):
-    """The module's own loader in all that it is asked, and a call when it has finished."""
+    """Delegates to the module's own loader, and calls the function when the import has finished."""
 
     def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
         self._loader = loader
@@ -27,7 +27,7 @@ class _CallingLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The module must look as if nobody had been here: inspect and importlib.resources ask its loader.
+        # Restore the module's own loader: inspect and importlib.resources use it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
@@ -37,19 +37,19 @@ class _CallingLoader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stays until the module is imported: many only ask whether it is there (importlib.util.find_spec)."""
+    """Stays installed until the module is imported: importlib.util.find_spec only asks whether the module exists."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
         self.then = then
-        self._asking = False
+        self._searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name or self._asking:
+        if fullname != self._name or self._searching:
             return None
-        self._asking = True
+        self._searching = True
         try:
             for finder in sys.meta_path:
                 spec = finder.find_spec(fullname, path, target) if finder is not self else None
@@ -58,7 +58,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                         spec.loader = _CallingLoader(spec.loader, self)
                     return spec
         finally:
-            self._asking = False
+            self._searching = False
         return None
 
     def remove(self) -> None:
@@ -67,7 +67,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then` when the import of module `name` has finished; at once if it is there already."""
+    """Call `then` when the import of module `name` has finished. Calls it at once if the module is imported already."""
     if name in sys.modules:
         then()
     else:

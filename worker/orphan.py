@@ -1,4 +1,4 @@
-"""A child that ends with its parent, however that ends."""
+"""Child processes that end with their parent, however it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Between fork and exec: have the kernel kill this process when its parent is gone (on Linux)."""
+    """Have the kernel kill this process when its parent ends (on Linux). Called between fork and exec."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""What a rank says that failed only because another one went away."""
+"""Error messages of a rank that failed only because another rank had ended."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ _WORDS = (
 
 
 def is_peer_failure(message: str) -> bool:
-    """Whether an error only says that another rank is gone, or gives no answer."""
+    """Whether an error message only says that another rank has ended or does not answer."""
     return any(words in message for words in _WORDS)

@@ -1,4 +1,4 @@
-"""Runs the user's script as `__main__`, exactly as Python would run it."""
+"""Runs the user's script as `__main__`, as Python itself would run it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Target:
 
     @classmethod
     def parse(cls, arguments: list[str]) -> Target:
-        """Read the command line that the launcher made."""
+        """Parse the command line that the launcher has built."""
         if arguments[0] == "-m":
             return cls(arguments[1], arguments[2:], True)
         return cls(arguments[0], arguments[1:], False)
 
 
 def run(target: Target, raised: Callable[[BaseException], None], finished: Callable[[int], None]) -> NoReturn:
-    """Run the script and end the process as Python would, telling `raised` or `finished` first."""
+    """Run the script, call `raised` or `finished`, and end the process as Python would."""
     try:
         _execute(target)
     except SystemExit as stop:
@@ -55,7 +55,7 @@ def run(target: Target, raised: Callable[[BaseException], None], finished: Calla
 
 
 def _tell(observer: Callable[[Any], None], what: object) -> None:
-    """An observer that fails does not change how the script ends."""
+    """Call an observer. An error in it does not change how the script ends."""
     try:
         observer(what)
     except Exception:
@@ -64,7 +64,7 @@ def _tell(observer: Callable[[Any], None], what: object) -> None:
 
 def _execute(target: Target) -> None:
     if target.is_module:
-        # what `python -m` itself calls; it fills the module that is `__main__`
+        # `python -m` calls the same function, which runs the code in the module `__main__`
         _fresh_main()
         sys.argv = [target.name, *target.arguments]
         runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
@@ -87,7 +87,7 @@ def _execute(target: Target) -> None:
 
 
 def _fresh_main() -> ModuleType:
-    """`__main__` as Python makes it before it runs anything."""
+    """A new `__main__` as Python makes it before it runs a script."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     main.__annotations__ = {}
@@ -106,7 +106,7 @@ def _compile(path: str) -> CodeType:
 
 
 def _own_frames_removed(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback as it would be without us: from the script's first frame on."""
+    """The traceback without gpuwatch's frames: from the script's first frame on."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
     return traceback
@@ -119,13 +119,13 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _die_of(error: BaseException) -> NoReturn:
-    """Print the exception through whatever excepthook is set by now, and end with the code that Python would give."""
+    """Print the exception with the current excepthook, and exit with the code that Python would give."""
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception:
         sys.__excepthook__(type(error), error, error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
-        # Python dies of the signal itself, so that its parent sees an interrupted child
+        # like Python, end by the signal itself, so that the parent sees an interrupted child
         atexit._run_exitfuncs()
         sys.stdout.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -136,16 +136,16 @@ def _die_of(error: BaseException) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process as `multiprocessing` ends its children: Python's own end, and nothing after it.
+    """End the process as `multiprocessing` ends its children: run Python's exit functions, then call os._exit.
 
-    Where we end the job in the middle of a batch, its process groups are still there. Their destructors would run last
-    of all, and now and then those of gloo abort the process (torch 2.13): a clean end would be told as a lost rank.
+    When gpuwatch ends the job within a batch, its process groups still exist. A normal exit would run their destructors
+    last. Those of gloo sometimes abort the process (torch 2.13), and the rank would be reported as lost.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError, AttributeError):  # closed, or none
+        except (OSError, ValueError, AttributeError):  # the stream is closed or None
             pass
     os._exit(code)

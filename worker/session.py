@@ -23,18 +23,18 @@ _current: Session | None = None
 
 
 def make_current(session: Session) -> None:
-    """From now on `session` is the one of this process."""
+    """Make `session` the session of this process."""
     global _current
     _current = session
 
 
 def current_hooks() -> Hooks | None:
-    """The hooks of the run that watches this process; None where there is none, as in a process it has forked."""
+    """The hooks of the run that watches this process. None if there are none, as in a forked process."""
     return _current.hooks if _current is not None and _current.is_ours else None
 
 
 class Session:
-    """What the parts of a worker share."""
+    """The state that the parts of a worker share."""
 
     def __init__(self, settings: WorkerSettings, recorder: RecorderWriter, rank: int) -> None:
         self.settings = settings
@@ -45,11 +45,11 @@ class Session:
 
     @property
     def is_ours(self) -> bool:
-        """False in a process that the script has forked: the recorder is its parent's."""
+        """False in a process that the script has forked: the recorder belongs to its parent."""
         return os.getpid() == self._pid
 
     def enter(self, phase: RankPhase) -> None:
-        """Say what this rank is doing now."""
+        """Publish what this rank is doing now."""
         self.recorder.fields[Field.PHASE] = phase
         self.recorder.fields[Field.MOVED_NS] = time.monotonic_ns()
 
@@ -60,7 +60,7 @@ class Session:
         return Where(rank=self.rank, attempt=self.settings.attempt, seq=issued(), time_ns=time.time_ns(), clock=clock())
 
     def settle(self) -> None:
-        """The script is over: give the last numbers a moment to come back from the device. Never raises."""
+        """The script has ended: wait a moment for the last numbers of the device. Never raises."""
         hooks = self.hooks
         if hooks is None:
             return
@@ -72,7 +72,7 @@ class Session:
             self.recorder.append(Fault(self.where(), "settle", f"{type(error).__name__}: {error}"))
 
     def attach_hooks(self) -> None:
-        """Called once torch has been imported. Never raises: a run without hooks is better than no run."""
+        """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
         try:
             from .hooks.forward import HANDS_OVER_KWARGS, Hooks
 

@@ -1,4 +1,4 @@
-"""Runs our own tensor operations so that nothing of the script's notices them."""
+"""Runs gpuwatch's own tensor operations unseen by the script's modes and by autograd."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call with gradients off, and out of sight of every mode that is set (a tracer, a counter, a device)."""
-    with torch._C.DisableTorchFunction():  # first: a mode would be shown that gradients go off
+    """Call with gradients off and with every mode of the script disabled (a tracer, a counter, a default device)."""
+    with torch._C.DisableTorchFunction():  # first: else a mode would see that gradients are turned off
         grad = torch.is_grad_enabled()
         if grad:
             torch._C._set_grad_enabled(False)

@@ -1,1 +1,1 @@
-"""What a script may call itself: watch(), detect_overflow(), DebugUnderflowOverflow."""
+"""The functions and classes that a script may use: watch(), detect_overflow(), DebugUnderflowOverflow."""

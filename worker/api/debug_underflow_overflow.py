@@ -1,8 +1,8 @@
 """`gpuwatch.DebugUnderflowOverflow`: the class of the same name in transformers, without its blind spots.
 
-Same arguments, same texts, same exceptions, same numbers. Beyond it: keyword inputs and nested values are opened, any
-kind of tensor is safe to look at, modules that are added later are seen, it can be taken off again, each tensor is
-read once per forward in one pass instead of five.
+It has the same arguments, texts, exceptions and numbers. In addition, it reads keyword inputs, nested values, any kind
+of tensor and modules that are added later, and it can be removed. It reads each tensor once per forward, in one pass
+instead of five.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class DebugUnderflowOverflow:
     With `trace_batch_nums=[1, 3]` all frames of these batches (the first is 0) are printed instead, and inf and nan
     in them do not raise. With `abort_after_batch_num=3` a `ValueError` ends the training when batch 3 has finished.
 
-    It waits for the device at every tensor and breaks the graphs of `torch.compile`. `remove()` takes it off, and so
-    does the end of a `with` block.
+    It waits for the device at every tensor and breaks the graphs of `torch.compile`. `remove()` or the end of a `with`
+    block removes it.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class DebugUnderflowOverflow:
         self._seen: dict[int, tuple[Callable[[], Any], int, str, int]] = {}
         """id of a tensor -> (weak reference, version, its numbers as text, flags), within one forward of the model."""
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before)]
-        self._meet_modules()
+        self._find_modules()
 
-    # -- in and out ---------------------------------------------------------------------------------------------
+    # -- attach and remove --------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Take all hooks off the model. Nothing happens the second time."""
+        """Remove all hooks from the model. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -87,11 +87,11 @@ class DebugUnderflowOverflow:
         self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A model is copied and pickled together with its hooks; weak references are not."""
+        """A model is copied and pickled together with its hooks. Weak references cannot be."""
         return {**self.__dict__, "_seen": {}, "_names": {}}
 
-    def _meet_modules(self) -> None:
-        """Learn the names as they are now; hook the modules that have been added since."""
+    def _find_modules(self) -> None:
+        """Update the names of all modules, and hook the modules that were added since the last call."""
         self._names = {}
         for name, module in self.model.named_modules():
             self._names[id(module)] = name
@@ -99,7 +99,7 @@ class DebugUnderflowOverflow:
                 continue
             try:
                 self._handles.append(module.register_forward_hook(self._after, with_kwargs=True))
-            except RuntimeError:  # a scripted module takes none
+            except RuntimeError:  # a scripted module accepts no such hook
                 pass
 
     # -- the hooks ----------------------------------------------------------------------------------------------
@@ -107,17 +107,17 @@ class DebugUnderflowOverflow:
     @never_compiled
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         """The model's own forward begins."""
-        self._meet_modules()
+        self._find_modules()
         self._seen.clear()
         self._in_forward = True
 
     @never_compiled
     def _after(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-            return  # being exported: there are no numbers
+            return  # under export tensors have no numbers
         traces = self.batch_number in self.trace_batch_nums
         ends_batch = module is self.model
-        if ends_batch:  # before its frame is taken, as the other class has it: the root's own frame counts as the next
+        if ends_batch:  # before the root's frame is made, as in transformers: that frame belongs to the next batch
             self.batch_number += 1
         with without_modes():
             frame = "\n".join([*self._heading, *self._lines(module, args, kwargs, output)])
@@ -153,11 +153,11 @@ class DebugUnderflowOverflow:
     # -- one frame ----------------------------------------------------------------------------------------------
 
     def _lines(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> list[str]:
-        """Name and class, then a line per tensor: the module's own weights, inputs, keyword inputs, outputs."""
-        if not self._in_forward:  # a part of the model that is called alone: nobody says when the look is out of date
+        """Name and class, then one line per tensor: the module's own weights, inputs, keyword inputs, outputs."""
+        if not self._in_forward:  # a part of the model is called by itself: no forward bounds how old the numbers are
             self._seen.clear()
         if id(module) not in self._names:
-            self._meet_modules()
+            self._find_modules()
         lines = [f"{NAME_INDENT} {self._names.get(id(module), _NOT_IN_THE_MODEL)} {type(module).__name__}"]
         for name, parameter in module.named_parameters(recurse=False):
             lines.append(self._line(name, parameter))
@@ -173,7 +173,7 @@ class DebugUnderflowOverflow:
         return lines
 
     def _line(self, role: str, leaf: Any, *, may_mask: bool = False) -> str:
-        """One line of a frame. `may_mask`: -inf alone is expected, in an input that the other class does not see."""
+        """One line of a frame. `may_mask`: -inf alone is expected, as in inputs that transformers' class ignores."""
         if not isinstance(leaf, torch.Tensor):
             return f"{'None' if leaf is None else 'not a tensor':>17} {role}"
         numbers, flags = self._numbers(leaf)
@@ -183,7 +183,7 @@ class DebugUnderflowOverflow:
         return numbers + role
 
     def _numbers(self, tensor: torch.Tensor) -> tuple[str, int]:
-        """What a line says before the role, and what is non-finite in the tensor."""
+        """The text of a line before the role, and the tensor's flags."""
         version = _version_of(tensor)
         known = self._seen.get(id(tensor))
         if known is not None and known[1] == version and known[0]() is tensor:
@@ -200,19 +200,19 @@ def _heading_of_batch(number: int) -> list[str]:
 
 
 def _open(value: Any, role: str) -> list[tuple[str, Any]]:
-    """(role, leaf) of all that is in `value`; what cannot be opened or is empty is a leaf itself."""
+    """(role, leaf) of every leaf of `value`. A value that cannot be flattened or is empty is a leaf itself."""
     if isinstance(value, torch.Tensor) or value is None:
         return [(role, value)]
     found: list[tuple[str, Any]] = []
     try:
         leaves_of(value, role, found)
-    except Exception:  # a container of the user's own whose access raises
+    except Exception:  # a user's container whose access raises
         pass
     return found or [(role, ...)]
 
 
 def _open_output(output: Any) -> list[tuple[str, Any]]:
-    """As `_open`, but two levels of tuples by position, named tuples too: these are the roles of the other class."""
+    """As `_open`, but roles in two levels of tuples, also named ones, are positions, as in transformers."""
     if not isinstance(output, tuple):
         return _open(output, "output")
     found: list[tuple[str, Any]] = []
@@ -227,10 +227,10 @@ def _open_output(output: Any) -> list[tuple[str, Any]]:
 
 
 def _version_of(tensor: torch.Tensor) -> int | None:
-    """Counts the changes in place; None where nobody counts them."""
+    """The number of in-place changes; None if they are not counted."""
     try:
         return None if tensor.is_inference() else tensor._version
-    except Exception:  # a tensor class without one
+    except Exception:  # a tensor class without a version
         return None
 
 
@@ -238,7 +238,7 @@ _KINDS = {int(kind): kind.name.lower() for kind in RowKind}
 
 
 def _text(numbers: TensorStats) -> str:
-    """A row of the table up to its role.
+    """A line of the table up to its role.
 
     >>> _text(TensorStats(1, 3, 0, 0))
     '1.00e+00 3.00e+00 '

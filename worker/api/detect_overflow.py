@@ -11,13 +11,13 @@ from .look import look, never_compiled, without_modes
 
 @never_compiled
 def detect_overflow(tensor: torch.Tensor, ctx: str) -> bool:
-    """Say whether a tensor holds nan or inf: print a line for each of the two that does, `ctx` first.
+    """Whether a tensor holds nan or inf. Prints one line for each of the two that it holds, `ctx` first.
 
     after layer_norm has nans
     after layer_norm has infs
 
-    Any kind of tensor will do. It waits for the device, and torch.compile breaks its graph here. In a run that
-    gpuwatch watches the look is recorded, too, under the name `ctx`.
+    Any kind of tensor is accepted. The call waits for the device, and torch.compile breaks its graph here. In a run
+    that gpuwatch watches, the tensor is also recorded under the name `ctx`.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"detect_overflow: expected a tensor, found {type(tensor).__name__}")
@@ -31,7 +31,7 @@ def detect_overflow(tensor: torch.Tensor, ctx: str) -> bool:
 
 
 def print_non_finite(flags: int, ctx: str) -> bool:
-    """The lines for what is in `flags` (core.values.NonFinite); True if there was one."""
+    """Print the lines for `flags` (core.values.NonFinite). True if any flag is set."""
     if flags & NonFinite.NAN:
         print(f"{ctx} has nans")
     if flags & ~NonFinite.NAN:

@@ -1,4 +1,4 @@
-"""A look at one tensor now, wherever it is. Waits for the device: this is for who asks, the hot path does not."""
+"""Reads one tensor now, on any device. Waits for the device, so the hooks do not use it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def never_compiled(function: _Function) -> _Function:
-    """A decorator: torch.compile breaks its graph at a call, where there are numbers to look at."""
+    """A decorator: torch.compile breaks its graph at a call of this function, so that it runs on real tensors."""
     return cast("_Function", torch.compiler.disable(function))  # type: ignore[no-untyped-call]  # torch has no annotation
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """What is computed in here has no gradient, and no mode that the script has set (a tracer, a device) sees it."""
+    """A context without gradients, in which no mode of the script (a tracer, a default device) is active."""
     grad = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     try:
@@ -40,19 +40,19 @@ def without_modes() -> Iterator[None]:
 
 
 def look(tensor: torch.Tensor) -> TensorStats:
-    """TensorStats of any tensor on any device. Never raises. To be called under `without_modes()`."""
+    """TensorStats of any tensor on any device. Never raises. Call it within `without_modes()`."""
     if tensor.device.type in ("cpu", "meta"):
         return measure(tensor)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return NOT_MEASURABLE  # waiting for the device would break the user's capture
     try:
         return measure_with_one_wait(tensor)
-    except Exception:  # an operation that this device has not
+    except Exception:  # this device does not support one of the operations
         return measure(tensor)
 
 
 def measure_with_one_wait(tensor: torch.Tensor) -> TensorStats:
-    """As `measure`, with one transfer to the host, two if there is a nan, and nothing as large as the tensor."""
+    """As `measure`, with one transfer to the host (two if there is a nan) and no temporary as large as the tensor."""
     plain = to_plain(tensor)
     if plain is None:
         return NOT_MEASURABLE
@@ -78,12 +78,12 @@ def measure_with_one_wait(tensor: torch.Tensor) -> TensorStats:
 def _of_integers(plain: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> TensorStats:
     least = plain.abs().amin() if plain.dtype.is_signed else lowest
     low, high, smallest = torch.stack((lowest, highest, least)).tolist()
-    if smallest < 0:  # the smallest integer has no positive twin
+    if smallest < 0:  # the absolute value of the smallest integer overflows
         return measure(plain)
     return TensorStats(smallest, max(abs(low), abs(high)), Encoding.INTEGER << 8, RowKind.MEASURED)
 
 
 def _bits(number: float) -> int:
-    """A non-negative float's bits, as core.values reads them."""
+    """Bits of the absolute value of a float, as core.values decodes them."""
     (bits,) = struct.unpack("<q", struct.pack("<d", abs(number)))
     return int(bits)

@@ -1,4 +1,4 @@
-"""`gpuwatch.watch(model)`: the hooks for those who can change a line, with no launcher, in a notebook too."""
+"""`gpuwatch.watch(model)`: the hooks without the launcher, for a script or a notebook."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """A watched model. A context manager: on its way out it removes its hooks.
+    """A watched model. A context manager that removes its hooks at the end.
 
-    Inside of `gpuwatch launch` the run watches every model already: then it is the run's record that is read here.
+    Under `gpuwatch launch` the run already watches every model. The handle then reads the run's recorder.
     """
 
     def __init__(self, hooks: Hooks, recorder: RecorderWriter, *, owned: bool) -> None:
         self._hooks = hooks
         self._recorder = recorder
         self._owned = owned
-        """These hooks are ours to remove: they are not a run's."""
+        """The hooks belong to this handle, which removes them. A run's do not."""
         self._reader = RecorderReader(recorder.path)
         self._names = Names()
         self._events: list[WorkerEvent] = []
@@ -53,7 +53,7 @@ class Watch:
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks out again. What was recorded can still be read. Twice is once."""
+        """Remove the hooks. The recording can still be read. A second call does nothing."""
         if self._closed or not self._owned:
             return
         self._closed = True
@@ -61,11 +61,11 @@ class Watch:
             self._hooks.settle()
         self._hooks.detach()
 
-    # -- what was seen ------------------------------------------------------------------------------------------
+    # -- what was recorded --------------------------------------------------------------------------------------
 
     @property
     def events(self) -> list[WorkerEvent]:
-        """Everything that happened once, in order."""
+        """All events, in order."""
         self._read()
         return list(self._events)
 
@@ -76,7 +76,7 @@ class Watch:
 
     @property
     def warnings(self) -> list[Warned]:
-        """Values near overflow or in underflow, the first of each place."""
+        """The first value near overflow or in underflow of each module and role."""
         return [event for event in self.events if isinstance(event, Warned)]
 
     @property
@@ -93,12 +93,12 @@ class Watch:
                 yield decode_page(message, self._names)
 
     def frames(self, batch: int | None = None) -> list[Frame]:
-        """All frames of one batch; of the last one, if none is named."""
+        """All frames of one batch; of the last batch by default."""
         pages = [page for page in self.pages() if batch is None or page.batch == batch]
         return pages[-1].frames if pages else []
 
     def report(self, max_frames: int = 21) -> str:
-        """What was found, and the frames up to it, as text: `abs min  abs max  metadata`."""
+        """The first overflow and the frames up to it, as text: `abs min  abs max  metadata`."""
         for page in self.pages():
             anomaly = anomaly_of_page(page)
             if anomaly is not None:
@@ -128,12 +128,12 @@ def watch(
     underflow_share: float = 0.1,
     scaler_skips: int = 12,
 ) -> Watch:
-    """Watch a model, or, with None, every model of this process. Returns a handle that is a context manager, too.
+    """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
 
     The keywords are the options of `gpuwatch launch`. With `on_overflow="abort"`, OverflowDetected is raised at the end
-    of the forward, or before the optimizer step, in which something became inf or nan; with "continue" it is in
-    `anomalies`. In a rank that `gpuwatch launch` watches, the run's own settings hold, and the keywords are ignored.
-    Raises ValueError for a keyword that makes no sense.
+    of the forward, or before the optimizer step, in which something became inf or nan. With "continue" the overflow is
+    only listed in `anomalies`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords have
+    no effect. Raises ValueError for an invalid keyword.
     """
     from ..hooks.forward import Hooks
 
@@ -169,19 +169,19 @@ def watch(
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    # with the hooks, which the modules hold, and not with the handle, which nobody has to keep
+    # bound to the hooks, which the modules hold: the script need not keep the handle
     weakref.finalize(hooks, _remove, folder, os.getpid())
     hooks.attach()
     return Watch(hooks, recorder, owned=True)
 
 
 def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not in a child that was forked
+    if os.getpid() == pid:  # not in a forked child
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _shared_memory() -> str | None:
-    """/dev/shm where there is one, so that nothing is written to a disk."""
+    """/dev/shm if it is writable, so that nothing is written to a disk; else None."""
     with contextlib.suppress(OSError):
         if os.access("/dev/shm", os.W_OK):
             return "/dev/shm"

@@ -1,1 +1,1 @@
-"""Frames of what torch.compile has made one graph of: what is traced into it, and how its numbers become frames."""
+"""Frames of regions that torch.compile made one graph of: what is traced into a graph, and how its numbers are read."""

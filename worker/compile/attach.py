@@ -1,7 +1,6 @@
-"""Compiled regions, from the moment on that torch._dynamo is there.
+"""Compiled regions, from the moment that the script imports torch._dynamo.
 
-It is not imported before the script does it: that takes most of a second, and reads settings that the script may not
-have made yet.
+gpuwatch does not import it first: the import takes most of a second and reads settings that the script may make later.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Graphs:
-    """Stands for the regions of a rank, whether there are any or not."""
+    """The compiled regions of a rank. Works without torch._dynamo too: there are no regions then."""
 
     def __init__(
         self,
@@ -49,7 +48,7 @@ class Graphs:
         self._pages: RegionPages | None = None
 
     def attach(self) -> None:
-        """From now on, what is traced is looked into."""
+        """Record the regions that are traced from now on."""
         self._attached = True
         if self._regions is not None:
             self._regions.attach()
@@ -57,7 +56,7 @@ class Graphs:
             after_import("torch._dynamo", self._begin)
 
     def detach(self) -> None:
-        """What is traced from now on holds nothing of it."""
+        """Do not record the regions that are traced from now on."""
         self._attached = False
         if self._regions is not None:
             self._regions.detach()

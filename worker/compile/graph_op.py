@@ -1,11 +1,12 @@
-"""The operator with which a graph looks at a tensor in host memory, while it runs.
+"""The operator by which a running graph reads a tensor in host memory.
 
-    gpuwatch::look(Tensor x, Tensor(a!) token, int place) -> ()      puts what it has seen into SEEN[place]
+    gpuwatch::look(Tensor x, Tensor(a!) token, int place) -> ()      writes the tensor's numbers into SEEN[place]
 
-Not reductions in the graph itself. A compiler makes those a loop of their own that computes again what it does not keep
-(for the gradients around a dropout, a whole backward of it), in floats and their rules for nan: on the CPU, with torch
-2.13, that is ten times the time of one look at memory as it lies. The token is what it pretends to change: no compiler
-removes it then, or changes the order of two of them.
+Reductions traced into the graph would be slower. The compiler makes them a separate loop, which recomputes the tensors
+that are not kept (around a dropout, its whole backward) and handles nan in floating point. On the CPU, with torch 2.13,
+this takes ten times as long as reading the memory once.
+
+The operator is declared to change its token. A compiler therefore neither removes a call nor reorders two calls.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from ..stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure
 
 try:
     from ..native.core import Look
-except ImportError:  # there was no compiler where this was installed
+except ImportError:  # gpuwatch was installed without a C compiler
     Look = None  # type: ignore[assignment,misc]
 
 
 class Seen(NamedTuple):
-    """What was seen of a tensor."""
+    """The numbers and the shape of a tensor."""
 
     numbers: TensorStats
     shape: tuple[int, ...]
 
 
 SEEN: list[Seen | None] = []
-"""place -> what a graph has seen there and nobody has read; whoever reads it puts None back."""
+"""place -> what a graph wrote there. The reader sets it back to None."""
 
 
 def new_place() -> int:
-    """A number that no other look has."""
+    """A new index into SEEN."""
     SEEN.append(None)
     return len(SEEN) - 1
 
@@ -42,27 +43,27 @@ def new_place() -> int:
 def _look(tensor: torch.Tensor, token: torch.Tensor, place: int) -> None:
     try:
         seen = Seen(measure(tensor), tuple(tensor.shape))
-    except Exception:  # whatever it is, the training goes on
+    except Exception:  # an error here must not end the training
         seen = Seen(NOT_MEASURABLE, ())
     if 0 <= place < len(SEEN):
         SEEN[place] = seen
 
 
-def _look_of_the_compiler(tensor: torch.Tensor, token: torch.Tensor, place: int) -> None:
-    """There are no numbers yet."""
+def _look_at_meta(tensor: torch.Tensor, token: torch.Tensor, place: int) -> None:
+    """A meta tensor, as in tracing, has no numbers."""
 
 
-def _compiled_look() -> object:
+def _native_look() -> object:
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if Look is None or exchange is None:
         return _look
     try:
         return Look(exchange=exchange, seen=SEEN, cls=Seen, numbers=TensorStats, tensor=torch.Tensor, otherwise=_look)
-    except (TypeError, ValueError):  # a torch that has changed
+    except (TypeError, ValueError):  # a torch version whose internals differ
         return _look
 
 
 _library: Any = torch.library.Library("gpuwatch", "DEF")  # type: ignore[no-untyped-call]  # torch has no annotation
 _library.define("look(Tensor x, Tensor(a!) token, int place) -> ()", tags=(torch.Tag.needs_fixed_stride_order,))
-_library.impl("look", _compiled_look(), "CPU")
-_library.impl("look", _look_of_the_compiler, "Meta")
+_library.impl("look", _native_look(), "CPU")
+_library.impl("look", _look_at_meta, "Meta")

@@ -1,4 +1,4 @@
-"""From the buffers of compiled regions to frames: after each run of a graph, in eager code."""
+"""Turns the numbers that a compiled region wrote into frames, in eager code, after each run of its graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .trace import MARK, Region, RegionFrame, RegionRow, Regions, on_device
 
 
 class RegionPages:
-    """Puts down what the graphs have left in their buffers."""
+    """Writes the frames of the regions that have run."""
 
     def __init__(
         self,
@@ -41,14 +41,14 @@ class RegionPages:
         self._frames = frames
         self._gradients = gradients
         self._seen: dict[int, Row] = {}
-        """place -> its row in the page, of the region that ran last."""
-        self._handed: list[Row] = []
-        """Rows of what calls of that region were handed and none had returned."""
+        """place -> its row in the page, for the last region that ran."""
+        self._inputs: list[Row] = []
+        """Input rows of that region's calls whose tensors no call of the region returned."""
 
     def take(self, under: ModuleInfo | None = None) -> bool:
-        """Look whether a graph has run since the last call, and put its rows down, below the call `under`.
+        """Write the frames of the graphs that have run since the last call, as children of the call `under`.
 
-        True if the frame of a region's own root was not among them: dynamo may begin to trace inside of it.
+        True if the frame of a region's root is missing: dynamo may begin to trace inside the root.
         """
         rootless = False
         for region in self._regions.regions:
@@ -58,14 +58,14 @@ class RegionPages:
         return rootless
 
     def take_gradients(self, info: ModuleInfo) -> None:
-        """What the backward that runs has left so far: a parameter of the module `info` has its gradient."""
+        """Write the frames of the running backward so far. A parameter of `info` has just got its gradient."""
         for region in self._regions.regions:
             if region.moved():
                 without_modes(self._forward, region, None)
             self._take_gradients(region, False, ran=region.root.root is info.root)
 
     def _page(self, region: Region, under: ModuleInfo | None) -> OpenPage:
-        """The page of the batch: the one that is open, or, where no hook runs outside of the graph, a new one."""
+        """The page of the batch: the current one, or a new one if no hook runs outside of the graph."""
         root = region.root.root
         if under is not None and self._recorder.page is not None:
             return self._recorder.page
@@ -82,7 +82,7 @@ class RegionPages:
             rooted = any(not frame.info.name for frame in region.frames)
             page = self._page(region, under)
             seen = self._seen = {}
-            self._handed = []
+            self._inputs = []
             for frame in region.frames:
                 if frame.info.watched:
                     self._put(frame, page, seen, None if rooted else under)
@@ -125,27 +125,27 @@ class RegionPages:
         if known is not None:
             return self._rows.traced(frame.info, traced.role, traced.dtype, RowKind.MEASURED, known)
         source = SEEN[place] or on_device(place)
-        kind = RowKind.MEASURED if source is not None else RowKind.NOT_MEASURABLE  # the graph has not come so far
+        kind = RowKind.MEASURED if source is not None else RowKind.NOT_MEASURABLE  # the graph stopped before this place
         row = self._rows.traced(frame.info, traced.role, traced.dtype, kind, source)
         seen[place] = row
         if parse_role(traced.role).kind is not RoleKind.OUTPUT:
-            self._handed.append(row)
+            self._inputs.append(row)
         return row
 
     def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
-        """A row of what the call around the graph returned: it is known from the graph's own calls."""
+        """The row of an output of the call around the graph. The graph's own calls have its numbers."""
         known = self._of_the_graph(leaf)
         if known is None:
             return self._rows.leaf(info, role, leaf)
         return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)
 
     def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
-        """A row of what the call around the graph was handed."""
+        """The row of an input of the call around the graph."""
         known = self._of_the_graph(leaf)
         if known is None:
             row = self._rows.argument(info, role, leaf)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                known = next((other for other in self._handed if row.high and _same(row, other)), None)
+                known = next((other for other in self._inputs if row.high and _same(row, other)), None)
             if known is None:
                 return row
         return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)._replace(notable=False)
@@ -181,7 +181,7 @@ class RegionPages:
 
 
 def _same(row: Row, other: Row) -> bool:
-    """Whether two rows have the same numbers: one was read from the tensor, the other inside the graph."""
+    """Whether two rows have the same numbers. One was read from the tensor, the other inside the graph."""
     if row.packed[3] != other.packed[3] or row.flags != other.flags:
         return False
     mine = decode(row.high, row.meta >> 8 & 0xFF)

@@ -1,16 +1,15 @@
-"""Rows from inside a region that torch.compile has made one graph of.
+"""Rows from inside a region that torch.compile made one graph of.
 
-While dynamo traces a forward it traces the hooks, too. What they do there becomes a part of the graph: a look at each
-output and at each input that no call of the region returned. Names, rows and their order are settled at the time of
-tracing and cost nothing later. No state of Python is read or changed by the graph, so there is no break and no
-recompilation.
+While dynamo traces a forward it also traces the hooks. Their tensor operations become a part of the graph: they read
+each output, and each input that no call of the region returned. Names, rows and their order are fixed while tracing and
+cost nothing later. The graph reads and changes no Python state, so there is no graph break and no recompilation.
 
-    traced_before(module)                      -> the graph holds nothing of it
+    traced_before(module)                      -> adds nothing to the graph
     traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token, 7)
                                                   on a device: place_7.copy_(stack(amin(x), amax(x), amin(abs(x))))
 
-Seen with torch 2.13. A region is looked into when it is a whole model. The blocks of a model that are compiled one by
-one share a graph, and rows inside it could not be told apart: of these only what goes in and comes out is seen.
+Tested with torch 2.13. A region is recorded when it is a whole model. The blocks of a model that are compiled one by
+one share a graph, so their rows could not be told apart: only their inputs and outputs are recorded.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from ..record.roots import ModuleInfo
 from .graph_op import SEEN, new_place
 
 NUMBERS = 3
-"""Per buffer: smallest, largest, smallest absolute value, as float64."""
+"""Numbers in a buffer: smallest, largest and smallest absolute value, as float64."""
 MARK = "_gpuwatch_place"
-"""On a tensor that a call of the graph has returned: the place of its numbers. Taken off what leaves the graph.
+"""Attribute of a tensor that a call of the graph returned: the place of its numbers. Removed from the graph's outputs.
 
-What comes into the graph is never marked: a script may come again with the same tensor, and would find another graph.
+Inputs of the graph are never marked: a script that passes the same tensor again would cause a recompilation.
 """
 
 
 class _Buffers:
-    """The tensors that graphs write to: the guards of a graph are about those that it uses, and no others.
+    """The tensors that graphs write to, one attribute each. A graph has guards only on those that it uses.
 
-    Attributes place_7, ... are numbers of tensors on a device, token_0, ... what `look` pretends to change.
+    place_7, ... hold the numbers of tensors on a device. token_0, ... are the tokens of `gpuwatch::look`.
     """
 
 
@@ -53,14 +52,14 @@ BUFFERS = _Buffers()
 
 
 def on_device(place: int) -> torch.Tensor | None:
-    """The buffer of a place whose tensor is on a device; None if it is in host memory, and the numbers in SEEN."""
+    """The buffer of a place whose tensor is on a device. None if it is in host memory: its numbers are in SEEN."""
     buffer: torch.Tensor | None = vars(BUFFERS).get(f"place_{place}")
     return buffer
 
 
 @dataclass
 class RegionRow:
-    """A row of a traced frame: where its numbers are, place -1 if there are none."""
+    """A row of a traced frame. `place` is that of its numbers, -1 if it has none."""
 
     role: str
     place: int
@@ -79,8 +78,8 @@ class RegionFrame:
 
 
 @dataclass
-class _Traced:
-    """A look in the graph that is being traced: what it looks at is the tensor without numbers that dynamo computes."""
+class _TracedRead:
+    """A read in the graph that is being traced. `tensor` is the fake tensor that dynamo traces with."""
 
     nodes: list[torch.fx.Node]
     tensor: torch.Tensor
@@ -99,91 +98,93 @@ class Region:
         self.root = root
         self.stack: list[ModuleInfo] = []
         self.left = root
-        """The module that has returned last."""
+        """The last module that returned."""
         self.frames: list[RegionFrame] = []
         self.places: list[int] = []
-        """Those of the forward."""
+        """Places of the forward."""
         self.gradients: list[int] = []
-        """Those of the backward, in the order of the forward."""
+        """Places of the backward, in the order of the forward."""
         self.sources: list[tuple[RegionFrame, RegionRow]] = []
-        """The row whose tensor each of them is the gradient of."""
+        """For each place of the backward, the row of the tensor that has this gradient."""
         self.token = _new_token()
         self.gradient_token = _new_token()
         self._before: torch.fx.Node | None = None
-        self.looks: dict[int, _Traced] = {}
-        self._waiting: list[_Traced] = []
+        self.reads: dict[int, _TracedRead] = {}
+        """place -> the read that writes it, while the graph is being traced."""
+        self._deferred: list[_TracedRead] = []
+        """Reads of the last module that returned."""
         self._version = 0
         self._next = -1
         self._skipped = False
 
     def begin_again(self) -> None:
-        """Dynamo has thrown its first try away."""
+        """Dynamo has discarded its first trace and begins again."""
         for every in (self.stack, self.frames, self.places, self.gradients, self.sources):
             every.clear()
-        self.looks.clear()
-        self._waiting.clear()
+        self.reads.clear()
+        self._deferred.clear()
 
-    def look_at_others(self, graph: torch.fx.Graph | None) -> None:
-        """A module has returned. What was to be looked at when the one before it did, is looked at now.
+    def move_deferred_reads(self, graph: torch.fx.Graph | None) -> None:
+        """A module has returned: move the reads of the previous one to the end of the graph.
 
-        What is made of a tensor between the two calls then stands in front of the look. AOTAutograd does not compute
-        again in the backward what stands behind somebody who reads the tensor as it lies, but keeps it: a third more
-        memory for the activations of a GPT-2 (torch 2.13). What was changed in place in between was looked at before.
+        The operations between the two returns then come before the reads. Otherwise AOTAutograd keeps their results
+        for the backward instead of recomputing them: a third more memory for the activations of a GPT-2 (torch 2.13).
+        The read of a tensor that was changed in place in between is not moved.
         """
-        looks, self._waiting = self._waiting, []
-        for look in looks:
-            for node in look.nodes if look.is_unchanged else ():
+        reads, self._deferred = self._deferred, []
+        for read in reads:
+            for node in read.nodes if read.is_unchanged else ():
                 last = _last_of(graph)
                 if last is not None and last is not node and node.graph is graph and not node._erased:
                     last.append(node)
 
-    def look_begins(self, graph: torch.fx.Graph | None) -> None:
-        """What is traced from here on is a look."""
+    def read_begins(self, graph: torch.fx.Graph | None) -> None:
+        """The nodes that are traced from here on are a read."""
         self._before = _last_of(graph)
 
-    def look_ends(self, graph: torch.fx.Graph | None, place: int) -> None:
-        """And up to here: that of `place`."""
+    def read_ends(self, graph: torch.fx.Graph | None, place: int) -> None:
+        """The nodes since `read_begins` are the read that writes `place`."""
         if graph is None or self._before is None or self._before.graph is not graph:
             return
         nodes = list(itertools.takewhile(lambda node: node is not self._before, reversed(graph.nodes)))[::-1]
         tensor = nodes[0].args[0].meta.get("example_value") if nodes else None  # what was detached
         if isinstance(tensor, torch.Tensor):
-            self.looks[place] = _Traced(nodes, tensor, tensor._version)
-            self._waiting.append(self.looks[place])
+            self.reads[place] = _TracedRead(nodes, tensor, tensor._version)
+            self._deferred.append(self.reads[place])
 
     def moved(self) -> bool:
-        """Whether the forward has run since the last call. A new batch's gradients are then to come."""
+        """Whether the forward has run since the last call. The gradients of a new batch then follow."""
         if not self.places:
             return False
         buffer = on_device(self.places[0])
         if buffer is None:
             moved = SEEN[self.places[0]] is not None
-        else:  # the graph that writes to it counts that up
+        else:  # each write of the graph raises the buffer's version
             before, self._version = self._version, int(buffer._version)
             moved = self._version != before
         if moved:
-            if self._skipped:  # what there is by now is of the backward of the batch that was left out
+            if self._skipped:  # the gradients so far are those of the skipped batch
                 _forget(self.gradients)
             self._skipped = False
-            self.looks.clear()  # nothing is traced any more
+            self.reads.clear()  # tracing has ended
             self._next = len(self.gradients) - 1
         return moved
 
     def forget(self) -> None:
-        """What the forward has seen was read."""
+        """Discard the numbers of the forward: they have been recorded."""
         _forget(self.places)
 
     def skip(self) -> None:
-        """The batch is left out, with its backward, whether that has run or not."""
+        """The batch is skipped, including its backward, which may still be to come."""
         self._next = -1
         self._skipped = True
 
     def new_gradients(self, all_of_them: bool, ran: bool) -> list[int]:
         """Positions in `gradients` that have been written since the last call, in the order of the backward.
 
-        Cheap where nothing is new: a backward goes through them from the last to the first, so only the next few are
-        looked at, unless all are asked for. Those of a device are not looked at at all, to wait for nothing: they
-        count as written when the graph's backward is known to have run (`ran`), one time for each forward.
+        A backward writes them from the last to the first, so only the next few are checked, unless `all_of_them` is
+        set. Those of a device are not checked, since that would wait for it. They count as written, once per forward,
+        when the graph's backward is known to have run (`ran`).
         """
         found: list[int] = []
         position = self._next
@@ -206,7 +207,7 @@ def _forget(places: list[int]) -> None:
 
 
 class Regions:
-    """All graphs of a rank. There is one at a time: what is traced finds it through `attach`."""
+    """All graphs of a rank. One instance is current at a time, set by `attach`: the traced functions use it."""
 
     current: Regions | None = None
 
@@ -217,9 +218,9 @@ class Regions:
         gradients: bool,
     ) -> None:
         self._resolve = resolve
-        """The info of a module in a region; None for the region while it is being opened."""
+        """Returns the info of a module in a region. The region is None while it is being opened."""
         self._may_open = may_open
-        """Whether nothing of a model runs outside of the region that is being traced."""
+        """Returns whether no module runs outside of the region that is being traced."""
         self._gradients = gradients
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: Any = None
@@ -227,18 +228,18 @@ class Regions:
         self.regions: list[Region] = []
 
     def attach(self) -> None:
-        """From now on, what is traced is written down here."""
+        """Record the graphs that are traced from now on here."""
         Regions.current = self
 
     def detach(self) -> None:
-        """Graphs that were traced go on writing to their buffers; nobody reads them."""
+        """Stop recording. Traced graphs go on writing to their buffers; nobody reads these."""
         if Regions.current is self:
             Regions.current = None
 
-    # -- at the time of tracing; every call is seen by dynamo as a constant ---------------------------------------
+    # -- called while tracing; dynamo treats the result of every call as a constant -------------------------------
 
     def opens(self, cls: str) -> bool:
-        """A module is entered. False if this graph is not looked into."""
+        """A module is entered. False if this graph is not recorded."""
         if _is_closed():
             return False
         compile_id = CompileContext.current_compile_id()
@@ -253,7 +254,7 @@ class Regions:
         return True
 
     def enter(self, module_id: int) -> int:
-        """A module is entered in a graph that is looked into."""
+        """A module is entered in a graph that is recorded."""
         module = ctypes.cast(module_id, ctypes.py_object).value
         compile_id = CompileContext.current_compile_id()
         region = self._by_compile.get(compile_id)
@@ -267,7 +268,7 @@ class Regions:
         return 0
 
     def leave(self, module_id: int) -> bool:
-        """A module returns. False if this graph is not looked into."""
+        """A module returns. False if this graph is not recorded."""
         region = self._by_compile.get(CompileContext.current_compile_id())
         if region is None or not region.stack:
             return False
@@ -277,7 +278,7 @@ class Regions:
         return info.watched
 
     def row(self, role: str, place: int, kind: int, dtype: torch.dtype | None, device: str) -> int:
-        """A row of the call that returns. The place of its numbers: a new one if it needs one (-2)."""
+        """Add a row to the frame of the returning call. Returns the place of its numbers; -2 asks for a new place."""
         region = self.region
         if place == -2:
             place = _place_on(device)
@@ -286,7 +287,7 @@ class Regions:
         return place
 
     def gradient(self, device: str) -> int:
-        """The place for the gradient of the tensor of the last row."""
+        """A new place for the gradient of the last row's tensor."""
         region = self.region
         place = _place_on(device)
         region.gradients.append(place)
@@ -295,19 +296,19 @@ class Regions:
 
     @property
     def region(self) -> Region:
-        """The one of the graph that is being traced."""
+        """The region that is being traced."""
         region = self._by_compile[CompileContext.current_compile_id()]
         assert region is not None
         return region
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients of activations are looked at."""
+        """Whether gradients of activations are recorded."""
         return self._gradients
 
 
 def in_host_memory(device: str) -> bool:
-    """Whether tensors there are looked at by the operator; else in the graph itself."""
+    """Whether tensors on `device` are read by `gpuwatch::look`. Others are reduced in the graph itself."""
     return device == "cpu"
 
 
@@ -329,10 +330,10 @@ def _keep(name: str, tensor: torch.Tensor) -> str:
 
 
 def _is_closed() -> bool:
-    """Whether what is traced now is handed to a function that takes functions, and may write to nothing of ours.
+    """Whether dynamo traces the body of a higher-order function, which must not write to our buffers.
 
-    Of `torch.func` (vmap has no rule for what writes), or an operator of higher order (`torch.cond`). The bodies of
-    activation checkpoints are open: dynamo has them write.
+    Such a function is one of `torch.func` (vmap has no rule for a write) or a higher-order operator (`torch.cond`).
+    The body of an activation checkpoint is not closed: dynamo allows writes in it.
     """
     if peek_interpreter_stack() is not None:
         return True
@@ -345,7 +346,7 @@ def _is_closed() -> bool:
 
 
 def _tracer() -> Any:
-    """What writes the graph that is being traced, or the body in it; None in a release of torch that hides it."""
+    """Dynamo's tracer of the current graph or body; None in a torch version without this attribute."""
     try:
         tracer = InstructionTranslator.current_tx().output.current_tracer
         return tracer if hasattr(tracer, "parent") and hasattr(tracer, "source_target") else None
@@ -362,7 +363,7 @@ def _graph() -> torch.fx.Graph | None:
     return graph if isinstance(graph, torch.fx.Graph) else None
 
 
-# What dynamo sees as constants. Each is called when the graph is traced, never when it runs.
+# Functions that dynamo treats as constants. Each is called when the graph is traced, never when it runs.
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -393,38 +394,38 @@ def _is_open() -> bool:
     return region is not None and not _is_closed()
 
 
-# These go by how dynamo keeps its graph. Where another release does so in another way, the looks stay where they are.
+# The next three depend on how dynamo stores its graph. In a torch version that stores it differently, no read is moved.
 
 
 @_constant
-def _look_at_others() -> int:
+def _move_deferred_reads() -> int:
     with suppress(Exception):
         assert Regions.current is not None
-        Regions.current.region.look_at_others(_graph())
+        Regions.current.region.move_deferred_reads(_graph())
     return 0
 
 
 @_constant
-def _look_begins() -> int:
+def _read_begins() -> int:
     with suppress(Exception):
         assert Regions.current is not None
-        Regions.current.region.look_begins(_graph())
+        Regions.current.region.read_begins(_graph())
     return 0
 
 
 @_constant
-def _look_ends(place: int) -> int:
+def _read_ends(place: int) -> int:
     with suppress(Exception):
         assert Regions.current is not None
-        Regions.current.region.look_ends(_graph(), place)
+        Regions.current.region.read_ends(_graph(), place)
     return 0
 
 
 @_constant
 def _is_unchanged(place: int) -> bool:
     assert Regions.current is not None
-    look = Regions.current.region.looks.get(place)
-    return look is None or look.is_unchanged
+    read = Regions.current.region.reads.get(place)
+    return read is None or read.is_unchanged
 
 
 @_constant
@@ -472,37 +473,37 @@ def _wants_gradients() -> bool:
 
 
 def traced_before(module: torch.nn.Module) -> None:
-    """A module is entered. Traced: only what dynamo knows well may stand here."""
+    """A module is entered. Dynamo traces this function, so only Python that it supports well may stand here."""
     if _opens(type(module).__name__):
         _enter(id(module))
 
 
 def traced_after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """A module returns. Traced."""
+    """A module returns. Dynamo traces this function."""
     if _is_open():
         if _leave(id(module)):
-            _look_at_others()
+            _move_deferred_reads()
             for position, value in enumerate(args):
-                _look(value, f"input[{position}]", False, 0)
+                _record(value, f"input[{position}]", False, 0)
             for name, value in kwargs.items():
-                _look(value, f"kwargs.{name}", False, 0)
-            _look(output, "output", not any(value is output for value in args), 0)
+                _record(value, f"kwargs.{name}", False, 0)
+            _record(output, "output", not any(value is output for value in args), 0)
         if _left_root():
             _unmark(output, 0)
 
 
-def _look(value: Any, role: str, returned: bool, depth: int) -> None:
+def _record(value: Any, role: str, returned: bool, depth: int) -> None:
     if value is None:
         _row(role, -1, 1, None, "")
     elif type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-        _look_at_tensor(value, role, returned)
+        _record_tensor(value, role, returned)
     elif type(value) in (tuple, list) and depth < 3:
         for position, item in enumerate(value):
-            _look(item, f"{role}[{position}]", returned, depth + 1)
+            _record(item, f"{role}[{position}]", returned, depth + 1)
     elif type(value) is dict and depth < 3:
         for key, item in value.items():
             if type(key) is str:
-                _look(item, f"{role}.{key}", returned, depth + 1)
+                _record(item, f"{role}.{key}", returned, depth + 1)
     else:
         _row(role, -1, 2, None, "")
 
@@ -518,7 +519,7 @@ def _unmark(value: Any, depth: int) -> None:
             _unmark(item, depth + 1)
 
 
-def _look_at_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
+def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
     if not tensor.dtype.is_floating_point or tensor.numel() == 0 or tensor.layout is not torch.strided:
         _row(role, -1, 3, tensor.dtype, "")
         return
@@ -528,12 +529,12 @@ def _look_at_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         return
     device = str(tensor.device)
     place = _row(role, -2, 0, tensor.dtype, device)
-    _look_begins()
+    _read_begins()
     if _in_host_memory(device):
         torch.ops.gpuwatch.look(tensor.detach(), getattr(BUFFERS, _token()), place)
     else:
         getattr(BUFFERS, f"place_{place}").copy_(_numbers(tensor.detach()))
-    _look_ends(place)
+    _read_ends(place)
     if returned or known >= 0:
         setattr(tensor, MARK, place)
     if returned and tensor.requires_grad and _wants_gradients():

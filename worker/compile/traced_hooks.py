@@ -1,4 +1,4 @@
-"""What dynamo traces in place of the hooks: nothing, until graphs.py has put something here."""
+"""What dynamo traces in place of the hooks: nothing, until attach.py sets these functions."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The hooks that torch calls: forward, backward, optimizer, GradScaler. They record; they decide nothing."""
+"""The hooks that torch calls: forward, backward, optimizer, GradScaler. They only record."""

@@ -1,7 +1,7 @@
-"""The backward: gradients of what modules returned, and of parameters before they are reduced over ranks.
+"""The backward: gradients of module outputs, and of parameters before they are reduced over ranks.
 
-A hook on a tensor (`Tensor.register_hook`) and on a parameter (`register_post_accumulate_grad_hook`) changes neither
-the order in which gradients are added up nor what may be done in place, which a full backward hook on a module does.
+A full backward hook on a module changes the order in which gradients are accumulated and forbids in-place operations.
+A hook on a tensor (`Tensor.register_hook`) or on a parameter (`register_post_accumulate_grad_hook`) changes neither.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..without_modes import without_modes
 
 _is_compiling = torch.compiler.is_compiling
 _FEW = 256
-"""Parameters that are gone are only looked for among more than so many."""
+"""Entries of freed parameters are purged only when there are more entries than this."""
 
 
 _OF_OUTPUT = {role: f"grad {role}" for role in ("output", *OUTPUTS)}
 
 
 class _OutputHook:
-    """Looks at the gradient of one tensor. Keeps neither the tensor nor its module alive."""
+    """Records the gradient of one tensor. Keeps neither the tensor nor its module alive."""
 
     __slots__ = ("gradients", "info", "page", "role")
     __torch_unserializable__ = True  # torch.save of such a tensor does not warn about a hook that the user never saw
@@ -83,61 +83,61 @@ class Gradients:
         self._attached = False
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], Any]] = {}
         self.local: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """id of a gradient -> (weak reference, version) as it was when it was looked at."""
+        """id of a gradient -> (weak reference, version when it was recorded)."""
         self.writer: Any = None
-        """The native frame writer, if there is one: its hooks do at once what they can, and call us for the rest."""
+        """The native frame writer, if there is one. Its hooks call this class for what they cannot record."""
         self._page: OpenPage | None = None
-        """Of the backward that runs."""
+        """The page of the running backward."""
         self.scaled = False
         """A GradScaler checks the gradients of this backward."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
-        """Called with its module before a parameter's gradient is taken down: a compiled backward's may come first."""
+        """Called with the module before a parameter's gradient is recorded: it writes a compiled backward's frames."""
 
     def attach(self) -> None:
-        """From now on, hooks are put in, and those that are left from before look again."""
+        """Register hooks from now on. Hooks that are still registered from before record again."""
         self._attached = True
 
     def detach(self) -> None:
-        """Take out the parameters' hooks; those of outputs go with their graph, and do nothing until then."""
+        """Remove the hooks of parameters. Those of outputs do nothing from now on and are freed with their graph."""
         self._attached = False
         for _, handle in self.parameters.values():
             handle.remove()
         self.parameters.clear()
         self.local.clear()
 
-    # -- putting hooks in ---------------------------------------------------------------------------------------
+    # -- registering hooks --------------------------------------------------------------------------------------
 
     def watch_output(self, info: ModuleInfo, role: str, tensor: torch.Tensor, page: OpenPage) -> None:
-        """Look at this tensor's gradient when it is there. A leaf is left alone: its hooks would pile up."""
+        """Record this tensor's gradient when it is computed. A leaf gets no hook: it would collect one per call."""
         if tensor.is_leaf or tensor.is_inference():
             return
         role = _OF_OUTPUT.get(role) or f"grad {role}"
         hooks: Any = tensor._backward_hooks
         if hooks is not None:
             for hook in hooks.values():
-                if getattr(hook, "gradients", None) is self:  # kept over the batches
+                if getattr(hook, "gradients", None) is self:  # the script keeps this tensor over several batches
                     hook.info, hook.role, hook.page = info, role, page
                     return
-        made = self.writer.hook(info, role, page) if self.writer is not None else _OutputHook(self, info, role, page)
-        tensor.register_hook(made)  # type: ignore[no-untyped-call]  # torch has no annotation
+        new = self.writer.hook(info, role, page) if self.writer is not None else _OutputHook(self, info, role, page)
+        tensor.register_hook(new)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
-        """Look at this parameter's local gradient whenever it has been added up. Once is enough."""
+        """Record this parameter's local gradient whenever it has been accumulated. A second call changes nothing."""
         known = self.parameters.get(id(parameter))
         if (known is not None and known[0]() is parameter) or not info.watched or not self._attached:
             return
         if is_lazy(parameter):
-            return  # it has no shape yet: after its module's first forward it has
+            return  # it gets its shape in its module's first forward
         if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
             role = f"grad {name}"
             hook = self.writer.hook(info, role) if self.writer is not None else _ParameterHook(self, info, role)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
             self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
 
-    # -- what they see ------------------------------------------------------------------------------------------
+    # -- called by the hooks ------------------------------------------------------------------------------------
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
-        """The gradient of what a module returned; None where another output of the same operation alone has one."""
+        """Record the gradient of a module's output. It is None if only other outputs of the operation have one."""
         if gradient is None or not self._attached or _is_compiling():
             return
         try:
@@ -149,7 +149,7 @@ class Gradients:
             self._judge_now()
 
     def of_parameter(self, info: ModuleInfo, role: str, parameter: torch.Tensor) -> None:
-        """The local gradient of a parameter."""
+        """Record the local gradient of a parameter."""
         gradient = parameter.grad
         if not self._attached or gradient is None or self._progress.skipped or _is_compiling():
             return
@@ -174,7 +174,7 @@ class Gradients:
         self._judging.raise_pending()
 
     def take(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor) -> None:
-        """Put a gradient down as a frame of its own."""
+        """Write one gradient as a frame of its own."""
         progress = self._progress
         progress.resume(page)
         progress.enter(RankPhase.BACKWARD, info.id)
@@ -183,18 +183,18 @@ class Gradients:
         self._frames.put(page, info, Phase.BACKWARD, [row])
 
     def page_of(self, root: RootInfo) -> OpenPage | None:
-        """The page that the running backward writes in, if it is one of this root's."""
+        """The page of the running backward, if it belongs to this root."""
         return self._page if self._page is not None and self._page.root == root.id else None
 
     def is_local(self, gradient: torch.Tensor) -> bool:
-        """Whether this gradient was looked at, and nobody has changed it in place since."""
+        """Whether this gradient was recorded and not changed in place since."""
         known = self.local.get(id(gradient))
         return known is not None and known[0]() is gradient and known[1] == version_of(gradient)
 
     def batch_begins(self) -> None:
-        """A root's forward: the backward before it is over."""
+        """A root's forward begins: the previous backward has ended."""
         self._page = None
-        if len(self.local) > 4 * max(64, len(self.parameters)):  # gradients that are set to None come anew each step
+        if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step
             for gone in [key for key, known in self.local.items() if known[0]() is None]:
                 del self.local[gone]
         if len(self.parameters) > self._many:

@@ -1,7 +1,7 @@
-"""Global hooks: a frame for every module call of an unmodified script, and what its backward and its optimizer do.
+"""Global hooks: a frame for every module call of an unmodified script, for its backward and for its optimizer.
 
-The hooks record; record/judging.py decides, when the numbers of a frame are there. Nothing here raises into the
-training except the abort that the user asked for.
+The hooks only record. record/judging.py hands a frame to the judge once its numbers are there. Nothing here raises into
+the training except the abort that the user asked for.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from .grad_scaler import Scalers
 from .optimizer import Steps
 
 _MAX_FAULTS = 20
-_TRIALS = ("_forward_metadata_inference", "_backward_metadata_inference")
+_SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference")
+"""Functions of torch.distributed.pipelining that run a module only to learn its shapes."""
 
 
 HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
-"""Not yet in torch 2.5: there, keyword arguments are not in the frames."""
+"""Whether torch passes keyword arguments to a global forward hook. torch 2.5 does not: its frames lack them."""
 
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._get_tracing_state
@@ -60,11 +61,11 @@ _MODULE = int(Field.MODULE)
 _SKIPPED = int(Mark.SKIPPED)
 
 _CALL = torch.nn.Module._call_impl.__code__
-"""The code of every module call: how a frame or a traceback is seen to belong to one."""
+"""The code object of every module call. A stack frame with this code is a module call."""
 
 
 class Hooks:
-    """The hooks of one rank. `attach()` puts them in, `detach()` takes every one of them out again."""
+    """The hooks of one rank. `attach()` registers them, `detach()` removes every one of them."""
 
     def __init__(
         self, recorder: RecorderWriter, settings: WorkerSettings, rank: int, only: torch.nn.Module | None = None
@@ -79,9 +80,9 @@ class Hooks:
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
-        """The root of a batch that is left out, while it runs."""
-        self._trial = False
-        """That batch is none: torch tries out shapes."""
+        """Weak reference to the root of a skipped batch while it runs; None otherwise."""
+        self._infers_shapes = False
+        """The skipped root runs for torch's shape inference and is not a batch."""
         self._phase = Phase.FORWARD
         self._first_root: int | None = None
         self._faults = 0
@@ -117,10 +118,10 @@ class Hooks:
         if self._grads:
             self._roots.on_parameter = self._gradients.watch_parameter
 
-    # -- in and out ---------------------------------------------------------------------------------------------
+    # -- attach and detach --------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Register the global hooks. Modules that exist already, and all that are made later, are watched."""
+        """Register the global hooks. They fire for existing modules and for those made later."""
         self._handles = [
             torch_module.register_module_forward_pre_hook(self._before),
             self._register_after(),
@@ -142,10 +143,10 @@ class Hooks:
         return torch_module.register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def detach(self) -> None:
-        """Remove the hooks; what was recorded stays."""
+        """Remove the hooks. The recording stays."""
         for handle in self._handles:
             handle.remove()
-            # torch (2.13 still) forgets this one of its three tables
+            # torch (up to at least 2.13) does not clean this one of its three tables
             getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         self._handles = []
         self._gradients.detach()
@@ -153,22 +154,22 @@ class Hooks:
         self._graphs.detach()
 
     def close(self) -> None:
-        """Remove the hooks and let go of the recorder's memory, so that it can be unmapped."""
+        """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
         self.detach()
         self.rows.close()
 
     def _forget(self) -> None:
-        """In a forked child (a DataLoader worker): the recorder belongs to the parent."""
+        """Remove the hooks in a forked child, such as a DataLoader worker: the recorder belongs to the parent."""
         self.detach()
 
-    # -- where we are -------------------------------------------------------------------------------------------
+    # -- place in the run ---------------------------------------------------------------------------------------
 
     def where(self) -> Where:
         """The place in the run, for an event."""
         return self.progress.where(root=self._stack[0].root.label if self._stack else None)
 
     def raised_in(self, error: BaseException) -> str | None:
-        """The innermost module that `error` came through, or None if it came from outside of all modules."""
+        """The name of the innermost module in the traceback of `error`; None if no module is in it."""
         module = None
         trace = error.__traceback__
         while trace is not None:
@@ -178,7 +179,7 @@ class Hooks:
         return self._roots.name_of(module) if module is not None else None
 
     def settle(self) -> bool:
-        """The script is over: look at what has come in since. True when nothing more is on its way."""
+        """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
         self._graphs.take()
         self._recorder.pause_page()
         if self._cost is not None:
@@ -187,7 +188,7 @@ class Hooks:
                 self._recorder.append(cost)
                 self._cost = None
         everything = self.judging.collect()
-        return self._scalers.look() and everything
+        return self._scalers.collect() and everything
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Hooks:
             self.judging.raise_pending()
 
     def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
-        # (kwargs, output); when the forward raised, torch (2.13 still) leaves out the kwargs of a global hook
+        # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
         if _is_compiling():
             if torch.compiler.is_dynamo_compiling() and traced.after is not None:
                 if len(rest) == 2:
@@ -244,10 +245,13 @@ class Hooks:
             self._fault("before the optimizer step", error)
         return self._steps.before(optimizer, args, kwargs)
 
-    # -- batches that are left out ------------------------------------------------------------------------------
+    # -- skipped batches ----------------------------------------------------------------------------------------
 
     def _stays_skipped(self, module: torch.nn.Module) -> bool:
-        """Inside of a root that is left out. An interrupt may have torn that root away without its hook."""
+        """Whether `module` is called inside the skipped root.
+
+        It is not if an interrupt ended that root's forward without its hook.
+        """
         root = self._skipped_root()
         if root is not None and root is not module:
             return True
@@ -255,20 +259,20 @@ class Hooks:
         return False
 
     def _leave_skipped(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
-        """Of a batch that is left out only what the model returns is looked at."""
+        """Record the output of a skipped batch, and nothing else of it."""
         self._skipped_root = None
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
-        trial, self._trial = self._trial, False
-        if output is None or trial or self._cost is not None:
+        inferred_shapes, self._infers_shapes = self._infers_shapes, False
+        if output is None or inferred_shapes or self._cost is not None:
             return
         try:
-            without_modes(self._look_at_skipped, module, args, kwargs, output)
+            without_modes(self._record_skipped, module, args, kwargs, output)
         except Exception as error:
             self._fault("forward hook", error)
         self.judging.raise_pending()
 
-    def _look_at_skipped(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Write a frame of what the root returns, unless all of it is known to be finite."""
+    def _record_skipped(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Write a frame of the root's output, unless all of it is known to be finite."""
         info, _ = self._roots.enter(module)
         page = None
         rows: list[Row] = []
@@ -283,14 +287,14 @@ class Hooks:
             self.frames.put(page, info, Phase.FORWARD, rows)
         self._recorder.pause_page()
 
-    def _is_left_out(self, batch: int) -> bool:
+    def _skips(self, batch: int) -> bool:
         if batch in self._settings.trace_batches:
             return False
         if self._cost is not None:
             return batch % 2 == 1
         return batch % self._settings.every != 0
 
-    # -- a module is entered ------------------------------------------------------------------------------------
+    # -- before a module's forward ------------------------------------------------------------------------------
 
     def _enter(self, module: torch.nn.Module) -> None:
         stack = self._stack
@@ -301,10 +305,10 @@ class Hooks:
             if known is not None and (known.ref() is not module or known.guessed):
                 known = None
             if (known is None or stack[0].ref() is module) and not self._still_running():
-                stack.clear()  # an interrupt tore the last forward away without its hooks
+                stack.clear()  # an interrupt ended the last forward without its hooks
         if stack:
             if _this_thread() != self._thread:
-                return  # a second thread inside one forward: its calls cannot be put in order with ours
+                return  # a second thread within one forward: its calls have no order relative to the first thread's
             info = known if known is not None else self._roots.child(module, root, stack[-1])
         else:
             opened = self._enter_root(module)
@@ -318,7 +322,7 @@ class Hooks:
         self._fields[_MODULE] = info.id
 
     def _still_running(self) -> bool:
-        """Whether the innermost call on our stack is on its thread's stack too. For the rare cases that need it."""
+        """Whether the innermost call on our stack is still on its thread's stack. Slow, and rarely needed."""
         innermost = self._stack[-1].ref()
         frame: FrameType | None = sys._current_frames().get(self._thread)
         while frame is not None:
@@ -328,12 +332,12 @@ class Hooks:
         return False
 
     def _enter_root(self, module: torch.nn.Module) -> ModuleInfo | None:
-        """A module is called while no other one runs. None if this batch is left out, or nobody watches the module."""
+        """A module is called while no other one runs. None if this batch is skipped or the module is not watched."""
         progress = self.progress
         if self._only is not None and id(unwrap(module)) not in self._only:
-            return None  # a model inside of it may be the watched one: a module for the loss
-        if _is_trial():
-            self._skipped_root, self._trial = weakref.ref(module), True
+            return None  # it may contain the watched model, as a loss module does
+        if _is_shape_inference():
+            self._skipped_root, self._infers_shapes = weakref.ref(module), True
             return None
         info, opens_batch = self._roots.enter(module)
         root = info.root
@@ -354,8 +358,8 @@ class Hooks:
             if opens_batch:
                 root.batches += 1
                 if self._cost is not None and root.id == self._first_root:
-                    self._cost.batch_begins(self._is_left_out(root.batches - 1))
-            progress.skipped = self._is_left_out(max(0, root.batches - 1))
+                    self._cost.batch_begins(self._skips(root.batches - 1))
+            progress.skipped = self._skips(max(0, root.batches - 1))
             if progress.skipped:
                 self._skipped_root = weakref.ref(module)
                 if opens_batch:
@@ -370,7 +374,7 @@ class Hooks:
         progress.enter(RankPhase.FORWARD)
         return info
 
-    # -- a module returns ---------------------------------------------------------------------------------------
+    # -- after a module's forward -------------------------------------------------------------------------------
 
     def _leave(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
         """Record the frame; True when it was the root's."""
@@ -380,7 +384,7 @@ class Hooks:
         info = stack[-1]
         while info.ref() is not module:
             if not any(entered.ref() is module for entered in stack):
-                return False  # entered before the hooks were there
+                return False  # entered before the hooks were attached
             stack.pop()
             info = stack[-1]
         error = sys.exc_info()[1] if output is None else None
@@ -429,7 +433,7 @@ class Hooks:
     def _leave_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
-        """A wrapper has no frame of its own, unless what is in it could not be seen."""
+        """A wrapper has a frame of its own only if nothing inside it was recorded."""
         rootless = self._graphs.take(info)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
@@ -481,7 +485,7 @@ class Hooks:
         )
 
     def _read_weights_again(self, info: ModuleInfo, module: torch.nn.Module, rows: list[Row], weights: int) -> None:
-        """Something bad came out: read again the weights that were finite when they were last read."""
+        """The output is non-finite: read the weights again, since something else may have changed them."""
         if any(row.flags for row in rows[:weights]):
             return
         names = [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
@@ -511,7 +515,10 @@ class Hooks:
         rows: list[Row],
         first: int,
     ) -> None:
-        """Show what an argument was that the call has changed in place and returns, unless it is known to be finite."""
+        """Add the earlier numbers of each argument that the call changed in place and returned.
+
+        Arguments that are now known to be finite need none.
+        """
         unclear = {
             id(leaf)
             for (_, leaf), row in zip(returned, rows[first:], strict=True)
@@ -532,7 +539,7 @@ class Hooks:
     # -- compiled regions ---------------------------------------------------------------------------------------
 
     def _may_open_region(self) -> bool:
-        """A graph is looked into when no module outside of it is running, wrappers left out."""
+        """A compiled region is recorded when no module outside of it is running. Wrappers do not count."""
         return all(info.is_wrapper for info in self._stack) and self._skipped_root is None
 
     def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
@@ -543,17 +550,17 @@ class Hooks:
             return self._roots.child(module, region.root.root, region.stack[-1] if region.stack else region.root)
         return self._roots.enter(module)[0]
 
-    # -- what to do about it ------------------------------------------------------------------------------------
+    # -- tensors that the script names, and the abort -----------------------------------------------------------
 
     def look_at(self, tensor: Any, name: str) -> None:
-        """Record a tensor that the script asks about (`gpuwatch.detect_overflow`). Raises what the user asked for."""
+        """Record a tensor that the script names (`gpuwatch.detect_overflow`). May raise OverflowDetected."""
         try:
-            without_modes(self._look_at, tensor, name)
+            without_modes(self._record_named, tensor, name)
         except Exception as error:
             self._fault("detect_overflow", error)
         self.judging.raise_pending()
 
-    def _look_at(self, tensor: Any, name: str) -> None:
+    def _record_named(self, tensor: Any, name: str) -> None:
         info = self._roots.place(name, self._stack[0].root if self._stack else None)
         inside = bool(self._stack)
         if not inside:
@@ -569,7 +576,7 @@ class Hooks:
             self._recorder.pause_page()
 
     def _judge_now(self) -> None:
-        """`--sync`: wait for the numbers of the call that has just returned. Raises what the user asked for."""
+        """`--sync`: wait for the numbers of the call that just returned. May raise OverflowDetected."""
         try:
             self.judging.finish()
         except Exception as error:
@@ -577,7 +584,7 @@ class Hooks:
         self.judging.raise_pending()
 
     def _batch_ended(self) -> None:
-        """The root's forward has returned. Raises what the user asked for, and nothing else."""
+        """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
         if self.judging.pending is not None:
             self.judging.raise_pending()
         last = self._settings.abort_after_batch
@@ -589,7 +596,7 @@ class Hooks:
             raise JobEnded(0)
 
     def _fault(self, part: str, error: Exception) -> None:
-        """Our own error: recorded a few times, and the training goes on."""
+        """Record an error of gpuwatch itself. The training goes on. `_MAX_FAULTS` errors remove the hooks."""
         self._faults += 1
         if self._faults <= _MAX_FAULTS:
             try:
@@ -600,16 +607,17 @@ class Hooks:
             self.detach()
 
 
-def _is_trial() -> bool:
-    """Whether this forward is torch's own trial with memory that nobody has filled (pipelining, 2.13).
+def _is_shape_inference() -> bool:
+    """Whether torch.distributed.pipelining (2.13) runs this forward to infer shapes, on uninitialized memory.
 
-    A pipeline stage that was not told the shapes of what it gets finds them out that way.
+    It does so for a pipeline stage whose input shapes were not given.
     """
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name in _TRIALS and frame.f_globals.get("__name__", "").startswith("torch.distributed."):
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name in _SHAPE_INFERENCE and module.startswith("torch.distributed."):
             return True
         frame = frame.f_back
     return False

@@ -1,4 +1,4 @@
-"""GradScalers: inf in the gradients of a step that they skip is expected, until it never ends."""
+"""GradScalers: inf in the gradients of a step that they skip is expected, unless the skips never end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .backward import Gradients
 from .optimizer import Steps
 
 COLLAPSED = 1.0
-"""A scale below this makes gradients smaller than they are: the scaler has nothing left to give."""
+"""A scale below this makes gradients smaller than they are: lowering it further cannot help."""
 _MAX_SKIPS = 64
 
 
-class _Late(NamedTuple):
-    """Whether a fused optimizer has skipped its step: on its way from the device."""
+class _UnknownStep(NamedTuple):
+    """A step of a fused optimizer. Whether it was skipped is being copied from the device."""
 
-    answer: ToHost
+    copy: ToHost
     """found_inf and the scale."""
     optimizer: Any
     step: int
@@ -33,9 +33,9 @@ class _Late(NamedTuple):
 
 
 class Scalers:
-    """Watches `scale`, `step` and `update` of every GradScaler, by standing around these methods.
+    """Watches every GradScaler by wrapping the methods `scale`, `step` and `update` of its class.
 
-    The classes have one wrapper at most, however many watch: it is put in for the first and taken out after the last.
+    All watchers share one wrapper per method. The first watcher adds it, the last one removes it.
     """
 
     _watchers: ClassVar[list[Scalers]] = []
@@ -56,20 +56,20 @@ class Scalers:
         self._on_fault = on_fault
         self._limit = progress.settings.scaler_skips
         self._in_a_row: dict[int, int] = {}
-        """id of an optimizer -> steps of its that were skipped since its last one."""
+        """id of an optimizer -> its skipped steps since the last one that was not skipped."""
         self._skips = 0
-        self._late: list[_Late] = []
+        self._unknown: list[_UnknownStep] = []
 
     def attach(self) -> None:
-        """Stand around the methods."""
+        """Wrap the methods."""
         if not self._watchers:
-            self._wrap(GradScaler, "__init__", _made)
+            self._wrap(GradScaler, "__init__", _init)
             self._wrap(GradScaler, "step", _step)
             self._wrap_all(GradScaler)
         self._watchers.append(self)
 
     def detach(self) -> None:
-        """Put the methods back as they were, if nobody else watches."""
+        """Restore the methods, if this is the last watcher."""
         if self not in self._watchers:
             return
         self._watchers.remove(self)
@@ -86,7 +86,7 @@ class Scalers:
 
     @classmethod
     def _wrap_class(cls, scaler: type) -> None:
-        """A class with methods of its own, such as FSDP's, does not call those of its base."""
+        """A class that overrides these methods, such as FSDP's, does not call those of its base."""
         cls._wrap(scaler, "scale", _scale)
         cls._wrap(scaler, "update", _update)
 
@@ -104,18 +104,18 @@ class Scalers:
         setattr(scaler, name, wrapper)
 
     def _stepped(self, scaler: Any, optimizer: Any, step: int) -> None:
-        """A scaler has stepped an optimizer, or not. A fused optimizer is always called, and skips by itself.
+        """`scaler.step(optimizer)` has returned. A fused optimizer is always called and skips the update by itself.
 
         `step` is the number of optimizer steps before.
         """
         if not scaler.is_enabled():
             return
         try:
-            self.look()
+            self.collect()
             found_inf, self._steps.found_inf = self._steps.found_inf, None
             if found_inf is not None:
-                self._ask(found_inf, scaler, optimizer, step)
-                self.look()
+                self._copy_to_host(found_inf, scaler, optimizer, step)
+                self.collect()
             elif self._progress.step == step:
                 self._judging.finish()  # the scaler has waited for the device itself
                 self._skipped(optimizer, step, float(scaler.get_scale()))
@@ -125,28 +125,28 @@ class Scalers:
             self._on_fault("GradScaler", error)
         self._judging.raise_pending()
 
-    def _ask(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
-        """Have a fused optimizer's answer brought to the host without waiting for it."""
-        answer = to_host(found_inf, scaler._get_scale_async())
-        if answer is not None:
-            self._late.append(_Late(answer, optimizer, step))
+    def _copy_to_host(self, found_inf: torch.Tensor, scaler: Any, optimizer: Any, step: int) -> None:
+        """Begin to copy a fused optimizer's `found_inf` and the scale to the host. Does not wait."""
+        copy = to_host(found_inf, scaler._get_scale_async())
+        if copy is not None:
+            self._unknown.append(_UnknownStep(copy, optimizer, step))
 
-    def look(self) -> bool:
-        """Take what has arrived. True when nothing more is on its way.
+    def collect(self) -> bool:
+        """Handle the steps whose `found_inf` has arrived. True when none is outstanding.
 
-        An answer waits for the gradients that it is about: they may come by another stream.
+        A step is handled only after its gradients have arrived: they may come from another stream.
         """
-        if not self._late:
+        if not self._unknown:
             return True
         self._judging.collect()
-        while self._late and self._late[0].answer.arrived() and not self._judging.is_late(self._late[0].step):
-            late = self._late.pop(0)
-            found, scale = late.answer.numbers
-            if found:
-                self._skipped(late.optimizer, late.step, scale)
+        while self._unknown and self._unknown[0].copy.arrived() and not self._judging.is_late(self._unknown[0].step):
+            first = self._unknown.pop(0)
+            found_inf, scale = first.copy.numbers
+            if found_inf:
+                self._skipped(first.optimizer, first.step, scale)
             else:
-                self._not_skipped(late.optimizer, late.step)
-        return not self._late
+                self._not_skipped(first.optimizer, first.step)
+        return not self._unknown
 
     def _not_skipped(self, optimizer: Any, step: int) -> None:
         self._in_a_row.pop(id(optimizer), None)
@@ -154,7 +154,7 @@ class Scalers:
 
     def _skipped(self, optimizer: Any, step: int, scale: float) -> None:
         bad = self._judging.take_scaled(step)
-        if bad is None:  # of no module that is watched, or unscaled into something else
+        if bad is None:  # it is in no watched module, or unscaling made it non-finite
             without_modes(self._steps.take_scaled_gradients, optimizer)
             bad = self._judging.take_scaled(step)
         in_a_row = self._in_a_row[id(optimizer)] = self._in_a_row.get(id(optimizer), 0) + 1
@@ -167,11 +167,11 @@ class Scalers:
             self._judging.alarm(bad, f"GradScaler skipped {times}, its scale is down to {scale:g}")
 
 
-# The wrappers: `original` is the method that they stand around.
+# The wrappers. `original` is the wrapped method.
 
 
-def _made(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
-    for cls in type(scaler).__mro__:  # a class that was imported after we were attached
+def _init(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+    for cls in type(scaler).__mro__:  # the class may have been imported after attach()
         if issubclass(cls, GradScaler):
             Scalers._wrap_class(cls)
     original(scaler, *args, **kwargs)
@@ -179,7 +179,7 @@ def _made(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) 
 
 def _scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
     if scaler.is_enabled():
-        for watcher in Scalers._watchers:  # the backward that follows is looked at by this scaler
+        for watcher in Scalers._watchers:  # this scaler checks the gradients of the next backward
             watcher._gradients.scaled = True
     return original(scaler, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Optimizer steps: the gradients that go in, the weights that come out."""
+"""Optimizer steps: the gradients before a step, the weights after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
 
 
 class Steps:
-    """Looks before and after every optimizer's step."""
+    """Records gradients before every optimizer step and weights after it."""
 
     def __init__(
         self,
@@ -51,55 +51,55 @@ class Steps:
         self._grads = "grads" in settings.watch
         self._weights = "weights" in settings.watch
         self.only = False
-        """One model is watched: optimizers that hold nothing of it are left alone."""
+        """Only one model is watched: optimizers without any of its parameters are not guarded."""
         self.writer: Any = None
-        """`FrameWriter` of native/core.c, if there is one."""
+        """The native frame writer, if there is one."""
         self.found_inf: torch.Tensor | None = None
-        """What a GradScaler has told the fused optimizer that stepped last: not 0 if it is to skip."""
+        """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
 
     # -- before -------------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Look at the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
+        """Record the gradients as the optimizer gets them. Raises OverflowDetected if the job is to end.
 
-        Returns other arguments for the step if it has a closure to be guarded.
+        Returns new arguments for the step if its closure must be guarded, else None.
         """
         if torch.compiler.is_compiling():
             return None
         self._progress.enter(RankPhase.OPTIMIZER)
         self.found_inf = getattr(optimizer, "found_inf", None)
-        self._look_before(optimizer)
+        self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
 
-    def _look_before(self, optimizer: Any) -> None:
+    def _check_gradients(self, optimizer: Any) -> None:
         if self._guard or (self._grads and not self._progress.skipped):
             try:
-                bad = without_modes(self._take_gradients, optimizer)
+                bad = without_modes(self._record_gradients, optimizer)
                 if bad and self._guard and self._continues:
-                    optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is left as it is
+                    optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated
             except Exception as error:
                 self._on_fault("before the optimizer step", error)
         self._judging.raise_pending()
 
     def _with_guard(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """A closure computes the gradients within the step: they are looked at when it returns."""
+        """A closure computes the gradients within the step: check them when it returns."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             return None
 
         def guarded() -> Any:
             result = closure()
-            self._look_before(optimizer)
+            self._check_gradients(optimizer)
             return result
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": guarded}
         return (args[0], guarded, *args[2:]), kwargs
 
-    def _take_gradients(self, optimizer: Any) -> bool:
-        """Frames of the gradients that were not seen in their backward, or are not the same any more.
+    def _record_gradients(self, optimizer: Any) -> bool:
+        """Write frames of the gradients that were not recorded in the backward, or have changed since.
 
-        True if the guard is on and one of them is an alarm: for that it waits for their numbers.
+        True if the guard is on and one of them is an alarm. The guard waits for their numbers.
         """
         reduced = ranks() > 1
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
@@ -122,7 +122,7 @@ class Steps:
         if not self._guard:
             return False
         if not (self.only and self._is_foreign(optimizer)):
-            written += self._take_others(optimizer, mark)
+            written += self._record_unwatched(optimizer, mark)
         self._judging.finish()
         return any(self._judging.judge_again(page, index).alarm is not None for page, index in written)
 
@@ -130,8 +130,8 @@ class Steps:
         groups = optimizer.param_groups
         return not any(self._roots.owner_of(parameter) for group in groups for parameter in group["params"])
 
-    def _take_others(self, optimizer: Any, mark: int) -> list[tuple[OpenPage, int]]:
-        """The guard looks at the gradients, too, that are in no watched module. Only bad ones get a frame."""
+    def _record_unwatched(self, optimizer: Any, mark: int) -> list[tuple[OpenPage, int]]:
+        """The guard also reads gradients outside of all watched modules. Only non-finite ones get a frame."""
         written: list[tuple[OpenPage, int]] = []
         for index, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
@@ -153,13 +153,13 @@ class Steps:
 
     @staticmethod
     def _has_place(info: ModuleInfo) -> bool:
-        """Whether frames of this module are written: it is watched, and there is a page to write them in."""
+        """Whether frames of this module are written: it is watched, and its root has a page."""
         return info.watched and info.root.page is not None
 
     # -- after --------------------------------------------------------------------------------------------------
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look at the weights. Raises OverflowDetected if the job is to end."""
+        """Record the weights. Raises OverflowDetected if the job is to end."""
         if torch.compiler.is_compiling():
             return
         progress = self._progress
@@ -167,15 +167,15 @@ class Steps:
         progress.fields[Field.STEP] = progress.step
         if self._weights and not progress.skipped:
             try:
-                without_modes(self._take_weights, optimizer)
+                without_modes(self._record_weights, optimizer)
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
         self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
         self._judging.raise_pending()
 
-    def _take_weights(self, optimizer: Any) -> None:
-        self._rows.forget()  # parameters may have been changed without a new version
+    def _record_weights(self, optimizer: Any) -> None:
+        self._rows.forget()  # an optimizer may change parameters without raising their version
         for info, parameters in self._by_module(optimizer).items():
             page = self._resume(info)
             if page is None:
@@ -199,7 +199,7 @@ class Steps:
     # -- both ---------------------------------------------------------------------------------------------------
 
     def _by_module(self, optimizer: Any) -> _Parameters:
-        """The optimizer's parameters under the watched modules that hold them."""
+        """The optimizer's parameters by the watched module that holds them."""
         found: _Parameters = {}
         searched = False
         owners = self._roots.parameters
@@ -223,16 +223,16 @@ class Steps:
         return found
 
     def _resume(self, info: ModuleInfo) -> OpenPage | None:
-        """Write on in the last page of the module's root; None if it has none yet."""
+        """Continue the last page of the module's root; None if it has none yet."""
         page = info.root.page
         if page is not None:
             self._progress.resume(page)
         return page
 
     def take_scaled_gradients(self, optimizer: Any) -> None:
-        """For a step that a GradScaler has skipped: a frame of the first bad gradient of an optimizer's parameters.
+        """After a step that a GradScaler skipped: record the optimizer's first non-finite gradient.
 
-        Of gradients in host memory; those of a device were written as the optimizer got them.
+        Only gradients in host memory are read. Those on a device were recorded before the step.
         """
         for info, parameters in self._by_module(optimizer).items():
             page = self._resume(info)

@@ -1,10 +1,11 @@
-"""The process that takes one rank through the preflight: it imports torch once, and forks a child that tests.
+"""The process that runs the preflight of one rank. It imports torch once and forks a child for the tests.
 
     python -m gpuwatch.worker.preflight.coordinator [--script FILE]
     python -m gpuwatch.worker.preflight.coordinator --fallen STEP --stage STAGE --detail TEXT
 
-The second form tells the others that this rank's coordinator has died or hung in STEP. It prints what `lines` says.
-It never uses CUDA and never computes with torch: neither survives a fork. It takes part in no process group.
+The second form informs the other ranks that this rank's coordinator died or hung in STEP. The output is defined in
+lines.py. A coordinator never uses CUDA and never computes with torch, since neither works after a fork. It joins no
+process group.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .lines import Line, StageBegan
 
 
 def say(line: Line) -> None:
-    """One line for the worker."""
+    """Print one line for the worker."""
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 

@@ -1,4 +1,4 @@
-"""One rank's way through the steps: do its part, meet the others, hear what comes next, until nothing does."""
+"""One rank's course through the steps: do its part, meet the other ranks, learn the next step, until there is none."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from .reports import Attendance, Conclusion, Report, Roster
 from .steps import is_local, stage_of
 
 STORE_S = 20.0
-"""For torchrun's store to take us."""
+"""Timeout to connect to torchrun's store."""
 FAREWELL_S = 5.0
-"""For everybody to have heard a bad end, before the first to leave has torchrun, and its store, stop."""
+"""Time for all ranks to learn of a failure. The first rank that leaves makes torchrun stop, and its store with it."""
 _FAREWELL = "farewell"
 _ORDER: tuple[Grade, ...] = ("ok", "unknown", "warn", "fail")
 
 
 @dataclass(frozen=True)
 class Fallen:
-    """This rank goes no further, and all that is left is to tell the others."""
+    """This rank cannot go on. It only informs the other ranks."""
 
     step: str
     stage: str
     detail: str
     ours: bool = False
-    """By an error of gpuwatch; else its coordinator died or hung."""
+    """The cause is an error of gpuwatch; else the rank's coordinator died or hung."""
 
 
 class Course:
-    """`say` hears each line for the worker; `began` is when the coordinator began, on the monotonic clock."""
+    """`say` is called with each line for the worker. `began` is the coordinator's start on the monotonic clock."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Course:
         self._began = began
 
     def run(self) -> None:
-        """To the end, whatever that is; the last line says it."""
+        """Run all steps. The last line has the conclusion, also after a failure."""
         now = Conclusion(next=self._fallen.step if self._fallen else "arrive")
         try:
             inventory = Report() if self._fallen else self._inventory()
@@ -103,7 +103,7 @@ class Course:
         self._say(Concluded(now.findings, now.outcomes, backend, self._parts.facts.device))
 
     def _take_softly(self, now: Conclusion, inventory: Report) -> Conclusion:
-        """One step; an error of ours ends the preflight of all ranks, and no more than that."""
+        """Run one step. An error of gpuwatch ends the preflight of all ranks, but not the job."""
         try:
             return self._take(now.next, now, inventory)
         except (StoreLost, NoConclusion):
@@ -119,9 +119,9 @@ class Course:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def _inventory(self) -> Report:
-        """The coordinator has announced it, before it imported torch."""
+        """The coordinator announced this stage before it imported torch."""
         limit_s = self._deadlines.work("inventory")
-        self._say(At("inventory", "the look at its device", limit_s))  # however long the import of torch has taken
+        self._say(At("inventory", "the look at its device", limit_s))  # a new deadline after the import of torch
         report = self._parts.inventory()
         self._say(InventoryLine(self._parts.facts))
         self._end_stage("inventory", _worst(report.findings), report.detail)
@@ -188,11 +188,11 @@ class Course:
                     deputy_s=1.0,
                 )
             except (StoreLost, NoConclusion):
-                pass  # it is over, and all that there was to hear has been heard
+                pass  # this rank has the conclusion already
         try:
             self._meeting.leave(self._steps, self._arrived)
         except StoreLost:
-            pass  # torchrun's agent has gone, and its store with it
+            pass  # torchrun's agent has ended, and its store with it
 
     # -- this rank's part ---------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Course:
         return is_local(step) or len(self._members(step, before)) > 1
 
     def _members(self, step: str, before: Conclusion) -> list[int]:
-        """The ranks of the process group that this rank is to join; [] if it joins none."""
+        """The ranks of the process group that this rank joins; [] if it joins none."""
         roster = self._roster
         assert roster is not None
         rank = self._me.rank
@@ -224,7 +224,7 @@ class Course:
     def _do(self, step: str, before: Conclusion) -> Report:
         stage = stage_of(step)
         self._begin(stage, step)
-        if step == "consistency":  # compared by who hears all; its end is the conclusion
+        if step == "consistency":  # the rank that gathers the reports compares them: the stage ends with its conclusion
             return Report(facts=self._parts.facts)
         assert self._roster is not None
         if is_local(step):
@@ -271,7 +271,7 @@ class Course:
         return Conclusion(findings=[*now.findings, finding], outcomes=[*others, own])
 
     def _lost(self, step: str, lost: StoreLost) -> Finding:
-        """Who is cut off does not know whether it is itself."""
+        """The finding of a rank that lost the store. It cannot tell which side of the link is broken."""
         me, stage = self._me, stage_of(step)
         host = self._parts.facts.host or host_name()
         where = f"{me.master_addr}:{me.master_port}"

@@ -1,8 +1,8 @@
 """How long each stage of the preflight may take. Pure.
 
-A rank's own part of a stage ends at `work`; whoever gathers the ranks' reports waits until `reports`, and everybody
-waits for the conclusion until `conclusion`. Each is longer than the one before by the time that the news of a failure
-takes: a process that has died or hung is replaced by one that tells the others, which imports torch anew.
+A rank's own part of a stage ends at `work`. The rank that gathers the reports waits until `reports`. All ranks wait for
+the conclusion until `conclusion`. Each is longer than the one before, so that a failure can be reported in between: a
+process that died or hung is replaced by one that informs the other ranks, and which must import torch again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _TABLE_S = {
-    "inventory": 300.0,  # torch is imported in it, from a file system that may be cold and slow
+    "inventory": 300.0,  # it includes the import of torch, perhaps from a slow file system
     "consistency": 20.0,
     "health": 30.0,
     "allocation": 60.0,
@@ -22,9 +22,9 @@ _TABLE_S = {
 _NEWS_S = 15.0
 _CONCLUSION_S = 8.0
 DEPUTY_S = 2 * _CONCLUSION_S
-"""For the rank that takes the leader's place."""
+"""For the deputy, the rank that takes the leader's place."""
 _TORCH_SHARE = 0.7
-"""Of a group's deadline is torch's own timeout: who only waits gives up first, then who hangs is killed."""
+"""torch's own timeout as a share of a group's deadline: ranks that only wait give up before hung ones are killed."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Deadlines:
     timeout_s: float
 
     def work(self, stage: str) -> float:
-        """For this rank's own part. Of the arrival: for all ranks to come."""
+        """For this rank's own part. For `arrive`: until all ranks have arrived."""
         return self.timeout_s if stage == "arrive" else min(_TABLE_S[stage], self.timeout_s)
 
     def inside_group(self, stage: str) -> float:
@@ -42,13 +42,13 @@ class Deadlines:
         return self.work(stage) * _TORCH_SHARE
 
     def reports(self, stage: str) -> float:
-        """For the reports of all ranks to be there, from the end of the leader's own part."""
+        """For the reports of all ranks, from the end of the leader's own part."""
         return self.work(stage) if stage == "arrive" else self.work(stage) + _NEWS_S
 
     def conclusion(self, stage: str) -> float:
-        """For the conclusion to be there, from the end of a rank's own part."""
+        """For the conclusion, from the end of a rank's own part."""
         return self.reports(stage) + _CONCLUSION_S
 
     def wait(self, stage: str) -> float:
-        """For the conclusion of the rank that takes the leader's place, if it comes to that: then it is over."""
+        """For the conclusion of the deputy, if the leader gives none. After it a rank stops waiting."""
         return self.conclusion(stage) + DEPUTY_S

@@ -14,26 +14,26 @@ import msgspec
 from ...core.preflight import BandwidthRow, Finding, Grade, InventoryFacts
 
 Standing = Literal["ok", "failed", "victim"]
-"""`failed`: by its own fault; `victim`: others did not do their part."""
+"""`failed`: by its own fault. `victim`: because of other ranks."""
 
 
 class StageBegan(msgspec.Struct, frozen=True, tag="began"):
-    """A stage was entered: if no `ended` follows, this is where it hung or died."""
+    """A stage has begun. If no `ended` follows, the rank hung or died in this stage."""
 
     stage: str
     limit_s: float
-    """It ends by itself within so many seconds, or is to be ended."""
+    """The stage ends by itself within this many seconds, or must be killed."""
     step: str
-    """The step that it belongs to, or, of the inventory, the first one."""
+    """The step of this stage. For the inventory: the first step."""
 
 
 class At(msgspec.Struct, frozen=True, tag="at"):
-    """How far a stage has come: `all_reduce` of a process group."""
+    """The progress of a stage, such as `all_reduce` of a process group."""
 
     stage: str
     doing: str
     limit_s: float = 0.0
-    """If not 0: from here on it may take so long."""
+    """If not 0: the new limit, from here on."""
 
 
 class Waits(msgspec.Struct, frozen=True, tag="waits"):
@@ -44,7 +44,7 @@ class Waits(msgspec.Struct, frozen=True, tag="waits"):
 
 
 class StageEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """A stage is over."""
+    """A stage has ended."""
 
     stage: str
     grade: Grade
@@ -53,13 +53,13 @@ class StageEnded(msgspec.Struct, frozen=True, tag="ended"):
 
 
 class InventoryLine(msgspec.Struct, frozen=True, tag="inventory"):
-    """What the rank runs on."""
+    """The inventory of the rank."""
 
     facts: InventoryFacts
 
 
 class BandwidthLine(msgspec.Struct, frozen=True, tag="bandwidth"):
-    """What this rank measured."""
+    """The bandwidth that this rank measured."""
 
     rows: list[BandwidthRow]
 
@@ -71,7 +71,7 @@ class FaultLine(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class RankOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one rank came through."""
+    """The result of the preflight for one rank."""
 
     rank: int
     standing: Standing
@@ -80,7 +80,7 @@ class RankOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Concluded(msgspec.Struct, frozen=True, tag="concluded"):
-    """The end: what was found in all ranks, and the ranks for which not all went well."""
+    """The end of the preflight: the findings of all ranks, and the ranks that failed or were victims."""
 
     findings: list[Finding]
     outcomes: list[RankOutcome] = []
@@ -94,7 +94,7 @@ _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 
 
 def parse(line: bytes) -> Line | None:
-    """One line of a coordinator's output; None for anything that a library may have printed in between."""
+    """Parse one line of a coordinator's output. None for a line that a library has printed."""
     try:
         return _decoder.decode(line)
     except msgspec.DecodeError:

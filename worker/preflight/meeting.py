@@ -1,11 +1,11 @@
-"""The ranks meet in torchrun's store: each says its part, one draws the conclusion, all hear it, and nothing stays.
+"""The ranks meet in torchrun's store: each writes a report, one draws the conclusion, all read it, and no key remains.
 
-For every step of the preflight, below a prefix of this attempt's own, with 512 ranks as with 2:
+For every step of the preflight, the keys are these, below a prefix of this attempt:
 
-    arrive/0 ... arrive/511     a rank's report; deleted by the rank once it has heard the conclusion
-    arrive/conclusion           drawn by rank 0 from all reports; if rank 0 gives none in time, by one of the others
-    arrive/deputy               who that is
-    left                        how many have left; the last one deletes what remains
+    arrive/0 ... arrive/511     a rank's report; the rank deletes it after it has read the conclusion
+    arrive/conclusion           drawn by rank 0 from all reports; if rank 0 gives none in time, by another rank
+    arrive/deputy               that other rank
+    left                        number of ranks that have left; the last one deletes the remaining keys
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LEADER = 0
 
 
 class StoreLost(Exception):
-    """torchrun's store could not be reached, or answers no more."""
+    """torchrun's store cannot be reached, or no longer answers."""
 
 
 class NoConclusion(Exception):
@@ -34,16 +34,16 @@ class NoConclusion(Exception):
 
 @dataclass(frozen=True)
 class Reports:
-    """What the ranks have said in one step."""
+    """The reports of the ranks in one step."""
 
     by_rank: dict[int, bytes]
     silent: list[int]
     leader_failed: bool = False
-    """The one who reads them stands in for rank 0, which gave no conclusion."""
+    """Rank 0 gave no conclusion, and a deputy reads the reports."""
 
 
 def connect(identity: Identity, timeout_s: float) -> Any:
-    """A new client of torchrun's store; one that was made before a fork may not be used after it. Raises StoreLost."""
+    """A new client of torchrun's store. A client made before a fork must not be used after it. Raises StoreLost."""
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
             identity.master_addr,
@@ -53,17 +53,17 @@ def connect(identity: Identity, timeout_s: float) -> Any:
             timeout=timedelta(seconds=max(1.0, timeout_s)),
             wait_for_workers=False,
         )
-    except Exception as error:  # torch raises DistNetworkError, older releases a plain RuntimeError
+    except Exception as error:  # torch raises DistNetworkError, older versions raise RuntimeError
         raise StoreLost(_first_line(error)) from error
 
 
 def group_store(identity: Identity, prefix: str, group: str, timeout_s: float) -> Store:
-    """A store of its own for one process group, below our prefix. For the child that makes the group."""
+    """A store for one process group, below our prefix. For the child that makes the group."""
     return PrefixStore(f"{prefix}/group {group}", connect(identity, timeout_s))
 
 
 class Meeting:
-    """This rank's seat. Every method may raise StoreLost."""
+    """One rank's access to the meeting. Every method may raise StoreLost."""
 
     def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
         self._base = store
@@ -82,7 +82,7 @@ class Meeting:
         conclusion_s: float,
         deputy_s: float,
     ) -> bytes:
-        """Tell this rank's part and hear the conclusion. Raises NoConclusion when there is none in time."""
+        """Write this rank's report and return the conclusion. Raises NoConclusion if there is none in time."""
         try:
             self._store.set(f"{step}/{self._rank}", report.decode())
             if self._rank == LEADER:
@@ -101,9 +101,9 @@ class Meeting:
             raise StoreLost(_first_line(error)) from error
 
     def leave(self, steps: list[str], arrived: int) -> None:
-        """The last of those who have arrived cleans up; who comes too late finds only that it was missed.
+        """Leave the meeting. The last of the `arrived` ranks deletes the keys of `steps`, the steps it has run.
 
-        `steps` are those that this rank has gone through.
+        If ranks are missing, the first conclusion stays: a rank that arrives late finds in it that it was missed.
         """
         try:
             count = self._store.add("left", 1)
@@ -117,7 +117,7 @@ class Meeting:
             raise StoreLost(_first_line(error)) from error
 
     def _keys(self, steps: list[str]) -> list[str]:
-        """All keys below our prefix, also those of process groups, if this torch can list them (2.5 cannot)."""
+        """All keys below our prefix, including those of process groups if torch can list keys (2.5 cannot)."""
         if not hasattr(self._base, "list_keys"):
             return [*(f"{step}/{name}" for step in steps for name in ("conclusion", "deputy")), "left"]
         prefix = f"{self._prefix}/"
@@ -125,7 +125,7 @@ class Meeting:
         return [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
 
     def _publish(self, step: str, conclusion: bytes) -> None:
-        """The first one counts."""
+        """Set the conclusion, unless there is one already."""
         self._store.compare_set(f"{step}/conclusion", "", conclusion.decode())
 
     def _gather(self, step: str, timeout_s: float) -> Reports:
@@ -137,11 +137,11 @@ class Meeting:
         return Reports(by_rank, [rank for rank in range(self._world_size) if rank not in by_rank])
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
-        """Whether all keys are there in time. The store waits, nobody asks again and again."""
+        """Whether all keys exist in time. The store does the waiting, without polling."""
         deadline = time.monotonic() + timeout_s
         try:
             self._store.wait(keys, timedelta(seconds=max(0.05, timeout_s)))
-        except RuntimeError as error:  # torch raises DistStoreError, which is one
+        except RuntimeError as error:  # torch raises its subclass DistStoreError
             if "imeout" not in str(error) and time.monotonic() < deadline:
                 raise
             return False

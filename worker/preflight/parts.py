@@ -1,7 +1,7 @@
-"""What one rank does by itself in each step: a test in the rank's child, and what came of it as a report.
+"""One rank's own part in each step: a test in the rank's child process, and its result as a report.
 
-A rank has one child for all its tests up to its first process group, which shares one CUDA context among them. After a
-group it has a new one: a group cannot be taken down safely where a rank may be gone.
+A rank has one child, and so one CUDA context, for all its tests up to its first process group. After each group it has
+a new child: a group cannot be destroyed safely when one of its ranks may have ended.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from .stages.requests import Allocate, CheckHealth, Compute, InGroup, LookAtDevi
 from .steps import stage_of
 
 _HEALTH_SHARE = 0.8
-"""Of the stage's deadline is for NVML's answer; the rest is to start and to say that there was none."""
+"""The share of the stage's deadline for NVML's answer. The rest is for the start, and to report a missing answer."""
 _LOG_TAIL = 200_000
 
 
 @dataclass
 class Parts:
-    """The tests of one rank. `facts` are known after the inventory."""
+    """The tests of one rank. `facts` are complete after the inventory."""
 
     identity: Identity
     settings: WorkerSettings
@@ -52,14 +52,14 @@ class Parts:
     child: Child = field(default_factory=lambda: Child(perform))
 
     def close(self) -> None:
-        """The child ends, and what it holds of the device is free for the script."""
+        """End the child. Its memory on the device is then free for the script."""
         self.child.close()
 
     def _ask(self, request: Request, deadline_s: float, on_step: Say = lambda step: None) -> Ending:
         return self.child.run(msgspec.json.encode(request), deadline_s, on_step)
 
     def inventory(self) -> Report:
-        """What this rank runs on. A GPU at which a process hangs or dies is a bad one; other trouble is unknown."""
+        """What this rank runs on. Fails if the child hangs or dies when it reads the GPU; other errors are unknown."""
         facts = gather(self.identity, self.script)
         self.facts = replace(facts, device=facts.device or "cpu")
         if facts.device == "cpu":
@@ -77,11 +77,11 @@ class Parts:
 
     @property
     def device(self) -> torch.device:
-        """This rank's own."""
+        """This rank's device."""
         return torch.device(self.facts.device)
 
     def health(self) -> Report:
-        """What the driver says of this rank's GPU. What cannot be read is unknown."""
+        """What the driver reports of this rank's GPU. Values that cannot be read are unknown."""
         me, deadline_s = self.identity, self.deadlines.work("health")
         uuid = gpu_of_rank(self.facts.uuid, me.local_rank, os.environ)
         if not uuid and self.facts.device == "cpu":
@@ -100,7 +100,7 @@ class Parts:
         return Report(findings=[Finding("health", "unknown", "rank", [me.rank], [self.facts.host], sentence)])
 
     def allocation(self, gpus: Sequence[str]) -> Report:
-        """Memory. `gpus` are the UUIDs of all ranks' GPUs: who shares one shares its memory."""
+        """The memory test. `gpus` are the UUIDs of all ranks' GPUs: ranks that share a GPU share its memory."""
         amount = parse_amount(self.settings.alloc) if self.settings.alloc else None
         quick = self.settings.preflight == "quick"
         on_cuda, uuid = self.device.type == "cuda", self.facts.uuid
@@ -119,7 +119,7 @@ class Parts:
         return [Finding("allocation", "warn", "gpu", [me], [host], sentence, allocated.next, self.facts.uuid)]
 
     def compute(self) -> Report:
-        """A matmul."""
+        """The matmul test."""
         ending = self._ask(Compute(self.facts.device), self.deadlines.work("compute"))
         if ending.kind != "ok":
             return self._report(ending, own=True)
@@ -127,11 +127,11 @@ class Parts:
         return Report(computed=computed, detail=f"{computed.milliseconds:.3g} ms, {computed.digest}")
 
     def group(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> Report:
-        """A process group of `ranks`, which are more than one."""
+        """The test of a process group of `ranks`, at least two."""
         return self._in_group(step, ranks, backend, on_step, lambda ending: Report(detail=_text(ending)))
 
     def bandwidth(self, step: str, ranks: Sequence[int], backend: str, on_step: Say) -> Report:
-        """How fast all_reduce is."""
+        """The bandwidth test: how fast all_reduce is."""
 
         def report(ending: Ending) -> Report:
             measured = msgspec.json.decode(ending.value, type=Measured)
@@ -168,7 +168,7 @@ class Parts:
         return self._report(ending, log=log)
 
     def _report(self, ending: Ending, *, own: bool | None = None, log: Path | None = None) -> Report:
-        """How it failed, with what is known of the words that torch and NCCL have left."""
+        """The report of a failed test, with the cause if torch's or NCCL's messages name a known one."""
         if ending.kind == "raised" and ending.ours:
             return Report("fault", ending.detail, said=ending.said)
         if ending.kind == "raised" and ending.failure is not None:

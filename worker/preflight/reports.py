@@ -1,4 +1,4 @@
-"""What a rank tells the others of one step, and what all of them hear in return."""
+"""What a rank reports to the others in one step, and the conclusion that all of them get."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .stages.bandwidth import Measured
 from .stages.compute import ComputeResult
 
 Kind = Literal["ok", "raised", "died", "hung", "fallen", "fault", "idle"]
-"""`fallen`: the rank's coordinator itself died or hung. `fault`: an error of the test. `idle`: it had no part in it."""
+"""`fallen`: the rank's coordinator itself died or hung. `fault`: an error of gpuwatch. `idle`: the rank had no part."""
 
 
 class Attendance(msgspec.Struct, frozen=True):
-    """Who has come. `node` is GROUP_RANK."""
+    """A rank that has arrived. `node` is GROUP_RANK."""
 
     host: str
     node: int
@@ -24,7 +24,7 @@ class Attendance(msgspec.Struct, frozen=True):
     local_world_size: int
     device: str
     gpu: str = ""
-    """UUID; "" where there is none, or it is not known."""
+    """UUID; "" if there is none or it is unknown."""
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -33,12 +33,12 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: Kind = "ok"
     detail: str = ""
     own: bool | None = None
-    """Of what went wrong: whether it is this rank's own fault; None if that cannot be told from here alone."""
+    """Whether a failure is this rank's own fault; None if this rank alone cannot tell."""
     peers: list[int] = []
-    """Whom it blames instead."""
+    """The ranks that it blames instead."""
     next: str = ""
     said: str = ""
-    """The last thing that it had begun."""
+    """The last part of the test that it began."""
     findings: list[Finding] = []
     attendance: Attendance | None = None
     facts: InventoryFacts | None = None
@@ -47,14 +47,14 @@ class Report(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Roster(msgspec.Struct, frozen=True):
-    """Who takes part, by rank."""
+    """The ranks that take part. Lists are indexed by rank."""
 
     hosts: list[str]
     nodes: list[int]
     local_ranks: list[int]
     backend: str
     gpus: list[str] = []
-    """UUIDs; "" where there is none, or it is not known."""
+    """UUIDs; "" if there is none or it is unknown."""
 
     def ranks_of(self, *nodes: int) -> list[int]:
         """The ranks of these nodes."""
@@ -77,7 +77,7 @@ class Roster(msgspec.Struct, frozen=True):
 
 
 class PairTried(msgspec.Struct, frozen=True):
-    """How the group of two nodes went."""
+    """The result of a group of two nodes."""
 
     a: int
     b: int
@@ -86,10 +86,10 @@ class PairTried(msgspec.Struct, frozen=True):
 
 
 class Conclusion(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What follows from all reports of a step, together with those of the steps before."""
+    """The result of all reports of a step and of the steps before."""
 
     next: str = ""
-    """The step to take now; "" ends the preflight."""
+    """The next step; "" ends the preflight."""
     findings: list[Finding] = []
     outcomes: list[RankOutcome] = []
     roster: Roster | None = None
@@ -99,11 +99,11 @@ class Conclusion(msgspec.Struct, frozen=True, omit_defaults=True):
     """The nodes that test each other in the next step."""
     tried: list[PairTried] = []
     note: str = ""
-    """What the step has shown, in words, where all is well."""
+    """The result of a step without failures, in words."""
     broken: str = ""
-    """How the group over several nodes has failed, while it is being found out who is to blame."""
+    """How the group over several nodes failed, while the search for the cause goes on."""
 
     @property
     def failed(self) -> bool:
-        """Whether something was found for which the training should not start."""
+        """Whether a finding has the grade fail: the training should not start."""
         return any(finding.grade == "fail" for finding in self.findings)

@@ -1,7 +1,7 @@
-"""The preflight as the worker sees it: start the coordinator, write down what it says, end it if it hangs, decide.
+"""The worker's side of the preflight: start the coordinator, record its lines, kill it if it hangs, decide.
 
-The coordinator has a deadline for everything that it does and says beforehand when it will be over. The worker waits
-that long, and a little more. A coordinator that has died or hung is replaced by one that tells the other ranks at once.
+The coordinator has a deadline for everything that it does and announces it beforehand. The worker waits a little longer
+than that. A coordinator that died or hung is replaced by a second one, which informs the other ranks at once.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from .lines import (
 )
 
 _MARGIN_S = 5.0
-"""For a coordinator to notice that a test of its own has hung, and to end it."""
+"""Time for a coordinator to notice that one of its tests has hung, and to kill it."""
 _TELLER_S = 30.0
-"""For a second coordinator to import torch and to join the store."""
+"""Time for a second coordinator to import torch and to connect to the store."""
 MOST_WRITTEN = 100
-"""Findings, and other ranks that did not come through: each rank writes them down, and there may be many ranks."""
+"""Most findings, and most other ranks, that a rank records: every rank records them, and there may be many ranks."""
 
 
 class CoordinatorRun:
-    """One coordinator process, and where it is."""
+    """One coordinator process and its progress."""
 
     def __init__(self, session: Session, arguments: list[str], limit_s: float) -> None:
         self.stage = "inventory"
@@ -70,7 +70,7 @@ class CoordinatorRun:
         )
 
     def lines(self) -> Iterator[Line]:
-        """What it says, until it has ended, or was killed at its deadline."""
+        """The lines of the coordinator, until it ends or is killed at its deadline."""
         pipe = self._process.stdout
         assert pipe is not None
         rest = b""
@@ -110,7 +110,7 @@ class CoordinatorRun:
         self._deadline = time.monotonic() + seconds
 
     def _end(self) -> None:
-        """Its tests end with it: the kernel sees to that."""
+        """End the process. The kernel ends its tests with it (see orphan.py)."""
         if self.hung_s is not None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -121,14 +121,14 @@ class CoordinatorRun:
             self._process.stdout.close()
 
     def last_words(self) -> str:
-        """The end of what it wrote to stderr."""
+        """The last line that it wrote to stderr."""
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         self._errors.close()
         return lines[-1][:500] if lines else ""
 
     def how_it_fell(self) -> str:
-        """Why there is no conclusion, in words that follow the rank's name."""
+        """Why there is no conclusion, as the predicate of a sentence whose subject is the rank."""
         words = self.last_words()
         at = f" at {self.doing}" if self.doing else ""
         if self.hung_s is not None and self.waits:
@@ -139,7 +139,7 @@ class CoordinatorRun:
 
 
 def run_preflight(session: Session, identity: Identity, script: str = "") -> str | None:
-    """Test this rank. Returns None to go on, or the sentence with which to stop."""
+    """Test this rank. Returns None if the rank may go on, else the sentence with which it stops."""
     settings, recorder = session.settings, session.recorder
     if not identity.agent_store:
         detail = "torchrun's agent hosts no store here (TORCHELASTIC_USE_AGENT_STORE is not True)"
@@ -148,7 +148,7 @@ def run_preflight(session: Session, identity: Identity, script: str = "") -> str
     limit_s = Deadlines(settings.preflight_timeout_s).work("inventory") + _MARGIN_S
     try:
         coordinator = CoordinatorRun(session, ["--script", script], limit_s)
-    except OSError as error:  # no memory or no process to be had: nor will the script have one
+    except OSError as error:  # out of memory or processes: the script would fail, too
         return _decide(session, identity, _unheard(identity, "inventory", f"could not start its preflight: {error}"))
     _follow(session, coordinator)
     concluded = coordinator.concluded
@@ -173,7 +173,7 @@ def _follow(session: Session, run: CoordinatorRun) -> None:
 
 
 def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> Concluded:
-    """This rank has fallen out: say so in the store, and hear what follows."""
+    """Report in the store that this rank's coordinator failed. Returns the conclusion."""
     detail = fell.how_it_fell()
     arguments = ["--fallen", fell.step, "--stage", fell.stage, "--detail", detail]
     try:
@@ -185,7 +185,7 @@ def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> 
 
 
 def _unheard(identity: Identity, stage: str, detail: str) -> Concluded:
-    """What this rank knows alone: the others only find that it is missing."""
+    """The conclusion of a rank that cannot inform the others: they only find that it is missing."""
     host = host_name()
     finding = Finding(
         stage=stage,
@@ -221,7 +221,7 @@ def _decide(session: Session, identity: Identity, concluded: Concluded) -> str |
 
 
 def _sentence(failures: list[Finding], *, check_only: bool) -> str:
-    """What this rank prints: the first thing that is to blame."""
+    """What this rank prints: the first failure."""
     first = failures[0]
     more = f" (and {len(failures) - 1} more)" if failures[1:] else ""
     way_out = (

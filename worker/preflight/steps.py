@@ -1,12 +1,12 @@
-"""Which steps a preflight takes, in which order. Pure.
+"""The steps of a preflight and their order. Pure.
 
-A step is what the ranks do between two meetings; a stage, which the user sees, has one step or more:
+A step is what the ranks do between two meetings. A stage, which the user sees, has one or more steps:
 
     quick   arrive, consistency, health, allocation, then the group over all ranks
     full    arrive, consistency, health, allocation, compute, node group, heads, cross group, bandwidth
 
-If the group over all ranks fails and nobody is to blame for it alone, `inside` tests the group of each node (where
-that was not done before), and then pairs of nodes are tried: `pairs 1`, `pairs 2`, ...
+If the group over all ranks fails and no rank is clearly to blame, `inside` tests the group of each node (unless that
+was done before). Then pairs of nodes are tried: `pairs 1`, `pairs 2`, ...
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def step_after(step: str, mode: Mode, num_nodes: int) -> str:
 
 
 def is_local(step: str) -> bool:
-    """Whether each rank does it alone: what one of them finds keeps no other from going on."""
+    """Whether each rank does the step alone. A failure of one rank then does not block the others."""
     return step in ("consistency", "health", "allocation", "compute")
 
 
 def stays_local(step: str, following: str) -> bool:
-    """Whether the step and the one after it are done by each rank alone."""
+    """Whether each rank does both the step and the one after it alone."""
     return is_local(step) and is_local(following)

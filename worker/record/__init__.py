@@ -1,1 +1,1 @@
-"""From a hook to the recorder: names, roots, rows, frames, and the caller of the judge."""
+"""From a hook to the recorder: names, roots, rows, frames, and the code that calls the judge."""

@@ -1,4 +1,4 @@
-"""How many collectives this rank has issued, by process group: the only clock that ranks share."""
+"""How many collectives this rank has issued on each process group: the only clock that ranks share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _modules = sys.modules
 
 
 def issued() -> int:
-    """Collectives issued on all process groups together; -1 while there is none. About 0.2 us a group.
+    """Sum of the collectives issued on all process groups; -1 if there is no group. Takes about 0.2 us a group.
 
-    Read from the groups (`ProcessGroup._get_sequence_number_for_group`), so DDP's own bucket reductions count too.
+    Each group counts its own (`ProcessGroup._get_sequence_number_for_group`), including the bucket reductions of DDP.
     """
     module = _modules.get("torch.distributed.distributed_c10d")
     if module is None:
@@ -28,7 +28,7 @@ def issued() -> int:
 
 
 def clock() -> dict[str, int]:
-    """Name of a process group -> collectives issued on it. The members of a group know it by the same name."""
+    """Name of a process group -> collectives issued on it. All members of a group use the same name."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None or module.GroupMember.WORLD is None:
         return {}
@@ -39,7 +39,7 @@ def clock() -> dict[str, int]:
 
 
 def ranks() -> int:
-    """Size of the default process group; 1 while there is none."""
+    """Size of the default process group; 1 if there is none."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None or module.GroupMember.WORLD is None:
         return 1

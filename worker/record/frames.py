@@ -1,4 +1,4 @@
-"""Writes a frame, wherever its tensors lie, and asks the judge about it if there may be something to say."""
+"""Writes a frame, on whatever device its tensors are, and has notable frames judged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .rows import Row
 
 
 class Frames:
-    """All frames that Python writes; the native writer writes the ordinary ones."""
+    """Writes the frames that the native writer does not write."""
 
     def __init__(self, progress: Progress, judging: Judging) -> None:
         self._recorder = progress.recorder
@@ -32,14 +32,14 @@ class Frames:
         depth: int = 0,
         entered: int = -1,
     ) -> int:
-        """Write a frame into `page`, which is open; returns its index there.
+        """Write a frame into the open page `page`. Returns the frame's index in the page.
 
-        `entered` is the number of collectives that had been issued when the call began, -1 if that is not known.
+        `entered` is the number of collectives issued before the call began, -1 if it is not known.
         """
         seq = issued()
         collectives = max(0, seq - entered) if entered >= 0 else 0
         packed = [row.packed for row in rows]
         index = self._recorder.frame(info.id, parent, depth, phase, seq, packed, collectives)
         if any(row.notable for row in rows) or self._judging.suspects(page):
-            self._judging.look(page, index)
+            self._judging.judge(page, index)
         return index

@@ -1,7 +1,8 @@
-"""The judge's caller: hands it each notable frame once its numbers are there, and writes down what follows.
+"""Calls the judge (core/judge.py) for each notable frame once its numbers are there, and records the result.
 
-A frame of host memory is judged as soon as it is written. One of a device is judged when its numbers have arrived, and
-not before those of the frames in front of it: in whatever order they arrive, the same row is the first.
+A frame of tensors in host memory is judged as soon as it is written. A frame of tensors on a device is judged when its
+numbers have arrived. The frames of a page are judged in the order in which they were written, so the order of arrival
+does not change which row is the first alarm.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MAX_SCALED = 4096
 
 
 class NonFiniteRow(NamedTuple):
-    """One row of one frame, where something non-finite was seen."""
+    """A non-finite row, with its frame and page."""
 
     page: OpenPage
     frame: Frame
@@ -45,11 +46,11 @@ class _PageJudged:
     def __init__(self) -> None:
         self.so_far = PageSoFar()
         self.alarmed = False
-        """It has its anomaly: what comes after it in the same batch is its consequence."""
+        """The page has its anomaly. Later alarms of the same batch are consequences of it."""
         self.next = 0
         """Index of the first frame that has not been judged."""
         self.suspicious = False
-        """Something notable has arrived in it: a later frame may show the same value again."""
+        """Something notable was found in the page. A later frame may show the same value again."""
 
 
 class Judging:
@@ -72,11 +73,12 @@ class Judging:
         self._hidden: set[tuple[str, str, str]] = set()
         self._scaled: list[NonFiniteRow] = []
         self._late: dict[int, OpenPage] = {}
-        """Pages with numbers that have not arrived."""
+        """Page number -> page, for pages with numbers that have not arrived."""
         self._to_judge: set[int] = set()
-        """Those of them in which something notable was seen."""
-        self._noted = ""
-        self._graphs_told = False
+        """Numbers of those pages in which something notable was found."""
+        self._recorded_note = ""
+        """The last note of the device buffer that was recorded."""
+        self._graph_fault_recorded = False
         rows.expect = self.expect
         rows.on_device_buffer = self._begin
 
@@ -87,15 +89,15 @@ class Judging:
     # -- frames -------------------------------------------------------------------------------------------------
 
     def expect(self, page: OpenPage) -> None:
-        """A value was written into a page whose numbers come later."""
+        """A value was added to `page` whose numbers arrive later."""
         self._late[page.number] = page
 
     def suspects(self, page: OpenPage) -> bool:
-        """Whether every further frame of a page is to be judged."""
+        """Whether every further frame of a page must be judged."""
         return page.judged is not None and _judged(page).suspicious
 
-    def look(self, page: OpenPage, index: int) -> None:
-        """Judge frame `index`, which has something notable in it; later, if numbers of its page are on their way."""
+    def judge(self, page: OpenPage, index: int) -> None:
+        """Judge the notable frame `index`: now, or when the outstanding numbers of its page have arrived."""
         if page.number in self._late:
             self._to_judge.add(page.number)
             self.collect()
@@ -105,25 +107,25 @@ class Judging:
             self._judge(page, _judged(page), frame)
 
     def forward_ends(self, page: OpenPage) -> None:
-        """Judge what the native writer wrote since something notable arrived: it may show the same values again."""
+        """Judge the frames that the native writer wrote after a notable one: they may show the same values again."""
         if self.suspects(page) and page.number not in self._late:
             self._advance(page, everything=True)
 
     def judge_again(self, page: OpenPage, index: int) -> Judgement:
-        """What the judge says of one frame, taken by itself. Its numbers are there, and nothing follows from it."""
+        """Judge one frame by itself, without recording anything. Its numbers must have arrived."""
         frame = self._own.frame(page, index)
         return PageSoFar().judge(frame) if frame is not None else Judgement()
 
     def collect(self) -> bool:
-        """Judge the frames whose numbers have arrived. True when nothing more is on its way. Does not wait."""
+        """Judge the frames whose numbers have arrived. True when no number is outstanding. Does not wait."""
         buffer = self._rows.device_buffer
         if buffer is None:
             return True
-        if buffer.note != self._noted:
-            self._noted = buffer.note
+        if buffer.note != self._recorded_note:
+            self._recorded_note = buffer.note
             self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
-        if buffer.not_seen_in_graphs and not self._graphs_told:
-            self._graphs_told = True
+        if buffer.not_seen_in_graphs and not self._graph_fault_recorded:
+            self._graph_fault_recorded = True
             message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
             self._recorder.append(Fault(self._progress.where(), "graph", message))
         for number in buffer.collect():
@@ -141,14 +143,17 @@ class Judging:
         return not self._late
 
     def finish(self) -> None:
-        """Wait for all numbers that are on their way, and judge them."""
+        """Wait for all outstanding numbers and judge them."""
         buffer = self._rows.device_buffer
         if buffer is not None and self._late:
             buffer.finish()
             self.collect()
 
     def _advance(self, page: OpenPage, *, everything: bool) -> None:
-        """Go on in a page, up to the first frame whose numbers are on their way. What was lost will never come."""
+        """Judge the next frames of a page, up to the first one with outstanding numbers.
+
+        `everything`: no number of the page is outstanding, so those that are still missing were lost.
+        """
         judged = _judged(page)
         notable, arguments = self._rows.notable.mask, self._rows.argument_slots
         found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, everything=everything)
@@ -173,7 +178,7 @@ class Judging:
     # -- non-finite ---------------------------------------------------------------------------------------------
 
     def alarm(self, bad: NonFiniteRow, cause: str = "") -> None:
-        """The first bad value of a batch."""
+        """Record the first alarm of a page, and no later one."""
         judged = _judged(bad.page)
         if judged.alarmed:
             return
@@ -187,13 +192,13 @@ class Judging:
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
-        else:  # training on with nan in every batch: the first ones are what the question is about
+        else:  # the training goes on with nan in every batch: only the first anomalies matter
             self._fields[Field.RECORDS_LOST] += 1
         if anomaly.aborts and self.pending is None:
             self.pending = anomaly
 
     def _hide(self, bad: NonFiniteRow) -> None:
-        """A row that a rule of the user's covers. Every one is counted, the first of each kind is an event."""
+        """Count a row that an --ignore rule covers, and record an event for the first of its module and role."""
         self._fields[Field.IGNORED] += 1
         page, frame, row = bad
         root = self._recorder.names.root_label(page.root)
@@ -205,17 +210,17 @@ class Judging:
             self._recorder.append(Ignored(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
-        """The first bad gradient that a GradScaler was to catch before optimizer step `step`. Those are then done."""
+        """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""
         taken = [bad for bad in self._scaled if bad.page.step <= step]
         self._scaled = [bad for bad in self._scaled if bad.page.step > step]
         return taken[0] if taken else None
 
     def is_late(self, step: int) -> bool:
-        """Whether numbers of a batch up to optimizer step `step` are on their way."""
+        """Whether numbers of a batch up to optimizer step `step` are outstanding."""
         return any(page.step <= step for page in self._late.values())
 
     def skipped(self, bad: NonFiniteRow | None, scale: float, in_a_row: int) -> None:
-        """Write down that a GradScaler has skipped a step because of `bad`."""
+        """Record that a GradScaler has skipped a step because of `bad`."""
         where = self._progress.where_of(bad.page, bad.frame) if bad is not None else self._progress.where()
         if bad is None:
             self._recorder.append(ScalerSkip(where, scale, in_a_row))
@@ -225,13 +230,13 @@ class Judging:
         self._recorder.append(ScalerSkip(where, scale, in_a_row, frame.module, frame.cls, bad.row.role, value))
 
     def raise_pending(self) -> None:
-        """End the job, if that is what an anomaly asked for. Raises OverflowDetected."""
+        """Raise OverflowDetected if an anomaly is to end the job."""
         pending, self.pending = self.pending, None
         if pending is not None:
             self._fields[Field.ABORT] = ExitCode.OVERFLOW
             raise OverflowDetected(sentence(pending))
 
-    # -- close to it --------------------------------------------------------------------------------------------
+    # -- near overflow and underflow ----------------------------------------------------------------------------
 
     def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
         self._fields[Field.WARNED] += 1
@@ -266,7 +271,7 @@ def _judged(page: OpenPage) -> _PageJudged:
 
 
 def sentence(anomaly: Anomaly) -> str:
-    """What the failing rank says in its exception."""
+    """The message of the failing rank's OverflowDetected."""
     module = module_text(anomaly.module, anomaly.cls)
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
     return (

@@ -1,4 +1,4 @@
-"""Opens nested arguments and outputs: a role for every leaf, such as `input[0]`, `kwargs.mask`, `output.logits`."""
+"""Flattens nested arguments and outputs. Every leaf has a role, such as `input[0]`, `kwargs.mask`, `output.logits`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TENSOR = torch.Tensor
 INPUTS = tuple(f"input[{position}]" for position in range(_MAX_LEAVES))
 OUTPUTS = tuple(f"output[{position}]" for position in range(_MAX_LEAVES))
 KWARGS: dict[str, str] = {}
-"""Name of a keyword argument -> its role. These are asked for in every call: a string made anew is hashed anew."""
+"""Name of a keyword argument -> its role. A cache, because a new string would be hashed again in every call."""
 
 
 def inputs_of(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
@@ -57,7 +57,7 @@ def outputs_of(output: Any) -> list[tuple[str, Any]]:
 
 
 def role_of_keyword(key: Any) -> str:
-    """The role of a keyword argument, remembered."""
+    """The role of a keyword argument, cached in `KWARGS`."""
     role = _of_key("kwargs", key)
     if isinstance(key, str) and len(KWARGS) < 4096:
         KWARGS[key] = role
@@ -71,8 +71,8 @@ def _of_key(role: str, key: Any) -> str:
 def leaves_of(value: Any, role: str, found: list[tuple[str, Any]], depth: int = 0) -> None:
     """Append (role, leaf) for every leaf of `value` to `found`.
 
-    Opened are tuples and lists (named tuples by field), mappings, dataclasses and whatever torch's pytree knows. A
-    leaf is anything else: a tensor, None, or some other object.
+    Tuples, lists, named tuples (by field), mappings, dataclasses and the nodes of torch's pytree are flattened.
+    Everything else is a leaf: a tensor, None, or another object.
     """
     if len(found) >= _MAX_LEAVES:
         return

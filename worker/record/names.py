@@ -1,4 +1,4 @@
-"""Names of modules as the user wrote them: the root's tree without what wrappers add to it."""
+"""Names of modules as the user wrote them, without the parts that wrappers add."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-# Class name of a wrapper -> the child under which it keeps what it wraps. By name, so that nothing has to be imported.
+# Class name of a wrapper -> name of the child that it wraps. By name, so that nothing has to be imported.
 WRAPPED_CHILD = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -22,7 +22,7 @@ WRAPPED_CHILD = {
 
 
 def wrapped_child(module: nn.Module) -> nn.Module | None:
-    """What `module` wraps, or None if it is not a wrapper."""
+    """The module that `module` wraps; None if it is not a wrapper."""
     name = WRAPPED_CHILD.get(type(module).__name__)
     return module._modules.get(name) if name is not None else None
 
@@ -35,7 +35,7 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def class_of(module: nn.Module) -> str:
-    """The class that the user wrote. `fully_shard` makes a class `FSDPBlock` out of `Block`."""
+    """The name of the class that the user wrote: `Block` where `fully_shard` derived `FSDPBlock` from it."""
     cls = type(unwrap(module))
     if cls.__name__.startswith("FSDP") and cls.__mro__[1].__name__ == "FSDPModule" and len(cls.__bases__) > 1:
         cls = cls.__bases__[1]
@@ -43,9 +43,10 @@ def class_of(module: nn.Module) -> str:
 
 
 def walk(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of every module under `root` once, under its first name; wrappers get the name of what they wrap.
+    """(name, module) of every module under `root`, once, by its first name.
 
-    The root itself is "". Order and names are those of `named_modules()` of the unwrapped model.
+    A wrapper has the name of the module that it wraps. The root is "". Order and names are those of `named_modules()`
+    of the unwrapped model.
     """
     seen: set[int] = set()
     stack: list[tuple[str, nn.Module]] = [("", root)]

@@ -1,7 +1,7 @@
-"""The native frame writer (`FrameWriter` of worker/native), where it was built and torch lends it its tensors.
+"""The native frame writer (`FrameWriter` of worker/native), where it was built and torch exports tensors to C (DLPack).
 
-Without it the same is recorded, in more time: it does nothing that rows.py, forward.py, backward.py and optimizer.py do
-not do, on the dictionaries that are theirs.
+It is faster and records nothing else than the Python path: rows.py, forward.py, backward.py and optimizer.py. Both work
+on the same dictionaries.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .rows import COUNT_EVERY, Rows
 
 try:
     from ..native.core import LAYOUT, FrameWriter
-except ImportError:  # there was no compiler where this was installed
+except ImportError:  # gpuwatch was installed without a C compiler
     LAYOUT, FrameWriter = {}, None  # type: ignore[assignment,misc]
 
 
-_NOT_SEEN_IN_C = {"unknown", "qint8", "quint8", "qint32"}
-"""dtypes that DLPack has no name for."""
+_NOT_IN_DLPACK = {"unknown", "qint8", "quint8", "qint32"}
+"""dtypes that DLPack cannot express."""
 
 
 def _offset(record: struct.Struct, position: int) -> int:
-    """Bytes before a field of a struct, by the field's position in its format."""
+    """Offset in bytes of a struct's field, by the field's position in the format."""
     return struct.calcsize(record.format[: 1 + position])  # the first character is the byte order
 
 
 def python_layout() -> dict[str, int]:
-    """The numbers that the native part shares with Python, by their names in worker/native/include/layout.h."""
+    """The layout constants that native code shares with Python, by their names in worker/native/include/layout.h."""
     numbers = {
         "SEGMENT_BYTES": layout.SEGMENT_BYTES,
         "SEGMENT_HEADER": layout.FRAMES_AT,
@@ -88,12 +88,12 @@ def python_layout() -> dict[str, int]:
     for encoding in (Encoding.FLOAT32, Encoding.FLOAT16, Encoding.BFLOAT16, Encoding.FLOAT64):
         numbers[f"ENCODING_{encoding.name}"] = encoding
         numbers[f"INF_{encoding.name}"] = INF_BITS[encoding]
-    numbers |= {f"DTYPE_{name.upper()}": code for name, code in DTYPE_CODES.items() if name not in _NOT_SEEN_IN_C}
+    numbers |= {f"DTYPE_{name.upper()}": code for name, code in DTYPE_CODES.items() if name not in _NOT_IN_DLPACK}
     return {name: int(number) for name, number in numbers.items()}
 
 
 def difference(native: dict[str, int]) -> str:
-    """What the native part was built with that is not so in Python, one sentence; empty when they agree."""
+    """One sentence on the layout constants in which the native code differs from Python; empty if there are none."""
     python = python_layout()
     wrong = sorted(name for name in python.keys() | native.keys() if python.get(name) != native.get(name))
     found = ", ".join(f"{name} is {native.get(name)} and not {python.get(name)}" for name in wrong)
@@ -101,9 +101,10 @@ def difference(native: dict[str, int]) -> str:
 
 
 def native_writer_of(progress: Progress, rows: Rows, notable: NotableValue, gradients: Gradients) -> Any:
-    """A FrameWriter for these, or None where there can be none.
+    """A FrameWriter; None if it was not built, this torch does not support it, or `--sync` is set.
 
-    Tensors in host memory it reads itself; for those on a device it asks `rows.device_value` and `rows.device_weight`.
+    It reads tensors in host memory itself. For tensors on a device it calls `rows.device_value` and
+    `rows.device_weight`.
     """
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
@@ -146,5 +147,5 @@ def native_writer_of(progress: Progress, rows: Rows, notable: NotableValue, grad
             device_weight=rows.device_weight,
             reads_host=late_device() is None,
         )
-    except (AttributeError, TypeError, ValueError):  # a torch that has changed
+    except (AttributeError, TypeError, ValueError):  # a torch version whose internals differ
         return None

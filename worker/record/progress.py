@@ -14,7 +14,7 @@ from .roots import RootInfo
 
 
 class Progress:
-    """Steps, batches, and the page that is being written. What the parts of the hooks share."""
+    """Steps, batches and the current page. The hooks share it."""
 
     def __init__(self, recorder: RecorderWriter, settings: WorkerSettings, rank: int) -> None:
         self.recorder = recorder
@@ -25,12 +25,12 @@ class Progress:
         self.batch = -1
         self.watches_weights = "weights" in settings.watch
         self.root: RootInfo | None = None
-        """The root of the page that was begun last."""
+        """The root of the last page that was begun."""
         self.skipped = False
-        """This batch is left out (`--every`)."""
+        """This batch is skipped (`--every`)."""
 
     def where(self, page: OpenPage | None = None, root: str | None = None) -> Where:
-        """The place in the run, for an event: now, or in `page` of the root labelled `root`."""
+        """The place in the run, for an event: now, or that of `page` of the root labelled `root`."""
         label = root if root is not None else self.root.label if self.root is not None else ""
         current = page or (self.root.page if self.root is not None else None)
         return Where(
@@ -46,9 +46,9 @@ class Progress:
         )
 
     def where_of(self, page: OpenPage, frame: Frame) -> Where:
-        """The place in the run of a frame, whether it was written just now or some batches ago."""
+        """The place in the run of a frame, which may be some batches old."""
         counts = clock()
-        if frame.seq != issued():  # of the past only the sum over all groups is known
+        if frame.seq != issued():  # collectives were issued since: a frame holds only the sum over all groups
             counts = dict.fromkeys(counts, frame.seq) if len(counts) == 1 and frame.seq >= 0 else {}
         return Where(
             rank=self.rank,
@@ -63,7 +63,7 @@ class Progress:
         )
 
     def begin_page(self, root: RootInfo) -> OpenPage:
-        """The next page of a root; the one before it is complete."""
+        """End the root's last page and begin its next one."""
         before = root.page
         if before is not None:
             self.recorder.end_page(before)
@@ -74,12 +74,12 @@ class Progress:
         return root.page
 
     def resume(self, page: OpenPage) -> None:
-        """Write on in a page."""
+        """Make `page` the current page again."""
         if self.recorder.page is not page:
             self.recorder.resume_page(page)
             self.fields[Field.SEQ] = issued()
 
     def enter(self, phase: RankPhase, module: int = -1) -> None:
-        """Say what this rank is doing."""
+        """Publish what this rank is doing, for the agent."""
         self.fields[Field.PHASE] = phase
         self.fields[Field.MODULE] = module

@@ -1,4 +1,4 @@
-"""Which module is a root, and the number and name of every module under it. Interned once into the recorder."""
+"""Which module is a root, and the id and name of every module under it. Each definition is recorded once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 _BACKENDS = "<GraphModule>"
-"""What some backends of torch.compile call in place of the modules that were compiled: it has no name of its own."""
+"""Suffix of the name of the module that some torch.compile backends call instead of the compiled ones. Not recorded."""
 _FEW = 256
-"""Modules and parameters that are gone are only looked for among more than so many."""
+"""Entries of freed modules and parameters are purged only when there are more entries than this."""
 
 
 def _nothing() -> None:
@@ -31,61 +31,60 @@ def _holds(parent: nn.Module | None, module: nn.Module) -> bool:
     return parent is not None and any(part is module for part in parent._modules.values())
 
 
-def _made_by(parent: ModuleInfo, module: nn.Module) -> str:
-    """The name of a module that is made on the fly: it hangs on no attribute of the model."""
+def _temporary_name(parent: ModuleInfo, module: nn.Module) -> str:
+    """The name of a temporary module: one that is no attribute of any module of the model."""
     cls = type(module).__name__
     return f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>"
 
 
 class Slots(dict[str, int]):
-    """Role -> slot, of a module with a parameter whose role is not its name. The native writer leaves it to Python."""
+    """Role -> slot of a module with a parameter whose role differs from its name. Python writes its frames."""
 
 
 class ModuleInfo:
-    """What the hooks need to know of a module, without keeping it alive."""
+    """What the hooks know of a module. Does not keep it alive."""
 
     __slots__ = ("cls", "entered", "guessed", "id", "is_wrapper", "name", "ref", "root", "seq", "slots", "watched")
 
     def __init__(self, module: nn.Module | None, number: int, root: RootInfo, name: str, cls: str = "") -> None:
-        """`module` is None for a place that is none and calls itself `cls`."""
+        """`module` is None for a place that is not a module; its class is then `cls`."""
         self.ref: Callable[[], nn.Module | None] = weakref.ref(module) if module is not None else _nothing
         self.id = number
         self.root = root
         self.name = name
         self.cls = class_of(module) if module is not None else cls
         self.entered = 0
-        """A wrapper's: frames in the page when it was last entered."""
+        """For a wrapper: the number of frames in the page when it was last entered."""
         self.guessed = False
-        """It was taken for one that is made on the fly, as its like were, and not looked for in the tree."""
+        """It was treated as a temporary module, like its siblings, without a search of the tree."""
         self.is_wrapper = module is not None and wrapped_child(module) is not None
         self.seq = -1
-        """Collectives that had been issued when it was last entered."""
+        """Collectives issued before it was last entered."""
         self.slots: dict[str, int] = {}
         self.watched = True
         """Whether it gets frames (`--modules`)."""
 
 
 class RootInfo:
-    """A root module: its batches are counted by themselves."""
+    """A root module. Each root counts its own batches."""
 
-    __slots__ = ("batches", "cls", "definitions", "id", "label", "made", "modules", "ordinal", "page")
+    __slots__ = ("batches", "cls", "definitions", "id", "label", "modules", "page", "temporary")
 
     def __init__(self, number: int, cls: str, ordinal: int) -> None:
         self.id = number
         self.cls = cls
-        self.ordinal = ordinal
         self.label = cls if ordinal == 0 else f"{cls}#{ordinal + 1}"
         self.modules: dict[int, ModuleInfo] = {}
         self.definitions: dict[tuple[str, str], ModuleInfo] = {}
-        """(name, class) -> the first module of that name: one that is made anew in every step shares its number."""
-        self.made: set[tuple[str, type]] = set()
-        """(name of the parent, class) of modules that hang nowhere in the tree. The next such one is not looked for."""
+        """(name, class) -> the first such module. Later ones, such as one made in every step, share its id."""
+        self.temporary: set[tuple[str, type]] = set()
+        """(name of the parent, class) of temporary modules. The tree is not searched for the next such module."""
         self.batches = 0
         self.page: OpenPage | None = None
         """The page of its last batch."""
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether the module is a part of this root, as far as is known."""
+        """Whether the module is known to be a part of this root."""
         info = self.modules.get(id(module))
         return info is not None and info.ref() is module
 
@@ -99,19 +98,19 @@ class Roots:
         self._roots: list[tuple[Callable[[], nn.Module | None], RootInfo]] = []
         self._root_by_id: dict[int, tuple[Callable[[], nn.Module | None], RootInfo]] = {}
         self._owner: dict[int, ModuleInfo] = {}
-        """id of a module -> its info under the first root that was known to hold it."""
+        """id of a module -> its info under the first root that holds it."""
         self._modules = 0
         self._many = _FEW
         self.parameters: dict[int, tuple[weakref.ref[torch.Tensor], ModuleInfo, str]] = {}
-        """id of a parameter -> the first module that was seen to hold it, and its role there."""
+        """id of a parameter -> the first known module that holds it, and its role there."""
         self.on_parameter: Callable[[torch.Tensor, ModuleInfo, str], None] | None = None
-        """Called once for every parameter of every module that becomes known."""
+        """Called for every parameter of a module when the module becomes known."""
 
     def enter(self, module: nn.Module) -> tuple[ModuleInfo, bool]:
-        """The info of a module entered while no other is running, and whether this begins a batch of its own.
+        """The info of a module that is called while no other is running, and whether the call begins a batch.
 
-        A part of an earlier root that is called by itself (the recomputation of a checkpointed block, one encoder
-        layer called by hand) belongs to that root and to its current batch.
+        A part of an earlier root may be called by itself: a checkpointed block is recomputed, or the script calls one
+        encoder layer. Such a call belongs to that root and to its current batch.
         """
         known = self._root_by_id.get(id(module))
         if known is not None and known[0]() is module:
@@ -128,11 +127,11 @@ class Roots:
         if info is not None and info.ref() is module:
             if not info.guessed:
                 return info
-            del root.modules[id(module)]  # it was not thrown away: it may hang somewhere after all
+            del root.modules[id(module)]  # it is called again, so it may be in the tree
         else:
             info = None
-            if (parent.name, type(module)) in root.made and not _holds(parent.ref(), module):
-                info = self._intern(module, root, _made_by(parent, module))
+            if (parent.name, type(module)) in root.temporary and not _holds(parent.ref(), module):
+                info = self._intern(module, root, _temporary_name(parent, module))
                 info.guessed = True
                 return info
         holder = self._find(root)
@@ -141,15 +140,15 @@ class Roots:
             found = root.modules.get(id(module))
             if found is not None and found.ref() is module:
                 return found
-        root.made.add((parent.name, type(module)))
+        root.temporary.add((parent.name, type(module)))
         if info is None:
-            return self._intern(module, root, _made_by(parent, module))
+            return self._intern(module, root, _temporary_name(parent, module))
         root.modules[id(module)] = info
         info.guessed = False
         return info
 
     def name_of(self, module: nn.Module) -> str | None:
-        """The name of a module that was seen, its class for a root."""
+        """The name of a known module, or its class for a root. None for an unknown module."""
         for _, root in self._roots:
             if root.knows(module):
                 info = root.modules[id(module)]
@@ -157,7 +156,7 @@ class Roots:
         return None
 
     def place(self, name: str, root: RootInfo | None, cls: str = "detect_overflow") -> ModuleInfo:
-        """A place that is no module, in the root that runs or in one of its own: one that the script has named."""
+        """The info of a named place that is not a module, in `root`. If `root` is None, in a root of class `cls`."""
         if root is None:
             root = next((info for _, info in self._roots if info.cls == cls), None)
         if root is None:
@@ -173,12 +172,12 @@ class Roots:
         return info
 
     def owner_of(self, parameter: torch.Tensor) -> tuple[ModuleInfo, str] | None:
-        """The module that holds a parameter, and the parameter's role there; None for one that nobody has seen."""
+        """The module that holds a parameter, and the parameter's role there; None for an unknown parameter."""
         known = self.parameters.get(id(parameter))
         return known[1:] if known is not None and known[0]() is parameter else None
 
     def own(self, parameter: torch.Tensor, info: ModuleInfo, role: str) -> None:
-        """Remember whose parameter this is: of tied weights the first module's that is watched."""
+        """Remember the module that holds this parameter: for tied weights, the first watched one."""
         known = self.parameters.get(id(parameter))
         if known is None or known[0]() is not parameter or (info.watched and not known[1].watched):
             self.parameters[id(parameter)] = (weakref.ref(parameter), info, role)
@@ -186,7 +185,7 @@ class Roots:
                 self.on_parameter(parameter, info, role)
 
     def find_parameters(self) -> None:
-        """Look again at the modules of all roots: parameters may have been put in since."""
+        """Search the modules of all roots again: parameters may have been added since."""
         for _, root in self._roots:
             for info in list(root.modules.values()):
                 module = info.ref()
@@ -214,14 +213,14 @@ class Roots:
     def _new_root(self, module: nn.Module) -> RootInfo:
         cls = class_of(module)
         for position, (ref, gone) in enumerate(self._roots):
-            if gone.cls == cls and ref() is None:  # a loss that is made anew in every step is one root
+            if gone.cls == cls and ref() is None:  # a loss module that is made in every step stays one root
                 self._roots[position] = self._root_by_id[id(module)] = (weakref.ref(module), gone)
                 self._intern_tree(module, gone)
                 return gone
         ordinal = sum(root.cls == cls for _, root in self._roots)
         root = RootInfo(len(self._roots), cls, ordinal)
         self._roots.append((weakref.ref(module), root))
-        self._root_by_id[id(module)] = self._roots[-1]  # over a dead module whose id came back
+        self._root_by_id[id(module)] = self._roots[-1]  # replaces a freed module with the same id
         self._recorder.append(RootDef(root.id, cls, ordinal), name=True)
         self._intern_tree(module, root)
         return root
@@ -233,7 +232,7 @@ class Roots:
                 self._intern(part, root, name)
 
     def _forget_dead(self) -> None:
-        """Modules that a forward makes anew each time leave an entry each behind."""
+        """Purge the entries of freed modules and parameters. A forward that makes modules adds some in every call."""
         self._owner = {key: info for key, info in self._owner.items() if info.ref() is not None}
         self._root_by_id = {key: known for key, known in self._root_by_id.items() if known[0]() is not None}
         for gone in [key for key, known in self.parameters.items() if known[0]() is None]:

@@ -1,4 +1,4 @@
-"""Rows: what is put down of one tensor. A page reads each distinct tensor once, weights once per optimizer step."""
+"""Rows: what is recorded of a tensor. A page reads each distinct tensor once, and a weight once per optimizer step."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ..compile.graph_op import Seen
 
 _FEW = 256
-"""Weights that are gone are only looked for among more than so many."""
+"""Entries of freed weights are purged only when there are more entries than this."""
 COUNT_EVERY = 10
-"""Zeros and subnormals are counted in one batch of so many."""
+"""Zeros and subnormals are counted in one of this many batches."""
 
 
 _TENSOR = torch.Tensor
@@ -40,36 +40,36 @@ _IGNORED = int(Mark.IGNORED)
 
 
 class Row(NamedTuple):
-    """A row as it is recorded. Of a tensor on a device the numbers are known only later: `meta` is PENDING."""
+    """A row as it is recorded. The numbers of a tensor on a device arrive later: until then `meta` is PENDING."""
 
     packed: RowTuple
     flags: int
     fresh: bool
-    """Not seen before in this page."""
+    """The tensor was read for this row, not for an earlier one of the page."""
     high: int = 0
     meta: int = 0
     notable: bool = False
-    """The judge should see its frame."""
+    """Its frame must be judged."""
 
     @property
     def pending(self) -> bool:
-        """Its numbers are on their way from a device."""
+        """Its numbers have not arrived from the device."""
         return self.meta == PENDING
 
 
 _new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
-"""Makes a named tuple in a third of the time that its class takes."""
+"""Makes a named tuple three times as fast as its class does."""
 
 _Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int]
 """Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta."""
 
 
 _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
-"""Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
+"""Weak reference to the parameter, its version, the step, and its numbers or the device row that holds them."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Counts the changes in place; -1 for an inference tensor, which does not count them."""
+    """The number of in-place changes; -1 for an inference tensor, which does not count them."""
     try:
         return tensor._version
     except RuntimeError:
@@ -77,7 +77,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class Rows:
-    """Measures tensors into the page that is being written."""
+    """Reads tensors and writes their numbers into the current page."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Rows:
         self._on_fault = on_fault
         self.seen: dict[int, _Seen] = {}
         self.by_memory: dict[tuple[int, int, int], _Seen] = {}
-        """(address, elements, dtype code): of two tensors that are alive, the same is the same elements."""
+        """(address, elements, dtype code) -> how it was last seen. Live tensors with one key share their elements."""
         self.weights: dict[int, _Weight] = {}
         self.shapes: dict[tuple[int, ...], int] = {}
         self._slots = 0
@@ -101,37 +101,37 @@ class Rows:
         self.ignored: dict[int, str] = {}
         """slot -> the rule that covers it."""
         self.changed: dict[int, _Seen] = {}
-        """id of a tensor -> how it was last seen, for arguments of this call that were changed in place since."""
+        """id of a tensor -> how it was last seen, for arguments of this call that were changed in place."""
         self.count = False
         """Count zeros and subnormals in this batch."""
         self.device_buffer: DeviceStatsBuffer | None = None
         self.on_device_buffer: Callable[[DeviceStatsBuffer], None] | None = None
         self.expect: Callable[[OpenPage], None] | None = None
-        """Called with the page that a value was written into whose numbers come later."""
+        """Called with the current page when a value is added whose numbers arrive later."""
         self._device_failed = False
         self._late = late_device()
         self._seq = -1
-        """Collectives that had been issued when a tensor on a device was last read."""
+        """Collectives issued before a tensor on a device was last read."""
 
     def begin_page(self, batch: int) -> None:
-        """What was seen in another page is not known in this one."""
+        """Forget the tensors of the page before, and decide whether this batch is counted."""
         self.seen.clear()
         self.by_memory.clear()
         self.changed.clear()
-        if len(self.weights) > self._many:  # those of modules that a forward makes anew each time
+        if len(self.weights) > self._many:  # a forward that makes modules adds weights in every call
             for gone in [key for key, known in self.weights.items() if known[0]() is None]:
                 del self.weights[gone]
             self._many = 2 * max(_FEW, len(self.weights))
         self.count_in(batch)
 
     def count_in(self, batch: int) -> None:
-        """Whether zeros and subnormals are counted depends on the batch alone: the same on all ranks."""
+        """Count zeros and subnormals in this batch or not. It depends on the batch alone: all ranks do the same."""
         self.count = batch % COUNT_EVERY == 0
 
-    # -- numbers for names --------------------------------------------------------------------------------------
+    # -- ids of names -------------------------------------------------------------------------------------------
 
     def slot(self, info: ModuleInfo, role: str) -> int:
-        """The number of (module, role), interned."""
+        """The id of (module, role). A new one is recorded."""
         slot = info.slots.get(role)
         if slot is None:
             slot = info.slots[role] = self._slots
@@ -157,15 +157,11 @@ class Rows:
             dims = tuple(dims)
             try:
                 numbers = tuple(int(dim) for dim in dims)
-            except Exception:  # one of a jagged tensor's dimensions is no number
+            except Exception:  # one dimension of a jagged tensor is symbolic
                 return NOTHING
             shape = self.shapes[dims] = len(self.shapes)
             self._recorder.append(ShapeDef(shape, numbers), name=True)
         return shape
-
-    def dims(self, shape: int) -> list[int] | None:
-        """The inverse of `_shape`, for an event."""
-        return next((list(dims) for dims, number in self.shapes.items() if number == shape), None)
 
     @property
     def argument_slots(self) -> Any:
@@ -173,13 +169,13 @@ class Rows:
         return self._arguments
 
     def rule_for(self, module: str, role: str) -> str:
-        """The rule that covers a row; "" if there is none."""
+        """The --ignore rule that covers a row; "" if there is none."""
         return self._selection.ignored_by(module, role) or ""
 
     # -- rows ---------------------------------------------------------------------------------------------------
 
     def argument(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
-        """The row of an input. It is never notable: the judge asks what comes out."""
+        """The row of an input. It is never notable: a call is judged by its output."""
         known = self.seen.get(id(leaf))
         row = self.leaf(info, role, leaf)
         if row.fresh and known is not None and known[0]() is leaf:
@@ -196,7 +192,7 @@ class Rows:
         return self._row(self.slot(info, role), leaf, 0, numbers)._replace(notable=False)
 
     def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
-        """The row of an argument in `changed`, as it was last seen."""
+        """The row of an argument in `changed`, with the numbers it had before the call."""
         _, _, value, shape, code, kind, flags, _, _ = self.changed[id(leaf)]
         return _new(Row, ((self.slot(info, f"before {role}"), value, shape, code, kind, 0), flags, False, 0, 0, False))
 
@@ -225,10 +221,10 @@ class Rows:
                 memory = (place[0], place[1], place[2][0])
                 alias = self.by_memory.get(memory)
                 if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
-                    # another view of the same elements: reshaped, or handed through an autograd function as FSDP does
+                    # another view of the same elements: reshaped, or returned by an autograd function, as in FSDP
                     packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
                     return _new(Row, (packed, alias[6], False, 0, 0, alias[6] != 0))
-            row = self._plain_row(slot, leaf, mark, place)
+            row = self._host_row(slot, leaf, mark, place)
         else:
             row = self._row(slot, leaf, mark)
         packed, flags, _, high, meta, _ = row
@@ -244,16 +240,16 @@ class Rows:
         return Row((slot, NOTHING, NOTHING, 0, int(kind), mark), 0, False)
 
     def forget(self) -> None:
-        """Look at everything again."""
+        """Read every tensor again when it is next recorded."""
         self.seen.clear()
         self.by_memory.clear()
 
     def gradient(
         self, info: ModuleInfo, role: str, gradient: torch.Tensor, mark: int = 0, numbers: TensorStats | None = None
     ) -> Row:
-        """The row of a gradient. No other row is about the same tensor, so nothing is remembered.
+        """The row of a gradient. No other row is about the same tensor, so its numbers are not kept.
 
-        `numbers` are those of a gradient that had to be looked at already, whatever device it is on.
+        `numbers` are given if the gradient has been read already, on any device.
         """
         slot = info.slots.get(role)
         if slot is None:
@@ -262,7 +258,7 @@ class Rows:
             mark |= _IGNORED
         place = in_memory(gradient) if numbers is None and self._late is None else None
         if place is not None:
-            return self._plain_row(slot, gradient, mark, place)
+            return self._host_row(slot, gradient, mark, place)
         return self._row(slot, gradient, mark, numbers)
 
     def traced(
@@ -274,11 +270,12 @@ class Rows:
         source: Seen | torch.Tensor | Row | None = None,
         mark: int = 0,
     ) -> Row:
-        """The row of a tensor of type `dtype` that was looked at inside a compiled region.
+        """The row of a tensor of type `dtype` that was read inside a compiled region.
 
-        `source` is what was seen of it in host memory. Or it is the buffer, on a device, of its smallest, largest and
-        smallest absolute value (what is smallest and largest, and what is non-finite, in these three is so in the
-        tensor; its shape is not known). Or it is an earlier row about that tensor.
+        `source` is one of three things: the numbers and dims of a tensor in host memory; an earlier row about the same
+        tensor; or a device tensor with the smallest, the largest and the smallest absolute value of the tensor. This
+        device tensor is read in place of the tensor: it has the same extremes and the same non-finite values. The
+        shape of the row is then unknown.
         """
         slot = info.slots.get(role)
         if slot is None:
@@ -303,7 +300,7 @@ class Rows:
         return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable(code, high, meta)))
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
-        """Weights are read once per optimizer step; every page holds their numbers all the same."""
+        """The row of a weight. A weight is read once per optimizer step, and every page holds its numbers."""
         slot = info.slots.get(name)
         if slot is None:
             slot = self.slot(info, name)
@@ -334,13 +331,13 @@ class Rows:
         return row
 
     def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
-        """Read a weight anew: something else than the optimizer may have changed it, and nothing told."""
+        """The row of a weight, read again: something other than the optimizer may have changed it unnoticed."""
         self.seen.pop(id(parameter), None)
         self.weights.pop(id(parameter), None)
         return self.weight(info, name, parameter, step)
 
-    def _plain_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, Float]) -> Row:
-        """The row of a tensor for which `in_memory` has said where it is."""
+    def _host_row(self, slot: int, tensor: torch.Tensor, mark: int, place: tuple[int, int, Float]) -> Row:
+        """The row of a tensor in host memory, at the place that `in_memory` returned."""
         low, high, meta, _ = stats_in_memory(tensor, *place, self.count)
         value = self._recorder.value(low, high, meta)
         code = place[2][0]
@@ -355,7 +352,7 @@ class Rows:
             assert self.device_buffer is not None
             again = self.device_buffer.again(numbers)
             value, kind = (NOTHING, RowKind.NOT_MEASURABLE) if again is None else (again, RowKind.MEASURED)
-            if numbers.numbers is not None:  # they have come back since
+            if numbers.numbers is not None:  # they have arrived since
                 _, high, meta = numbers.numbers
                 flags = meta & 0xFF
             elif again is not None:
@@ -376,12 +373,12 @@ class Rows:
         return _new(Row, (packed, flags, True, high, meta, notable))
 
     def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
-        """For the native writer: the value's index of a tensor on a device, None if it cannot be measured."""
+        """For the native writer: the index of the value of a tensor on a device, None if it cannot be measured."""
         self.count = count
         return without_modes(self._device_value, tensor)
 
     def device_weight(self, parameter: torch.Tensor, numbers: Any, count: bool) -> tuple[int | None, Any]:
-        """For the native writer: (value's index, what is to be handed in as `numbers` the next time)."""
+        """For the native writer: (index of the value, the `numbers` to pass in for this weight the next time)."""
         if isinstance(numbers, DeviceRow) and self.device_buffer is not None:
             index = self.device_buffer.again(numbers)
             self._expect(index)
@@ -403,7 +400,7 @@ class Rows:
                 self.on_device_buffer(self.device_buffer)
         buffer = self.device_buffer
         seq = issued()
-        if seq != self._seq:  # a collective has begun since: whatever becomes of it, what was read before it leaves now
+        if seq != self._seq:  # a collective was issued since and may hang: send now what was read before it
             self._seq = seq
             buffer.flush()
         index = buffer.measure(tensor, self.count)
@@ -411,13 +408,13 @@ class Rows:
         return index
 
     def close(self) -> None:
-        """Let go of the recorder's memory. Waits for what is on its way from a device."""
+        """Release the recorder's memory. Waits for outstanding numbers of a device."""
         buffer, self.device_buffer = self.device_buffer, None
         if buffer is not None:
             buffer.close()
 
     def flush(self) -> None:
-        """Let what has been read on a device leave for the recorder now."""
+        """Send the numbers that were read on a device to the recorder now."""
         if self.device_buffer is not None:
             self.device_buffer.flush()
 

@@ -1,4 +1,4 @@
-"""Which modules are looked at, and which rows are no alarm, by shell patterns on their names."""
+"""Which modules are watched, and which rows are ignored, by shell patterns on their names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Selection:
         self._ignore: list[tuple[str, re.Pattern[str], re.Pattern[str] | None]] = []
         for pattern in ignore:
             module, colon, role = pattern.partition(":")
-            # a role such as `output[0]` is meant as it stands: only * and ? are patterns in it
+            # brackets of a role such as `output[0]` are literal: only * and ? are wildcards in it
             of_role = re.compile(translate(role.replace("[", "[[]"))) if colon else None
             self._ignore.append((pattern, re.compile(translate(module)), of_role))
 
     def watches(self, module: str) -> bool:
-        """Whether a module gets frames: all do, if no pattern was given."""
+        """Whether a module gets frames. Without patterns all modules do."""
         return not self._modules or any(pattern.match(module) for pattern in self._modules)
 
     def ignored_by(self, module: str, role: str) -> str | None:

@@ -1,4 +1,4 @@
-"""CUDA behind the seam of device.py."""
+"""CUDA as a `Device` (device.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from .device import StreamKey
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for the contexts of all devices
-_LONGEST_NAP_S = 1e-3
+_PORTABLE = 1  # cudaHostRegisterPortable: valid in the contexts of all devices
+_LONGEST_SLEEP_S = 1e-3
 _NOTHING = nullcontext()
 
 
@@ -39,8 +39,8 @@ class CudaDevice:
     def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
         """See `Device`.
 
-        The device is made current first. torch.cuda.stream() alone would leave with cudaSetDevice(0), which makes a
-        context on device 0 in a process that uses only another one.
+        The device is made current first. torch.cuda.stream() alone would call cudaSetDevice(0) when it exits. That
+        creates a context on device 0, even in a process that uses only another device.
         """
         index, raw = key
         here = torch.cuda.current_device() == index
@@ -73,14 +73,14 @@ class CudaDevice:
         return bool(event.query())
 
     def wait(self, event: Any, timeout_s: float | None) -> bool:
-        """See `Device`. Sleeps in between, so that other threads and ranks on this core go on."""
+        """See `Device`. Sleeps between queries, so that other threads and ranks can use this core."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
-        nap = 1e-5
+        sleep_s = 1e-5
         while not event.query():
             if until is not None and time.monotonic() >= until:
                 return False
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
+            time.sleep(sleep_s)
+            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
         return True
 
     def synchronize(self, stream: Any) -> None:
@@ -89,7 +89,7 @@ class CudaDevice:
 
     def register(self, address: int, size: int, device: torch.device) -> str:
         """See `Device`."""
-        with torch.cuda.device(device):  # else this makes a context on device 0
+        with torch.cuda.device(device):  # else the call creates a context on device 0
             result = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))  # type: ignore[no-untyped-call]  # likewise
             if result == 0:
                 return ""
@@ -103,17 +103,17 @@ class CudaDevice:
                 _clear_last_error(device)
 
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Device`. torch keeps pinned memory for the next use, so the driver is asked only at first."""
+        """See `Device`. torch caches pinned memory, so only the first calls reach the driver."""
         return torch.empty(
             shape, dtype=dtype, device="cpu", pin_memory=True
         )  # the script may have another default device
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """Take back the error that a failed call of ours has left behind: torch's next launch, the user's, would raise it.
+    """Clear the error that a failed call of ours left in the CUDA runtime. The user's next launch would raise it.
 
-    torch 2.13 has no cudaGetLastError among the calls of the runtime that it shows. But it asks for the last error
-    after each launch of a kernel, which takes the error away, and raises it: so a launch of our own does it.
+    torch 2.13 does not expose cudaGetLastError. But after each kernel launch it takes and raises the last error.
+    So a launch of our own clears it.
     """
     clear = getattr(torch.cuda.cudart(), "cudaGetLastError", None)  # type: ignore[no-untyped-call]  # likewise
     if clear is not None:

@@ -1,6 +1,6 @@
-"""The seam to a kind of device: streams, copies to the host, events.
+"""The interface to a kind of device: streams, copies to the host, events.
 
-CudaDevice is the real one, LateDevice a twin on CPU memory for tests.
+CudaDevice is the real one. LateDevice is a fake on CPU memory for tests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ StreamKey = tuple[int, int]
 
 
 class Device(Protocol):
-    """What DeviceStatsBuffer needs of one kind of device. Nothing waits for the device but `wait` and `synchronize`."""
+    """What DeviceStatsBuffer needs of one kind of device. Only `wait` and `synchronize` wait for the device."""
 
     type: str
-    """Of torch.device: the kind of tensors that it reads."""
+    """The `type` of the torch.device of its tensors."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on a device of this kind."""
@@ -32,45 +32,45 @@ class Device(Protocol):
         """The current stream of a device."""
 
     def stream(self, device: torch.device) -> Any:
-        """The same as an object that keeps the stream usable."""
+        """The current stream of a device as an object that keeps the stream alive."""
 
     def is_capturing(self) -> bool:
-        """Whether the user captures a graph on the current stream: nothing may be launched or asked for then."""
+        """Whether the user captures a graph on the current stream. Nothing may be launched or queried then."""
 
     def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
-        """Make the stream and its device current, for what we launch, allocate or record."""
+        """Make the stream and its device current, to launch, allocate or record on it."""
 
     def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Take new rows on the device into use; returns the tensor to use in their place."""
+        """The tensor to use in place of these new rows on the device."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Start a copy to the host on the current stream. The caller keeps both alive until an event after it."""
 
     def record(self, stream: Any) -> Any:
-        """An event that comes when all that was started on the stream so far is done."""
+        """An event that is done when everything started on the stream so far is done."""
 
     def query(self, event: Any) -> bool:
-        """Whether an event has come. RuntimeError: the device has failed. Not while a graph is captured."""
+        """Whether an event is done. Raises RuntimeError if the device has failed. Not to be called during a capture."""
 
     def wait(self, event: Any, timeout_s: float | None) -> bool:
-        """Wait for an event; False when the time is over (None: no limit)."""
+        """Wait until an event is done; False after `timeout_s` seconds (None: no limit)."""
 
     def synchronize(self, stream: Any) -> None:
-        """Wait for all that was started on a stream."""
+        """Wait for everything that was started on a stream."""
 
     def register(self, address: int, size: int, device: torch.device) -> str:
-        """Let copies go straight into host memory. Returns why they cannot, "" when they can."""
+        """Allow copies directly into a range of host memory. Returns the reason if this is refused, else ""."""
 
     def unregister(self, address: int, device: torch.device) -> None:
         """Undo `register`."""
 
     def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that copies can go into without waiting, whatever `register` said."""
+        """Host memory that can be copied into without waiting, whether `register` succeeded or not."""
 
 
 @functools.cache
 def late_device() -> Device | None:
-    """The LateDevice that stands in for the CPU in this process; None outside of tests. Raises ValueError."""
+    """The LateDevice that replaces the CPU in this process; None outside of tests. Raises ValueError."""
     seed = os.environ.get(LATE_DEVICE, "")
     if not seed:
         return None
@@ -82,17 +82,17 @@ def late_device() -> Device | None:
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
-    """Whether the numbers of a tensor come later, from a device, and are not in host memory."""
+    """Whether the numbers of a tensor arrive later, from a device."""
     return not tensor.is_cpu or late_device() is not None
 
 
 def has_reader(device: torch.device) -> bool:
-    """Whether tensors there can be read without waiting."""
+    """Whether tensors on `device` can be read without waiting."""
     return device.type == "cuda" or (device.type == "cpu" and late_device() is not None)
 
 
 def device_for(device: torch.device) -> Device:
-    """The kind of device that a tensor is on. Raises TypeError for one that is not known."""
+    """The `Device` for tensors on `device`. Raises TypeError for an unknown kind."""
     if device.type == "cuda":
         from .cuda_device import CudaDevice
 

@@ -1,14 +1,14 @@
 """TensorStats of tensors on a device: computed there, kept there, and copied into the recorder without waiting.
 
 Each tensor is read into a row on its device (device_reader.py), on the stream that is current when its hook runs. A
-flush, and the end of a segment, pack the rows into the recorder's own form and start one asynchronous copy per run of
-rows. The mapped file is registered with the driver, so the numbers arrive in it with no help from Python, even while
-the rank is blocked in a collective. `collect()` looks at what has arrived, and never waits.
+flush, and the end of a segment, pack the rows into the recorder's format and start one asynchronous copy per run of
+rows. The mapped file is registered with the driver, so the numbers arrive in it without Python, even while the rank is
+blocked in a collective. `collect()` handles the numbers that have arrived, and never waits.
 
-Every stream of every device has rows of its own, and packs and copies them itself: no stream of the user's ever waits
-for another because of us.
+Every stream of every device has its own rows, and packs and copies them itself. No stream of the user waits for another
+because of gpuwatch.
 
-To be called by one thread at a time, as the recorder is.
+Like the recorder, it must be called by one thread at a time.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _CAPACITY = layout.VALUES_PER_SEGMENT
 
 
 class DeviceStatsBuffer:
-    """The device side of one recorder, for all devices of the kind of `device` in this process.
+    """The device side of one recorder, for all devices of the same kind as `device` in this process.
 
-    `near_bits`: encoding -> sign-cleared bits from which on a value is near overflow. `underflow_share`: the share of
-    subnormal elements from which on a tensor is in underflow. Both are for the filter of `collect()`.
+    `near_bits` and `underflow_share` are limits of the filter in `collect()`: see `Notable`.
     """
 
     def __init__(
@@ -55,11 +54,11 @@ class DeviceStatsBuffer:
         underflow_share: float | None = None,
     ) -> None:
         self.device = device
-        """The first device of which something was measured."""
+        """The device of the first tensor that was measured."""
         self.note = ""
-        """What does not work as it should, and what that costs; empty while there is nothing. It may grow."""
+        """What does not work as it should, and what that costs. Empty if all is well. It may grow."""
         self.not_seen_in_graphs = 0
-        """Calls that could not measure, because the user captured a graph."""
+        """Calls that measured nothing because the user captured a graph."""
         self._near_bits = near_bits or {}
         self._underflow_share = underflow_share
         self._notable = Notable(self._near_bits, underflow_share)
@@ -68,24 +67,24 @@ class DeviceStatsBuffer:
         self._fields = recorder.fields
         self._memory = recorder.memory
         self._reader = reader or self._best_reader()
-        with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
             self._file = without_modes(torch.frombuffer, self._memory, dtype=torch.int64)
         self._numbers: Any = numpy.frombuffer(self._memory, dtype=numpy.int64)
-        """The same memory, to look at: no mode of the script's sees NumPy."""
+        """The same memory for reading: the script's modes do not see NumPy."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
         self._last: tuple[StreamBuffer, int] | None = None
         self._queued = 0
-        """Values whose copy was not started yet; all are of the segment that is open, or of `_unsent`."""
+        """Values whose copy was not started yet. All belong to the current segment or to `_unsent`."""
         self._queued_page = -1
         self._unsent: tuple[int, int] | None = None
-        """A segment that ended while the user's graph was captured: (offset of its values, page)."""
-        self._in_flight: Counter[int] = Counter()
-        """Offset of a segment's values -> copies into it that have not been seen to arrive."""
-        self._flying_of: Counter[int] = Counter()
-        """Page -> the same."""
-        self._told: set[int] = set()
-        """Pages for the next `collect()`."""
-        self._anchor: Any = ctypes.c_char.from_buffer(self._memory)  # keeps the mapping where it is
+        """A segment that ended while the user captured a graph: (offset of its values, page)."""
+        self._of_segment: Counter[int] = Counter()
+        """Offset of a segment's values -> outstanding copies into the segment."""
+        self._of_page: Counter[int] = Counter()
+        """Page -> outstanding copies of its values."""
+        self._notable_pages: set[int] = set()
+        """Pages that the next `collect()` returns."""
+        self._anchor: Any = ctypes.c_char.from_buffer(self._memory)  # prevents the memory from being unmapped
         self._register()
         recorder.on_segment_end = self._segment_ended
 
@@ -116,41 +115,41 @@ class DeviceStatsBuffer:
             reader = TritonReader()
             if not reader.interpreted:
                 return reader
-            self._say(_no_kernel("Triton runs in its interpreter"))
-        except Exception as error:  # whatever a Triton that does not fit may raise
-            self._say(_no_kernel(_line(error)))
+            self._add_note(_no_kernel("Triton runs in its interpreter"))
+        except Exception as error:  # an incompatible Triton may raise anything
+            self._add_note(_no_kernel(_first_line(error)))
         return TorchReader()
 
-    def _say(self, what: str) -> None:
+    def _add_note(self, what: str) -> None:
         if what not in self.note:
             self.note = f"{self.note}; {what}" if self.note else what
 
     def _register(self) -> None:
         try:
             refusal = self._driver.register(ctypes.addressof(self._anchor), len(self._memory), self.device)
-        except Exception as error:  # a torch that does not have the call
-            refusal = _line(error)
+        except Exception as error:  # a torch version without the call
+            refusal = _first_line(error)
         self._registered = not refusal
         if refusal:
-            self._say(
+            self._add_note(
                 f"the driver does not take the recorder's memory ({refusal}; {self._recorder.path} is on "
                 f"{file_system_of(self._recorder.path)}): its numbers come through pinned memory, and a rank that "
                 "hangs or dies loses those that it has not yet fetched from there"
             )
 
     def close(self) -> None:
-        """Let go of the recorder's memory, so that it can be unmapped. Waits for the copies that are on their way."""
+        """Release the recorder's memory, so that it can be unmapped. Waits for the outstanding copies."""
         self._recorder.on_segment_end = None
         for buffer in self._buffers.values():
             with self._driver.use(buffer.key, buffer.stream):
                 try:
                     self._driver.synchronize(buffer.stream)
                 except Exception as error:
-                    self._gone(buffer, error)
-        without_modes(self._take)
+                    self._stream_failed(buffer, error)
+        without_modes(self._take_arrived)
         self._buffers.clear()
-        self._in_flight.clear()
-        self._flying_of.clear()
+        self._of_segment.clear()
+        self._of_page.clear()
         self._queued = 0
         self._last = self._unsent = None
         if self._registered:
@@ -163,18 +162,18 @@ class DeviceStatsBuffer:
     # -- one tensor ---------------------------------------------------------------------------------------------
 
     def measure(self, tensor: torch.Tensor, count: bool = False) -> int | None:
-        """Queue the reading of a tensor; returns its value's index in the page, None if it cannot be measured.
+        """Start to read a tensor. Returns the index of its value in the page, None if it cannot be measured.
 
-        With gradients off. `count` asks for the shares of zeros and subnormals, where the dtype is of low precision.
+        Gradients must be off. `count`: also count zeros and subnormals, if the dtype is of low precision.
         """
         if not self._driver.holds(tensor):
             return None
-        if self._driver.is_capturing():  # the reading would become a part of the user's graph
+        if self._driver.is_capturing():  # the read would become a part of the user's graph
             self.not_seen_in_graphs += 1
             return None
         try:
             source = source_of(tensor)
-        except Exception:  # a tensor class that nobody has met
+        except Exception:  # an unknown tensor class
             return None
         if source is None:
             return None
@@ -191,7 +190,7 @@ class DeviceStatsBuffer:
         return index
 
     def last(self) -> DeviceRow:
-        """What was measured last, for `again`."""
+        """The row that was measured last, for `again`."""
         assert self._last is not None
         buffer, position = self._last
         row = DeviceRow(buffer, position, buffer.limits.get(position))
@@ -199,15 +198,15 @@ class DeviceStatsBuffer:
         return row
 
     def again(self, row: DeviceRow) -> int | None:
-        """Put the numbers of a row into this page, too. None where that cannot be: see `measure`.
+        """Add the numbers of an earlier row to this page, too. Returns the value's index, or None: see `measure`.
 
-        Nothing is launched here: the rows that the host does not know yet are gathered by the next flush.
+        Nothing is launched here. The next flush gathers the rows whose numbers have not arrived.
         """
         if row.numbers is not None:
             index = self._recorder.value(*row.numbers)
             if row.is_notable:
                 assert self._recorder.page is not None
-                self._told.add(self._recorder.page.number)
+                self._notable_pages.add(self._recorder.page.number)
             return index
         if row.is_lost:
             return None
@@ -223,7 +222,7 @@ class DeviceStatsBuffer:
         return index
 
     def _buffer(self, device: torch.device) -> StreamBuffer:
-        """That of the current stream, with rows to read into."""
+        """The StreamBuffer of the current stream, with rows to read into."""
         key = self._driver.stream_key(device)
         buffer = self._buffers.get(key)
         if buffer is None:
@@ -238,10 +237,10 @@ class DeviceStatsBuffer:
             return self._driver.rows(fresh_rows(_CAPACITY, buffer.device))
 
     def _next_value(self) -> int:
-        """Take the next value of the page. Its index."""
+        """Reserve the next value of the page. Returns its index."""
         if self._unsent is not None:
             without_modes(self._send, *self._unsent, is_end=True)
-        index = self._recorder.value(0, 0, PENDING)  # may end the segment before
+        index = self._recorder.value(0, 0, PENDING)  # may end the previous segment
         assert self._recorder.page is not None
         self._queued_page = self._recorder.page.number
         return index
@@ -257,22 +256,22 @@ class DeviceStatsBuffer:
                 self._fall_back(reader, error)
 
     def _other_reader(self, error: Exception) -> Reader:
-        """No compiler, no place for Triton's cache, a device that it does not know: torch can do it, too."""
+        """The reader of torch's operations. Triton may lack a compiler, a cache folder or support for the device."""
         if isinstance(self._reader, TorchReader):
             raise error
         return TorchReader()
 
     def _fall_back(self, reader: Reader, error: Exception) -> None:
-        """The other reader could do what the first one could not: it was not the device that failed."""
+        """Use `reader` from now on. It succeeded, so the first reader failed and not the device."""
         self._reader = reader
-        self._say(_no_kernel(_line(error)))
+        self._add_note(_no_kernel(_first_line(error)))
 
-    # -- off to the host ----------------------------------------------------------------------------------------
+    # -- copies to the host -------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Start the copies of all rows that are there now. Does nothing while the user captures a graph.
+        """Start the copies of all rows read so far. Does nothing while the user captures a graph.
 
-        The segment that is open goes on: what is measured into it later is copied later.
+        The current segment stays open. Rows that are read into it later are copied later.
         """
         if not self._queued or self._driver.is_capturing():
             return
@@ -282,7 +281,7 @@ class DeviceStatsBuffer:
             without_modes(self._send, self._recorder.cursor[0] + layout.VALUES_AT, self._queued_page, is_end=False)
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Flush, and wait until all has arrived, `timeout_s` seconds at most. `pages_pending()` says if it has not.
+        """Flush, and wait until all numbers have arrived, at most `timeout_s` seconds. See `pages_pending()`.
 
         While the user captures a graph it neither flushes nor waits.
         """
@@ -294,35 +293,35 @@ class DeviceStatsBuffer:
             if buffer.flying:
                 left = None if until is None else max(0.0, until - time.monotonic())
                 without_modes(self._wait, buffer, left)
-        without_modes(self._take)
+        without_modes(self._take_arrived)
 
     def _segment_ended(self, values_at: int, page: int) -> None:
         if self._queued:
             if self._driver.is_capturing():
-                # Nothing may be launched now. Nothing is measured either, so these rows can wait where they are.
+                # Nothing may be launched during a capture. Nothing is measured either, so the rows can stay in place.
                 if self._unsent is None:
                     self._unsent = (values_at, page)
-                    self._in_flight[values_at] += 1
+                    self._of_segment[values_at] += 1
             else:
                 without_modes(self._send, *(self._unsent or (values_at, page)), is_end=True)
-        self._step_over()
+        self._avoid_busy_segments()
 
     def _send(self, values_at: int, page: int, *, is_end: bool) -> None:
-        """Start the copies of all rows that are there, into the segment whose values begin at `values_at`."""
+        """Start the copies of all rows read so far, into the segment whose values begin at `values_at`."""
         if self._unsent is not None:
             self._unsent = None
-            self._left(values_at)
-        # An issued copy cannot be cancelled, so a segment is not used again before its copies have arrived. Half of
-        # the segments always can be used. The host is never so far ahead of a device that is alive.
+            self._segment_copy_done(values_at)
+        # An issued copy cannot be cancelled, so a segment is not reused before its copies have arrived. Half of the
+        # segments are kept free of outstanding copies. If the device works, the host is never this far ahead of it.
         lost = False
         half = self._fields[Field.SEGMENTS] // 2
-        if values_at not in self._in_flight and len(self._in_flight) >= half:
-            self._take()
-            lost = len(self._in_flight) >= half
+        if values_at not in self._of_segment and len(self._of_segment) >= half:
+            self._take_arrived()
+            lost = len(self._of_segment) >= half
             if lost and not is_end:
                 return  # there may be room when the segment ends
         self._queued = 0
-        first_error: Exception | None = None  # the other streams' rows are not for the next segment
+        first_error: Exception | None = None  # the rows of the other streams must still be sent for this segment
         for buffer in self._buffers.values():
             if buffer.has_rows:
                 with self._driver.use(buffer.key, buffer.stream):
@@ -339,7 +338,7 @@ class DeviceStatsBuffer:
             raise first_error
 
     def _send_stream(self, buffer: StreamBuffer, copy: Copy, lost: bool) -> None:
-        """On the buffer's own stream."""
+        """Start the copies of one stream, which must be current."""
         positions, buffer.positions = buffer.positions, []
         repeats, buffer.repeats = buffer.repeats, []
         copy.remembered, buffer.remembered = buffer.remembered, []
@@ -358,15 +357,15 @@ class DeviceStatsBuffer:
                 if started:
                     copy.event = self._driver.record(buffer.stream)
         finally:
-            if started:  # what was started is still on its way after an error
+            if started:  # an error does not stop copies that were started
                 buffer.flying.append(copy)
-                self._in_flight[copy.values_at] += 1
-                self._flying_of[copy.page] += 1
+                self._of_segment[copy.values_at] += 1
+                self._of_page[copy.page] += 1
             else:
                 self._fields[Field.ROWS_LOST] += len(positions) + len(repeats)
 
     def _pack(self, buffer: StreamBuffer, positions: list[int], remembered: list[DeviceRow]) -> Block:
-        rows, buffer.rows = buffer.rows, None  # after an error they are not as new, and must not be read into
+        rows, buffer.rows = buffer.rows, None  # after an error they are not reset, and must not be read into
         assert rows is not None
         first, end = positions[0], positions[-1] + 1
         try:
@@ -380,19 +379,19 @@ class DeviceStatsBuffer:
             for row in remembered:
                 row.is_lost = True
             raise
-        buffer.rows = rows
+        buffer.rows = rows  # they were reset by `pack`
         for row in remembered:
             row.packed = (packed, row.position - first)
         return Block(packed, [position - first for position in positions], positions, self._staging(packed))
 
     def _known(self, copy: Copy, repeats: list[tuple[int, DeviceRow]]) -> list[tuple[int, DeviceRow]]:
-        """Put down those numbers that have arrived in the meantime; returns the others."""
+        """Write the numbers that have arrived in the meantime into the segment. Returns the other rows."""
         others = []
         for position, row in repeats:
             if row.numbers is not None:
                 layout.VALUE.pack_into(self._memory, copy.values_at + position * layout.VALUE.size, *row.numbers)
                 if row.is_notable:
-                    self._told.add(copy.page)
+                    self._notable_pages.add(copy.page)
             elif row.packed is not None:
                 others.append((position, row))
             else:
@@ -400,7 +399,7 @@ class DeviceStatsBuffer:
         return others
 
     def _gather(self, repeats: list[tuple[int, DeviceRow]]) -> Block:
-        """All of them in one launch, on the stream that has measured them: no stream waits for another."""
+        """Gather all rows in one launch, on the stream that measured them, so that no stream waits for another."""
         gathered = torch.stack(
             [packed[at] for packed, at in (row.packed for _, row in repeats if row.packed is not None)]
         )
@@ -421,49 +420,49 @@ class DeviceStatsBuffer:
             target = self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
             self._driver.copy(block.source[row : row + end - first], target)
 
-    def _step_over(self) -> None:
-        """Have the recorder leave out the segments that copies are still on their way to."""
-        if not self._in_flight:
+    def _avoid_busy_segments(self) -> None:
+        """Have the recorder pass over the segments with outstanding copies."""
+        if not self._of_segment:
             return
         number = self._fields[Field.SEGMENTS]
         first = layout.HEADER_BYTES + self._fields[Field.LOG_BYTES] + layout.VALUES_AT
         for step in range(number):
             values_at = first + (self._recorder._segment + 1) % number * layout.SEGMENT_BYTES
-            if step == 0 and values_at in self._in_flight:
-                without_modes(self._take)
-            if values_at not in self._in_flight:
+            if step == 0 and values_at in self._of_segment:
+                without_modes(self._take_arrived)
+            if values_at not in self._of_segment:
                 break
             self._recorder._segment += 1
 
-    # -- what has come back -------------------------------------------------------------------------------------
+    # -- numbers that have arrived ------------------------------------------------------------------------------
 
     def collect(self) -> list[int]:
-        """Take what has arrived. Pages in which something notable has arrived since the last call, the earliest first.
+        """The pages in which notable numbers have arrived since the last call, in ascending order. Never waits.
 
-        Never waits. A page that has more on its way may come again.
+        A page with outstanding numbers may be returned again by a later call.
         """
-        without_modes(self._take)
-        found = sorted(self._told)
-        self._told.clear()
+        without_modes(self._take_arrived)
+        found = sorted(self._notable_pages)
+        self._notable_pages.clear()
         return found
 
     def pending(self, page: int) -> bool:
-        """Whether a value of the page has not been seen to arrive yet."""
-        return self._flying_of[page] > 0 or (self._queued > 0 and self._queued_page == page)
+        """Whether a value of the page is outstanding."""
+        return self._of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
 
     def pages_pending(self) -> bool:
-        """Whether a value of any page has not been seen to arrive yet."""
-        return self._queued > 0 or bool(self._flying_of)
+        """Whether a value of any page is outstanding."""
+        return self._queued > 0 or bool(self._of_page)
 
     @property
     def flying(self) -> int:
-        """Copies that have not been seen to arrive."""
-        return self._flying_of.total()
+        """The number of outstanding copies."""
+        return self._of_page.total()
 
-    def _take(self) -> None:
-        if not self._flying_of or self._driver.is_capturing():  # asking for an event would end the user's capture
+    def _take_arrived(self) -> None:
+        if not self._of_page or self._driver.is_capturing():  # querying an event would break the user's capture
             return
-        landed: list[Copy] = []
+        arrived: list[Copy] = []
         for buffer in self._buffers.values():
             if not buffer.flying:
                 continue
@@ -472,13 +471,13 @@ class DeviceStatsBuffer:
                     while (
                         buffer.flying and not self._driver.is_capturing() and self._driver.query(self._event_of(buffer))
                     ):
-                        landed.append(buffer.flying.popleft())
+                        arrived.append(buffer.flying.popleft())
                 except Exception as error:
-                    self._gone(buffer, error)
-        for copy in landed:
-            self._land(copy)
-        if landed:
-            self._look_at(landed)
+                    self._stream_failed(buffer, error)
+        for copy in arrived:
+            self._copy_arrived(copy)
+        if arrived:
+            self._filter(arrived)
 
     def _wait(self, buffer: StreamBuffer, timeout_s: float | None) -> None:
         """Wait for the last copy of a stream."""
@@ -488,28 +487,28 @@ class DeviceStatsBuffer:
             try:
                 self._driver.wait(self._event_of(buffer, -1), timeout_s)
             except Exception as error:
-                self._gone(buffer, error)
+                self._stream_failed(buffer, error)
 
     def _event_of(self, buffer: StreamBuffer, which: int = 0) -> Any:
         copy = buffer.flying[which]
-        if copy.event is None:  # there was an error before it could be recorded
+        if copy.event is None:  # an error occurred before it was recorded
             copy.event = self._driver.record(buffer.stream)
         return copy.event
 
-    def _gone(self, buffer: StreamBuffer, error: Exception) -> None:
-        """The device has failed: no copy of this stream will come. The user's next call will raise the same.
+    def _stream_failed(self, buffer: StreamBuffer, error: Exception) -> None:
+        """The device has failed: no copy of this stream will arrive. The user's next call will raise the same error.
 
-        Its segments stay in `_in_flight`, as nobody knows whether something still writes there.
+        Its segments stay in `_of_segment`, since the device may still write into them.
         """
-        self._say(f"the device does not bring its numbers any more: {_line(error)}")
+        self._add_note(f"the device does not bring its numbers any more: {_first_line(error)}")
         for copy in buffer.flying:
             self._fields[Field.ROWS_LOST] += len(copy.positions)
-            self._landed_of(copy.page)
+            self._page_copy_done(copy.page)
         buffer.flying.clear()
 
-    def _land(self, copy: Copy) -> None:
-        self._left(copy.values_at)
-        self._landed_of(copy.page)
+    def _copy_arrived(self, copy: Copy) -> None:
+        self._segment_copy_done(copy.values_at)
+        self._page_copy_done(copy.page)
         for block in copy.blocks:
             if block.staging is not None:
                 at = copy.values_at // 8
@@ -517,25 +516,25 @@ class DeviceStatsBuffer:
                 target = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
                 target[block.positions] = staged[block.rows]
 
-    def _left(self, values_at: int) -> None:
-        self._in_flight[values_at] -= 1
-        if self._in_flight[values_at] <= 0:
-            del self._in_flight[values_at]
+    def _segment_copy_done(self, values_at: int) -> None:
+        self._of_segment[values_at] -= 1
+        if self._of_segment[values_at] <= 0:
+            del self._of_segment[values_at]
 
-    def _landed_of(self, page: int) -> None:
-        self._flying_of[page] -= 1
-        if self._flying_of[page] <= 0:
-            del self._flying_of[page]
+    def _page_copy_done(self, page: int) -> None:
+        self._of_page[page] -= 1
+        if self._of_page[page] <= 0:
+            del self._of_page[page]
 
-    def _look_at(self, copies: list[Copy]) -> None:
-        """One look at all of them, and a second one at each only where there is something to be seen."""
+    def _filter(self, copies: list[Copy]) -> None:
+        """Find the notable pages and rows. All copies are checked at once, and one by one only if that finds any."""
         parts = [self._values_of(copy, copy.positions) for copy in copies]
         limited = any(copy.limits for copy in copies)
         notable = limited or self._notable.any(numpy.concatenate(parts))
         for copy, values in zip(copies, parts, strict=True):
             here = notable and (self._notable.any(values) or self._is_over_limit(copy, copy.limits))
             if here:
-                self._told.add(copy.page)
+                self._notable_pages.add(copy.page)
             for row in copy.remembered:
                 numbers = layout.VALUE.unpack_from(self._memory, copy.values_at + row.position * layout.VALUE.size)
                 row.arrive(numbers, here and self._is_notable_row(copy, row))
@@ -554,8 +553,8 @@ class DeviceStatsBuffer:
         return self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)[positions]
 
 
-def _line(error: Exception) -> str:
-    """An error on one line; a compiler's may have hundreds."""
+def _first_line(error: Exception) -> str:
+    """The first line of an error. A compiler's error may have hundreds."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 

@@ -1,9 +1,8 @@
-"""One tensor into one row on its device, without waiting: by torch's own operations, or see triton_reader.py.
+"""Reads a tensor into a row on its device, without waiting. Here by torch's operations; triton_reader.py uses a kernel.
 
-A row is six integers: low, high, meta (see core/values.py), then zeros, subnormals, and the elements among which those
-were counted. `pack` turns rows into the recorder's three integers and makes them as new. Both readers give the same
-numbers as `measure` does on the host, bit for bit; the only difference is that a nan of a float8 dtype is always shown
-as the same nan.
+A row is six integers: low, high, meta (see core/values.py), then zeros, subnormals, and the number of elements among
+which those were counted. `pack` converts rows into the recorder's three integers and resets them. Both readers give the
+same bits as `measure` does on the host, with one exception: every nan of a float8 dtype becomes the same nan.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from .tensor_stats import FLOATS, LOW_PRECISION, has_memory, to_plain
 COLUMNS = 6
 LARGEST = (1 << 63) - 1
 _CHUNK = 1 << 22
-"""Elements that torch's operations look at in one go: no temporary is as large as a tensor."""
+"""Elements that torch's operations read at once, so that no temporary is as large as a tensor."""
 
 
 class Kind(NamedTuple):
-    """How the kernel reads a dtype: its number in kernel.py, what it takes the memory for, and the shape of a block."""
+    """How the kernel reads a dtype: its number in kernel.py, the dtype it loads, and the shape of a block."""
 
     code: int
     read_as: torch.dtype
@@ -44,7 +43,7 @@ def _kinds() -> dict[torch.dtype, Kind]:
         kinds[dtype] = Kind(0, dtype, 2, 512)
     kinds[torch.uint64] = Kind(5, torch.int64, 2, 512)
     for code, name in enumerate(("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"), start=6):
-        float8 = getattr(torch, f"float8_{name}", None)  # torch 2.5 has not yet all of them
+        float8 = getattr(torch, f"float8_{name}", None)  # torch 2.5 lacks some of them
         if isinstance(float8, torch.dtype):
             kinds[float8] = Kind(code, torch.int8, 4, 1024)
     return kinds
@@ -56,7 +55,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 class Source(NamedTuple):
-    """Where the numbers of a tensor lie: `elements` in runs of `inner`, which begin `stride` apart.
+    """Where the numbers of a tensor are: `elements` in runs of `inner`, which begin `stride` apart.
 
     >>> source_of(torch.zeros(3, 10)[:, :4])[1:]
     (12, 4, 10)
@@ -69,18 +68,18 @@ class Source(NamedTuple):
 
 
 def source_of(tensor: torch.Tensor) -> Source | None:
-    """What there is to read; None when there is nothing, or nothing that can be read without waiting."""
+    """The memory to read for a tensor. None if there is none, or if it cannot be read without waiting."""
     plain = _plain(tensor)
     if plain is None or plain.dtype not in KINDS:
         return None
     count = plain.numel()
-    if plain.is_contiguous():  # nearly all are, and this is what the host's time goes into
+    if plain.is_contiguous():  # the fast path: nearly all are
         end = (plain.storage_offset() + count) * plain.itemsize
         if not count or not plain.data_ptr() or plain.untyped_storage().nbytes() < end:
             return None
         return Source(plain, count, count, 0)
     if not count or not has_memory(plain):
-        return None  # a kernel must not go there
+        return None  # a kernel must not read freed memory
     source = _runs(plain)
     if source is None:  # holes of more than one size
         plain = plain.contiguous()
@@ -89,7 +88,7 @@ def source_of(tensor: torch.Tensor) -> Source | None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """As `to_plain`, but of the dtype that the tensor has where that can be read, and without waiting."""
+    """As `to_plain`, but without waiting, and without a conversion if the reader knows the dtype."""
     if _is_wrapped(tensor):
         return None
     cls = type(tensor)
@@ -102,15 +101,15 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     if cls.__name__ == "AsyncCollectiveTensor":
         return _plain(tensor.trigger_wait())  # type: ignore[attr-defined]  # makes the stream wait, not the host
     if tensor.layout is torch.jagged:
-        # unbind() would wait for the offsets. With lengths of their own the parts have holes between them.
+        # unbind() would wait for the offsets. Parts with explicit lengths have holes between them.
         values: torch.Tensor | None = getattr(tensor, "_values", None)
         return _plain(values) if values is not None and getattr(tensor, "_lengths", None) is None else None
     return to_plain(tensor)
 
 
 def _runs(tensor: torch.Tensor) -> Source | None:
-    """The memory of a strided tensor with holes as runs of equal length; None where one stride does not describe it."""
-    # An expanded dimension shows the same elements again and again
+    """The memory of a strided tensor with holes as runs of equal length. None if one stride cannot describe it."""
+    # an expanded dimension repeats the same elements, so it is dropped
     dims = sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1 and step)
     inner, outer, stride = 1, 1, 0
     for step, size in dims:
@@ -125,24 +124,24 @@ def _runs(tensor: torch.Tensor) -> Source | None:
 
 
 class Reader(Protocol):
-    """What reads tensors into rows on one stream."""
+    """Reads tensors into rows on one stream."""
 
     def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
-        """Put the numbers of a tensor into a fresh row."""
+        """Write the numbers of a tensor into a fresh row."""
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """The first `count` rows as (count, 3) for the recorder; they are fresh again afterwards."""
+        """The first `count` rows as (count, 3) for the recorder. Resets them to fresh rows."""
 
 
 def fresh_rows(count: int, device: torch.device) -> torch.Tensor:
-    """Rows that nothing has been read into."""
+    """Rows into which nothing has been read."""
     rows = torch.zeros(count, COLUMNS, dtype=torch.int64, device=device)
     rows[:, 0].fill_(LARGEST)
     return rows
 
 
 class TorchReader:
-    """The same by torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
+    """A `Reader` of torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
 
     def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
         """See `Reader`."""
@@ -190,7 +189,7 @@ def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
             sizes = torch.where(numbers < 0, LARGEST, numbers)
         else:
             sizes = numbers.abs()
-            sizes = torch.where(sizes < 0, LARGEST, sizes)  # the smallest int64 has no positive twin
+            sizes = torch.where(sizes < 0, LARGEST, sizes)  # abs() of the smallest int64 overflows
         return torch.stack((*torch.aminmax(sizes), *[nothing] * 5))
     normal = 0
     if part.dtype in FLOATS:
@@ -201,7 +200,7 @@ def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
         if count:
             (normal,) = struct.unpack("<i", struct.pack("<f", torch.finfo(part.dtype).smallest_normal))
         part = part.to(torch.float32)
-        part = torch.where(part.isnan(), torch.nan, part)  # always the same one
+        part = torch.where(part.isnan(), torch.nan, part)  # always the same nan
     bits = part.view(float_.bits)
     sizes = bits.bitwise_and(float_.mask)
     inf = INF_BITS[Encoding(float_.meta >> 8)]
@@ -213,6 +212,6 @@ def _numbers(part: torch.Tensor, count: bool) -> torch.Tensor:
 
 
 def _share(number: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """`number` of `total` as an integer of 16 bits; never 0 for what is there at all."""
+    """`number` of `total` as an integer of 16 bits. It is 0 only if `number` is 0."""
     share = torch.round(number.double() / total.double() * SHARE).to(torch.int64)
     return torch.maximum(share, number.clamp(max=1))

@@ -1,7 +1,7 @@
-"""Loops over the bits of host memory: `extremes` and `below` of worker/native, or the same in NumPy without it.
+"""Reductions over the bits of host memory: `extremes` and `below` of worker/native, or of NumPy without it.
 
-Not in torch: its operations make several passes, and a temporary as large as the tensor. Those of NumPy stay in the
-calling thread; the extension reads large tensors with torch's own threads.
+torch's operations would make several passes and a temporary as large as the tensor. The NumPy functions run in the
+calling thread. The native ones read large tensors with torch's own threads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy
 import torch
 
 CHUNK = 1 << 16
-"""Elements that are looked at in one go: the scratch stays in the cache and no temporary is as large as the tensor."""
+"""Elements that are read at once: the scratch array fits in the cache, and no temporary is as large as the tensor."""
 
 _SMALL = 1 << 13
 _OPENMP = ("GOMP_parallel", "omp_get_max_threads", "omp_in_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -22,7 +22,7 @@ _TYPES = {2: "<i2", 4: "<i4", 8: "<i8"}
 
 
 class _Memory:
-    """A stretch of memory, in the way that NumPy asks for it."""
+    """A range of memory as an object that NumPy can wrap."""
 
     __slots__ = ("__array_interface__",)
 
@@ -31,9 +31,9 @@ class _Memory:
 
 
 def _array(address: int, count: int, size: int) -> Any:
-    """`count` integers of `size` bytes at an address, for as long as whoever owns it lives.
+    """`count` integers of `size` bytes at an address. Valid while the owner of the memory lives.
 
-    Not `tensor.numpy()`: that forbids the storage ever to be resized again, and FSDP resizes its storages.
+    `tensor.numpy()` would make its storage impossible to resize, and FSDP resizes its storages.
     """
     if size not in _TYPES:
         raise TypeError("expected elements of 2, 4 or 8 bytes")
@@ -41,11 +41,11 @@ def _array(address: int, count: int, size: int) -> Any:
 
 
 _scratches: list[Any] = []
-"""Arrays of CHUNK elements that nobody uses: autograd may call from several threads."""
+"""Free scratch arrays of CHUNK elements. There may be several, since autograd may call from several threads."""
 
 
 def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
-    """Smallest and largest of `count` signed integers of `size` bytes each, the sign bit cleared. Raises TypeError."""
+    """Smallest and largest of `count` signed integers of `size` bytes, without their sign bits. Raises TypeError."""
     array = _array(address, count, size)
     mask = (1 << (8 * size - 1)) - 1
     if count <= _SMALL:
@@ -55,7 +55,7 @@ def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
         return int(clear.min()), int(clear.max())
     scratch = _scratch(array.dtype)
     low, high = mask, 0
-    step = -(-count // -(-count // CHUNK))  # equal parts: a small remainder would cost as much as a whole one
+    step = -(-count // -(-count // CHUNK))  # equal parts: a small last part would cost as much as a whole one
     for start in range(0, count, step):
         part = array[start : start + step]
         clear = numpy.bitwise_and(part, mask, out=scratch[: part.size])
@@ -66,7 +66,7 @@ def slow_extremes(address: int, count: int, size: int) -> tuple[int, int]:
 
 
 def slow_below(address: int, count: int, size: int, limit: int) -> tuple[int, int]:
-    """How many are zero, and how many below `limit` (zeros too), the sign bit cleared. Raises TypeError."""
+    """How many are zero, and how many are below `limit` (zeros included), without their sign bits. Raises TypeError."""
     array = _array(address, count, size)
     mask = (1 << (8 * size - 1)) - 1
     zeros = small = 0
@@ -82,7 +82,7 @@ def _scratch(dtype: Any) -> Any:
         if scratch.dtype == dtype:
             try:
                 found = _scratches.pop(position)
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread has taken it
                 break
             if found.dtype == dtype:
                 return found
@@ -90,21 +90,21 @@ def _scratch(dtype: Any) -> Any:
 
 
 def _use_threads() -> None:
-    """Let the extension read large tensors with torch's own OpenMP threads, where torch has some."""
+    """Have the extension read large tensors with torch's own OpenMP threads, if torch was built with OpenMP."""
     try:
-        library = ctypes.CDLL(torch._C.__file__)  # and with it all that it is linked to
+        library = ctypes.CDLL(torch._C.__file__)  # also finds the symbols of the libraries it links to
         found = [ctypes.cast(library[name], ctypes.c_void_p).value for name in _OPENMP]
-    except (OSError, AttributeError):  # another system, or another kind of threads
+    except (OSError, AttributeError):  # another operating system, or another OpenMP library
         return
     use_threads(*found)
-    os.register_at_fork(after_in_child=use_threads)  # a forked process has no threads but one
+    os.register_at_fork(after_in_child=use_threads)  # a forked process has only one thread
 
 
 try:
     from ..native.core import below as below
     from ..native.core import extremes as extremes
     from ..native.core import use_threads as use_threads
-except ImportError:  # there was no compiler where this was installed
+except ImportError:  # gpuwatch was installed without a C compiler
     below, extremes = slow_below, slow_extremes
 else:
     _use_threads()

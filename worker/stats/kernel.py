@@ -1,23 +1,23 @@
-"""The Triton kernels behind device_rows.py: `read` reads a tensor once into a row on the device, `pack` packs the rows.
+"""The Triton kernels of triton_reader.py: `read` reads a tensor once into a row on its device, `pack` packs rows.
 
-Importing this imports Triton, which comes with torch's CUDA wheels and with no other. A row is six integers of 8 bytes,
-and starts as (`LARGEST`, 0, 0, 0, 0, 0):
+Importing this module imports Triton, which only torch's CUDA wheels include. A row is six integers of 8 bytes, and
+starts as (`LARGEST`, 0, 0, 0, 0, 0):
 
     low, high, meta, zeros, subnormals, elements among which these were counted
 
-Every program of a launch reduces its share of the tensor, and merges it into the row with integer atomics, in any
-order. A healthy tensor is read once. A program that has met an inf or a nan reads its own share again, to tell them
-apart and to keep the sign.
+Every program of a launch reduces its share of the tensor and merges the result into the row with integer atomics, in
+any order. A finite tensor is read once. A program that finds inf or nan reads its own share again, to tell them apart
+and to find the signs.
 """
-# Triton's language is not Python's: parameters that are constants, types that are values, a module without stubs,
-# no `in`, no chain of `or`, and conditions that are decided when it is compiled apart from the others.
+# Triton's language differs from Python: some parameters are constants, types are values, the module has no stubs, there
+# is no `in` and no chain of `or`, and a condition on constants is an `if` of its own, which is decided at compilation.
 # mypy: ignore-errors
 # ruff: noqa: SIM102, SIM109
 
 import triton
 import triton.language as tl
 
-# How the elements are read. The first five are the encodings of core/values.py.
+# KIND: how the elements are read. The first five are the encodings of core/values.py.
 INTEGER = tl.constexpr(0)
 FLOAT64 = tl.constexpr(1)
 FLOAT32 = tl.constexpr(2)
@@ -30,7 +30,7 @@ E4M3FNUZ = tl.constexpr(8)
 E5M2FNUZ = tl.constexpr(9)
 E8M0FNU = tl.constexpr(10)
 
-# How they lie: in one run; in runs of equal length; in so many runs that 32 bits do not count the elements.
+# LAYOUT: one run of elements; runs of equal length; runs with too many elements for 32 bits.
 DENSE = tl.constexpr(0)
 RUNS = tl.constexpr(1)
 MANY_RUNS = tl.constexpr(2)
@@ -62,12 +62,12 @@ def _bits(raw, KIND: tl.constexpr):
 
 @triton.jit
 def _sizes(bits, KIND: tl.constexpr):
-    """What sorts as the absolute values do: every finite one, then inf, then nan."""
+    """Integers that sort like the absolute values: finite ones, then inf, then nan."""
     if KIND == INTEGER:
         positive = tl.where(bits < 0, -bits, bits)
-        sizes = tl.where(positive < 0, LARGEST, positive)  # the smallest int64 has no positive twin
+        sizes = tl.where(positive < 0, LARGEST, positive)  # -x of the smallest int64 overflows
     elif KIND == UINT64:
-        sizes = tl.where(bits < 0, LARGEST, bits)  # the recorder's integers end there
+        sizes = tl.where(bits < 0, LARGEST, bits)  # the recorder's largest integer
     elif KIND == FLOAT64:
         sizes = bits & LARGEST
     elif KIND == FLOAT32:
@@ -77,7 +77,7 @@ def _sizes(bits, KIND: tl.constexpr):
     elif KIND == E8M0FNU:
         sizes = bits & 0xFF
     elif KIND == E4M3FNUZ or KIND == E5M2FNUZ:
-        sizes = tl.where(bits == -128, 0x80, bits & 0x7F)  # what would be -0 is nan
+        sizes = tl.where(bits == -128, 0x80, bits & 0x7F)  # the bits of -0 mean nan
     else:
         sizes = bits & 0x7F
     return sizes
@@ -85,7 +85,7 @@ def _sizes(bits, KIND: tl.constexpr):
 
 @triton.jit
 def _bad_from(KIND: tl.constexpr):
-    """The smallest size that is not finite: inf, in a dtype that has one, else nan."""
+    """The smallest size that is not finite: inf if the dtype has it, else nan."""
     if KIND == FLOAT64:
         least = 0x7FF0_0000_0000_0000
     elif KIND == FLOAT32:
@@ -107,7 +107,7 @@ def _bad_from(KIND: tl.constexpr):
 
 @triton.jit
 def _encoding(KIND: tl.constexpr):
-    """How the row's `low` and `high` are to be read: a float8 is shown as the float32 of the same value."""
+    """The encoding of the row's `low` and `high`. A float8 is recorded as the float32 of the same value."""
     if KIND == UINT64:
         encoding = 0
     elif KIND >= E4M3FN:
@@ -119,7 +119,7 @@ def _encoding(KIND: tl.constexpr):
 
 @triton.jit
 def _normal_from(KIND: tl.constexpr):
-    """The smallest size of full precision, in the dtypes in which small numbers vanish."""
+    """The size of the smallest normal number, for the dtypes of low precision."""
     if KIND == FLOAT16:
         least = 1 << 10
     elif KIND == BFLOAT16:
@@ -164,7 +164,7 @@ def _widened(code, KIND: tl.constexpr):
         exponent = code >> mantissa
         fraction = code & ((1 << mantissa) - 1)
         normal = (exponent + (127 - bias)) << 23 | fraction << (23 - mantissa)
-        # A subnormal is a whole number of the smallest one, and float32 says that exactly.
+        # A subnormal is a multiple of the smallest one, and float32 represents it exactly.
         smallest = tl.cast((128 - bias - mantissa) << 23, tl.int32).to(tl.float32, bitcast=True)
         subnormal = (fraction.to(tl.float32) * smallest).to(tl.int32, bitcast=True).to(tl.int64)
         bits = tl.where(exponent == 0, subnormal, normal)
@@ -174,7 +174,7 @@ def _widened(code, KIND: tl.constexpr):
 
 @triton.jit
 def _offsets(index, inner, stride, LAYOUT: tl.constexpr):
-    """Where an element lies: the memory is one run, or runs of `inner` elements that begin `stride` apart."""
+    """Offsets of elements. The memory is one run, or runs of `inner` elements that begin `stride` apart."""
     if LAYOUT == DENSE:
         offsets = index
     elif LAYOUT == RUNS:
@@ -202,7 +202,7 @@ def read(
 ):
     """Merge `count` elements into the row at `position`.
 
-    A block is DEEP x WIDE elements: each thread has DEEP loads under way at a time, and adds up over them.
+    A block is DEEP x WIDE elements: each thread issues DEEP loads at a time and reduces over them.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -231,7 +231,7 @@ def read(
         if COUNT:
             zeros += tl.sum((sizes == 0).to(tl.int32), axis=0)
             small += tl.sum((sizes < _normal_from(KIND)).to(tl.int32), axis=0)
-    if program == total // (DEEP * WIDE) % programs:  # the next block is this one's, and not a whole one
+    if program == total // (DEEP * WIDE) % programs:  # the last, partial block is this program's
         for start in range(whole, total, WIDE):
             there = start + line < total
             raw = tl.load(source + _offsets(start + line, inner, stride, LAYOUT), mask=there, other=0)
@@ -249,7 +249,7 @@ def read(
         meta += _encoding(KIND) << 8
     if KIND != INTEGER and KIND != UINT64:
         if most >= _bad_from(KIND):
-            # Only here is memory read a second time, and only what this program has read.
+            # Only here memory is read a second time, and only this program's share.
             found = tl.zeros([WIDE], tl.int32)
             for start in range(begin, total, step):
                 for piece in range(0, DEEP * WIDE, WIDE):
@@ -276,7 +276,7 @@ def read(
 
 @triton.jit
 def _share(number, total):
-    """`number` of `total` as an integer of 16 bits, rounded to even; never to 0 what is there at all."""
+    """`number` of `total` as an integer of 16 bits, rounded to even. It is 0 only if `number` is 0."""
     exact = number.to(tl.float64) / total.to(tl.float64) * SHARE
     share = exact.to(tl.int64)
     rest = exact - share.to(tl.float64)
@@ -287,7 +287,7 @@ def _share(number, total):
 
 @triton.jit(do_not_specialize=["count"])
 def pack(rows, packed, count, BLOCK: tl.constexpr):
-    """Bring `count` rows into the recorder's form (low, high, meta), and make them as new."""
+    """Convert `count` rows to the recorder's form (low, high, meta), and reset them."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = index < count
     row = rows + index * COLUMNS

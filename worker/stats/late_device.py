@@ -1,9 +1,9 @@
-"""A twin of a device on CPU memory, for tests: what a real one does later, it does later, too.
+"""A fake device on CPU memory, for tests. Like a real device it works asynchronously.
 
-Tensors are read at once, as no stream of the user's can be held up here. What is late are the copies to the host: each
-starts a random number of calls after it was asked for, in order within a stream, out of order between streams. A copy
-reads its source when it is carried out: one that was freed by then gives POISON. Rows on the device cannot be read by
-the host (`.item()`, `.tolist()`, `bool()`); they raise, as a wait on this path would cost the user the overlap.
+Tensors are read at once, since no stream of the user can be delayed here. Copies to the host are late: each is carried
+out a random number of calls after its start, in order within a stream, out of order between streams. A copy reads its
+source when it is carried out: a source that was freed by then gives POISON. The host cannot read rows on the device:
+`.item()`, `.tolist()` and `bool()` raise, since on a real device they would wait for it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.utils._pytree import tree_map
 from .device import StreamKey
 
 POISON = 0x6B6B_6B6B_6B6B_6B6B
-"""What freed memory of the device holds."""
+"""The content of freed device memory."""
 
 
 class HostRead(RuntimeError):
-    """The host has asked for a number that is on the device: on a real one this would wait."""
+    """The host has read a number on the device. On a real device it would wait."""
 
 
 class DeviceMemory(torch.Tensor):
-    """A tensor of the device; so is all that is computed from it."""
+    """A tensor on the device. Results computed from it are on the device, too."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch types its own stand-in
-        """Compute as always, except what hands a number to the host."""
+        """Compute as usual. Raises HostRead for an operation that passes a number to the host."""
         if func in _HOST_READS:
             raise HostRead(f"{func} reads a number of the device on the host")
         guard = torch._C._DisableTorchDispatch()
@@ -61,7 +61,7 @@ def _poison(memory: torch.Tensor) -> None:
 
 
 class _Freed:
-    """Says whether the memory of a tensor was freed, without keeping it."""
+    """Whether the memory of a tensor was freed. Does not keep it alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # torch has no annotation there
@@ -71,14 +71,14 @@ class _Freed:
 
 
 class LateEvent:
-    """Comes when all is done that its stream had to do when it was recorded."""
+    """Done when its stream has done everything that was queued before it."""
 
     def __init__(self) -> None:
-        self.come = False
+        self.done = False
 
 
 class _LateCopy:
-    """One copy to the host. It does not keep its source alive, as a real one does not."""
+    """One copy to the host. Like a real copy it does not keep its source alive."""
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if not source.is_contiguous() or not target.is_contiguous() or source.shape != target.shape:
@@ -97,7 +97,7 @@ class _LateCopy:
 class LateDevice:
     """See `Device`. With `seed` None nothing is late: a copy is carried out when it is started.
 
-    `current` is the stream that is current, for a test to set; `capturing` says that a graph is captured.
+    A test sets `current`, the current stream, and `capturing`, whether a graph is being captured.
     """
 
     type = "cpu"
@@ -106,22 +106,22 @@ class LateDevice:
         self._random = random.Random(seed)
         self._longest = 0 if seed is None else longest
         self._queues: dict[int, deque[tuple[int, _LateCopy | LateEvent]]] = {}
-        """stream -> (call from which on it is carried out, what), oldest first"""
+        """stream -> (number of the call at which it is due, copy or event), oldest first"""
         self._now = 0
         self._refuses = refuses
         self._direct: tuple[int, int] | None = None
-        """Host memory that copies may go to."""
+        """First and last address of the registered host memory."""
         self._pinned: list[tuple[_Freed, int, int]] = []
         self.current = 0
         self.capturing = False
         self.captured: set[int] = set()
-        """Streams that a graph is captured on; `capturing` stands for all of them."""
+        """Streams on which a graph is being captured. `capturing` stands for all streams."""
         self.held: set[int] = set()
-        """Streams that are busy with something else for as long as a test says so."""
+        """Streams that a test keeps busy: nothing is carried out on them."""
         self.copies = 0
-        """Started so far."""
+        """Copies started so far."""
 
-    # -- what a test says ---------------------------------------------------------------------------------------
+    # -- for tests ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
@@ -133,7 +133,7 @@ class LateDevice:
             self.current = before
 
     def die(self) -> None:
-        """What was not carried out yet never will be."""
+        """Drop all copies and events that are not carried out yet."""
         self._queues.clear()
 
     # -- Device -------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class LateDevice:
         return tensor.is_cpu
 
     def stream_key(self, device: torch.device) -> StreamKey:
-        """See `Device`. Time goes on by one with each call: it is asked once for each tensor."""
+        """See `Device`. Each call advances the time by one. It is called once for each tensor."""
         self._tick()
         return 0, self.current
 
@@ -166,7 +166,7 @@ class LateDevice:
         return _on_device(rows)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """See `Device`. Raises where a real one would wait: into memory that it cannot reach by itself."""
+        """See `Device`. Raises RuntimeError if the target is neither registered nor pinned: a real copy would wait."""
         self._not_in_a_capture()
         if not isinstance(source, DeviceMemory):
             raise TypeError("expected a tensor of the device as the source")
@@ -186,19 +186,19 @@ class LateDevice:
         return event
 
     def query(self, event: Any) -> bool:
-        """See `Device`. Time goes on by one with each call."""
+        """See `Device`. Each call advances the time by one."""
         self._not_in_a_capture()
         self._tick()
-        return bool(event.come)
+        return bool(event.done)
 
     def wait(self, event: Any, timeout_s: float | None) -> bool:
-        """See `Device`. An event of a stream that is held does not come in any time."""
+        """See `Device`. An event of a held stream is not done however long the timeout is."""
         self._not_in_a_capture()
         for stream, queue in self._queues.items():
             if stream not in self.held and any(what is event for _, what in queue):
-                while not event.come:
+                while not event.done:
                     self._carry_out(queue)
-        return bool(event.come)
+        return bool(event.done)
 
     def synchronize(self, stream: Any) -> None:
         """See `Device`."""
@@ -245,7 +245,7 @@ class LateDevice:
     def _carry_out(self, queue: deque[tuple[int, _LateCopy | LateEvent]]) -> None:
         _, what = queue.popleft()
         if isinstance(what, LateEvent):
-            what.come = True
+            what.done = True
         else:
             what.carry_out()
 

@@ -1,6 +1,6 @@
-"""Which numbers are worth a closer look: a cheap filter over what has arrived, before a page is decoded and judged.
+"""Which numbers are notable: a cheap filter over numbers that have arrived, before a frame is decoded and judged.
 
-It may tell of more than the judge finds something in, and never of less.
+It may pass numbers in which the judge finds nothing. It never holds back numbers in which the judge finds something.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ _ENCODINGS = 256
 _NEVER = (1 << 63) - 1
 _ALL_ZERO = SHARE << 16 | COUNTED
 _ROUNDING = {int(Encoding.FLOAT64): 1 << 12}
-"""The judge compares logarithms, which for float64 are exact to a thousand neighbours only."""
+"""Bits of tolerance: the judge compares logarithms, which do not tell neighbouring float64 numbers apart."""
 
 
 class Notable:
-    """The filter. `near_bits`: encoding -> sign-cleared bits from which on a value is near overflow, empty for none.
-    `underflow_share`: share of subnormal elements from which on a tensor is in underflow, None for none."""
+    """The filter for arrays of values from a device.
+
+    `near_bits`: encoding -> bits (without the sign) from which on a value is near overflow; empty: no such limit.
+    `underflow_share`: the share of subnormal elements from which on a tensor is in underflow; None: no such limit.
+    """
 
     def __init__(self, near_bits: dict[int, int] | None = None, underflow_share: float | None = None) -> None:
         self._near = numpy.full(_ENCODINGS, _NEVER, numpy.int64)
@@ -40,9 +43,9 @@ class Notable:
             self._least_share = math.floor(underflow_share * SHARE) << 32 | COUNTED
 
     def limit(self, dtype: torch.dtype) -> int | None:
-        """Bits from which on a tensor is near overflow, of a dtype whose numbers are recorded as those of a wider one.
+        """For a dtype that is recorded in a wider encoding: bits from which on a tensor is near overflow.
 
-        None for the others, which their encoding tells.
+        None for the other dtypes, whose encoding has the limit.
         """
         if dtype in FLOATS or not (dtype.is_floating_point or dtype.is_complex):
             return None
@@ -70,7 +73,7 @@ class Notable:
 
 
 class NotableValue:
-    """The same filter for one value of host memory: non-finite, near overflow or in underflow."""
+    """The same filter for one value in host memory: non-finite, near overflow or in underflow."""
 
     def __init__(self, limits: Limits) -> None:
         self.near = near_bits(limits.near_overflow)
@@ -90,7 +93,7 @@ class NotableValue:
         return found | ((meta & COUNTED) != 0) & ((share >= self._least_share) | (zeros == SHARE))
 
     def __call__(self, dtype: int, high: int, meta: int) -> bool:
-        """Whether a value with these numbers (see core/values.py) may be more than recorded."""
+        """Whether a value with these numbers (see core/values.py) must be judged."""
         if meta & 0xFF:
             return True
         near = self.near.get(dtype)
@@ -102,7 +105,7 @@ class NotableValue:
 def near_bits(powers: float) -> dict[int, tuple[int, int]]:
     """dtype code -> (bits of the smallest number that is near overflow, bits of the largest finite one).
 
-    The largest number itself is left out: masks are filled with it. 0 powers of two: nothing is near.
+    The largest number itself is not near overflow, since masks are filled with it. `powers` = 0: no number is.
     """
     found: dict[int, tuple[int, int]] = {}
     if powers <= 0:
@@ -117,7 +120,7 @@ def near_bits(powers: float) -> dict[int, tuple[int, int]]:
 
 
 def near_by_encoding(powers: float) -> dict[int, int]:
-    """Encoding -> bits of the smallest number that is near overflow, for what a device looks at by itself."""
+    """Encoding -> bits of the smallest number that is near overflow: the `near_bits` of `Notable`."""
     dtypes = {"float64": Encoding.FLOAT64, "float32": Encoding.FLOAT32}
     dtypes |= {"float16": Encoding.FLOAT16, "bfloat16": Encoding.BFLOAT16}
     near = near_bits(powers)
@@ -125,7 +128,7 @@ def near_by_encoding(powers: float) -> dict[int, int]:
 
 
 def _powers(near_bits: dict[int, int]) -> float | None:
-    """Powers of two below the largest number from which on a value is near it; None when nothing is near."""
+    """The number of powers of two below the largest number that counts as near overflow; None without a limit."""
     for encoding, bits in near_bits.items():
         near = decode(bits, encoding)
         if encoding in INF_BITS and near > 0:

@@ -11,47 +11,47 @@ from .device import StreamKey
 
 
 class DeviceRow:
-    """The numbers of a tensor that was measured before, wherever they are by now: see `DeviceStatsBuffer.again`."""
+    """The numbers of a tensor that was measured before, on the device or arrived. See `DeviceStatsBuffer.again`."""
 
     __slots__ = ("buffer", "is_lost", "is_notable", "limit", "numbers", "packed", "position")
 
     def __init__(self, buffer: StreamBuffer, position: int, limit: int | None) -> None:
         self.buffer = buffer
-        """Where it was measured."""
+        """The stream that measured it."""
         self.position = position
         """Its position in the segment in which it was measured."""
         self.limit = limit
         """See `Notable.limit`."""
         self.packed: tuple[torch.Tensor, int] | None = None
-        """(n, 3) on the device and its row in it, from the time its copy was started until it has arrived."""
+        """(n, 3) on the device, and its row in it, while its copy is outstanding."""
         self.numbers: tuple[int, int, int] | None = None
-        """low, high, meta, once they have been seen to arrive."""
+        """low, high, meta, once they have arrived."""
         self.is_notable = False
-        """What arrived is worth a closer look."""
+        """The numbers that arrived are notable."""
         self.is_lost = False
         """Its copy could not be started."""
 
     def arrive(self, numbers: tuple[int, int, int], is_notable: bool) -> None:
-        """The host knows the numbers: nothing on the device is needed any more."""
+        """Keep the numbers that arrived, and release the memory on the device."""
         self.numbers = numbers
         self.is_notable = is_notable
         self.packed = None
 
 
 class Block(NamedTuple):
-    """Rows on their way to the values `positions` of one segment."""
+    """Rows that are being copied to the values `positions` of one segment."""
 
     source: torch.Tensor
-    """(n, 3) on the device; kept until the copy has arrived."""
+    """(n, 3) on the device. Kept until the copy has arrived."""
     rows: list[int]
-    """Where in `source` the rows of the positions are, ascending as the positions are."""
+    """The row in `source` of each position. Both are ascending."""
     positions: list[int]
     staging: torch.Tensor | None
-    """(n, 3) in pinned host memory, where copies cannot go straight into the file."""
+    """(n, 3) in pinned host memory, if the device cannot copy directly into the file."""
 
 
 class Copy:
-    """Rows of one segment and one stream on their way."""
+    """An outstanding copy of rows of one segment and one stream."""
 
     __slots__ = ("blocks", "event", "limits", "page", "remembered", "values_at")
 
@@ -66,12 +66,12 @@ class Copy:
 
     @property
     def positions(self) -> list[int]:
-        """All values that it brings."""
+        """The positions of all its values."""
         return [position for block in self.blocks for position in block.positions]
 
 
 class StreamBuffer:
-    """One stream's rows of the segment that is being written, and its copies that are on their way."""
+    """One stream's rows of the current segment, and its outstanding copies."""
 
     __slots__ = ("device", "flying", "key", "limits", "positions", "remembered", "repeats", "rows", "stream")
 
@@ -80,17 +80,17 @@ class StreamBuffer:
         self.device = device
         self.stream = stream
         self.rows: torch.Tensor | None = None
-        """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that left them as they were."""
+        """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
         self.positions: list[int] = []
-        """Positions in the segment that were read into rows, and whose copy was not started yet."""
+        """Positions in the segment that were read into rows and whose copy was not started yet."""
         self.repeats: list[tuple[int, DeviceRow]] = []
-        """Positions that are to hold the numbers of a row which this stream has measured before."""
+        """Positions for the numbers of a row that this stream has measured before."""
         self.remembered: list[DeviceRow] = []
         self.limits: dict[int, int] = {}
         self.flying: deque[Copy] = deque()
 
     def drop(self) -> int:
-        """Give up what was not copied yet; returns how many values that were."""
+        """Drop the values whose copy was not started. Returns their number."""
         dropped = len(self.positions) + len(self.repeats)
         for row in self.remembered:
             row.is_lost = True
@@ -105,7 +105,7 @@ class StreamBuffer:
 
 
 def runs(positions: list[int]) -> list[tuple[int, int]]:
-    """Ascending positions as half-open runs.
+    """Ascending positions as half-open ranges.
 
     >>> runs([0, 1, 2, 5, 6])
     [(0, 3), (5, 7)]

@@ -1,6 +1,6 @@
-"""The numbers of one tensor: abs min, abs max and what is non-finite, in one pass over its bits.
+"""The numbers of one tensor in host memory: abs min, abs max and non-finite flags, in one pass over its bits.
 
-See core/values.py for why integers will do. Everything here must be called with gradients off.
+core/values.py says why integers are enough. Everything here must be called with gradients off.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .host_reduce import below, extremes
 
 
 class TensorStats(NamedTuple):
-    """What a row needs: `kind` says whether the other three mean anything."""
+    """The numbers of a tensor, for its row. `kind` (RowKind) says whether the other three are valid."""
 
     low: int
     high: int
@@ -25,7 +25,7 @@ class TensorStats(NamedTuple):
 
 
 class Float(NamedTuple):
-    """A type of floating point numbers whose bits are looked at as they are."""
+    """A floating point type whose bits are read directly."""
 
     code: int
     """Index of its name in core.values.DTYPE_NAMES."""
@@ -37,7 +37,7 @@ class Float(NamedTuple):
     """`meta` of a finite tensor."""
     inf: int
     low: bool
-    """Of low precision."""
+    """Whether the type is of low precision."""
 
 
 CODES: dict[torch.dtype, int] = {
@@ -50,7 +50,7 @@ LOW_PRECISION = {
     for name in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     if isinstance(dtype := getattr(torch, name, None), torch.dtype)
 }
-"""Where small numbers vanish: their zeros and subnormals are worth counting."""
+"""dtypes in which small numbers vanish: their zeros and subnormals are counted."""
 
 
 def _float(dtype: torch.dtype, bits: torch.dtype, encoding: Encoding) -> Float:
@@ -68,7 +68,7 @@ FLOATS = {
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
 _MEASURED = int(RowKind.MEASURED)
 _new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
-"""Makes a named tuple in a third of the time that its class takes."""
+"""Makes a named tuple three times as fast as its class does."""
 _EMPTY = TensorStats(0, 0, 0, RowKind.EMPTY)
 NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE)
 
@@ -76,7 +76,7 @@ NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE)
 def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
     """TensorStats of a tensor in host memory, of any dtype, layout and class. Never raises: see `RowKind`.
 
-    `count` asks for the shares of zeros and of subnormals, where the dtype is of low precision.
+    `count`: also count zeros and subnormals, if the dtype is of low precision.
     """
     place = in_memory(tensor)
     if place is not None:
@@ -85,13 +85,13 @@ def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
     if count and numbers[3] == RowKind.MEASURED and tensor.dtype in LOW_PRECISION:
         try:
             return numbers._replace(meta=numbers.meta | _shares(tensor))
-        except Exception:  # the numbers are there all the same
+        except Exception:  # the numbers are valid without the shares
             pass
     return numbers
 
 
 def in_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
-    """(address, elements, type) of what nearly all tensors are: floats in one piece of host memory. None for others."""
+    """(address, elements, type) of a contiguous tensor of floats in host memory, as nearly all are. None for others."""
     cls = type(tensor)
     if cls is not _TENSOR and cls is not _PARAMETER:
         return None
@@ -102,21 +102,21 @@ def in_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
         if not tensor.is_contiguous() or tensor.is_neg():
             return None
         address, count = tensor.data_ptr(), tensor.numel()
-        # FSDP gives memory back, and a view into it that starts further on has an address all the same.
+        # FSDP frees storages. A view with an offset into a freed storage still has an address that is not 0.
         end = (tensor.storage_offset() + count) * kind.size
         if not count or not address or tensor.untyped_storage().nbytes() < end:
             return None
-    except Exception:  # a layout that does not know what that means
+    except Exception:  # a layout without these attributes
         return None
     return address, count, kind
 
 
 def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: Float, shares: bool) -> TensorStats:
-    """TensorStats of a tensor for which `in_memory` has said where it is."""
+    """TensorStats of a tensor at the place that `in_memory` returned. `shares`: also count zeros and subnormals."""
     low, high = extremes(address, count, kind.size)
     meta = kind.meta
     if high >= kind.inf:
-        meta |= _second_look(tensor)
+        meta |= _non_finite_flags(tensor)
     if shares and kind.low:
         meta |= _shares_in(kind, address, count)
     return _new(TensorStats, (low, high, meta, _MEASURED))
@@ -125,12 +125,12 @@ def stats_in_memory(tensor: torch.Tensor, address: int, count: int, kind: Float,
 def _measure_any(tensor: torch.Tensor) -> TensorStats:
     try:
         return _measure(tensor)
-    except Exception:  # a nested tensor, a negated view: what looks plain from outside is not always
+    except Exception:  # a nested tensor or a negated view may look like an ordinary tensor
         pass
     try:
         plain = to_plain(tensor)
         return _measure(plain) if plain is not None else NOT_MEASURABLE
-    except Exception:  # a tensor class that nobody has met must not cost the user the run
+    except Exception:  # an unknown tensor class must not end the run
         return NOT_MEASURABLE
 
 
@@ -157,12 +157,12 @@ def _measure(tensor: torch.Tensor) -> TensorStats:
         low, high = (int(number.item()) for number in torch.aminmax(bits.bitwise_and(kind.mask)))
     meta = kind.meta
     if high >= kind.inf:
-        meta |= _second_look(tensor)
+        meta |= _non_finite_flags(tensor)
     return TensorStats(low, high, meta, RowKind.MEASURED)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor lies within its storage. FSDP frees the storage of parameters, views stay behind."""
+    """Whether a strided tensor lies within its storage. FSDP frees the storage of parameters; their views remain."""
     if tensor.numel() == 0:
         return True
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -171,10 +171,10 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements as one dimension, in any order; a copy only where the memory has holes."""
+    """All elements in one dimension, in any order. Copies only if the memory has holes."""
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
-            tensor = tensor.narrow(dim, 0, 1)  # expanded: every index shows the same element
+            tensor = tensor.narrow(dim, 0, 1)  # an expanded dimension repeats one element
     if not tensor.is_contiguous():
         by_stride = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
         tensor = tensor.permute(by_stride)
@@ -182,9 +182,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shares(tensor: torch.Tensor) -> int:
-    """The part of `meta` that says which share of the elements is zero, and which is subnormal.
+    """The part of `meta` with the share of zeros and the share of subnormals.
 
-    A float8 tensor is widened for this, as for everything else; its own smallest normal number is what counts.
+    A float8 tensor is converted to float32. Its elements are subnormal below the smallest normal number of float8.
     """
     smallest = torch.finfo(tensor.dtype).smallest_normal
     plain = to_plain(tensor)
@@ -206,13 +206,13 @@ def _shares_in(kind: Float, address: int, count: int) -> int:
 
 
 def share_bits(zeros: int, subnormals: int, total: int) -> int:
-    """Counts as `meta` holds them: what is there at all is never rounded down to nothing."""
+    """Two counts as the shares in `meta`. A count that is not 0 never becomes 0."""
     shares = [max(min(n, 1), round(n / total * SHARE)) for n in (zeros, subnormals)]
     return COUNTED | shares[0] << 16 | shares[1] << 32
 
 
-def _second_look(tensor: torch.Tensor) -> int:
-    """Which of nan, +inf and -inf are in a tensor that holds at least one of them."""
+def _non_finite_flags(tensor: torch.Tensor) -> int:
+    """Flags for nan, +inf and -inf of a tensor that holds at least one of them."""
     flags = NonFinite.NONE
     if torch.isnan(tensor).any().item():
         flags |= NonFinite.NAN
@@ -229,7 +229,7 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
     low_t, high_t = torch.aminmax(tensor)
     low, high = int(low_t.item()), int(high_t.item())
     if low < 0:
-        # the smallest integer has no positive twin: abs() leaves it negative, so it is left out and counted in high
+        # abs() of the smallest integer overflows and stays negative: exclude it here, and include it in `high`
         sizes = tensor.abs()
         sizes = sizes[sizes >= 0]
         high = max(-low, high)
@@ -239,18 +239,16 @@ def _measure_integers(tensor: torch.Tensor) -> TensorStats:
 
 
 def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A strided tensor of a measurable dtype that holds the numbers of `tensor`; None when there is none.
+    """A strided tensor of a measurable dtype with the numbers of `tensor`. None if it has none or was freed.
 
-    None, too, when its memory was freed.
-
-    Sparse: the values that are stored. Nested: the values of all parts. Quantized: what the integers stand for.
-    DTensor: the local shard. Complex: the magnitudes. float8: widened, which is exact.
+    Sparse: the stored values. Nested: the values of all parts. Quantized: the dequantized values. DTensor: the local
+    shard. Complex: the magnitudes. float8: converted to float32, which is exact.
     """
     if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
     if hasattr(tensor, "_local_tensor"):
         tensor = tensor._local_tensor
-    if hasattr(tensor, "trigger_wait"):  # what a collective of torch.distributed has not yet filled
+    if hasattr(tensor, "trigger_wait"):  # a collective of torch.distributed may not have filled it yet
         tensor = tensor.trigger_wait()
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         if type(tensor).__name__ == "FakeTensor":
@@ -274,7 +272,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.resolve_neg()
     if tensor.dtype in (torch.uint16, torch.uint32):
         tensor = tensor.to(torch.int64)
-    elif tensor.dtype is torch.uint64:  # what int64 cannot hold is shown as its largest number
+    elif tensor.dtype is torch.uint64:  # numbers beyond int64 become its largest number
         tensor = tensor.view(torch.int64)
         tensor = torch.where(tensor < 0, torch.iinfo(torch.int64).max, tensor)
     if tensor.dtype.is_floating_point and tensor.dtype not in FLOATS:
@@ -288,7 +286,7 @@ def _parts(nested: torch.Tensor) -> torch.Tensor:
 
 
 def _magnitudes(tensor: torch.Tensor) -> torch.Tensor:
-    """Absolute values of complex numbers, non-finite only where a part is: two finite parts may have a larger one."""
+    """Absolute values of complex numbers, non-finite only where a part is. Overflow of finite parts is clamped."""
     parts = torch.view_as_real(tensor.resolve_conj()).double()
     sizes = torch.hypot(parts[..., 0], parts[..., 1])
     largest = parts.abs().amax(-1)

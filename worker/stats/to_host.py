@@ -1,4 +1,4 @@
-"""A few numbers of a tensor on their way to the host: for what must know a value without waiting for its device."""
+"""Copies a few numbers of a device to the host without waiting: for a caller that needs a value of the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .device import Device, device_for, is_on_device
 
 
 class ToHost:
-    """The numbers of a tensor, brought to the host without waiting. See `to_host`."""
+    """An asynchronous copy of a tensor's numbers to the host. See `to_host`."""
 
     def __init__(self, tensor: torch.Tensor, driver: Device | None) -> None:
         self._driver = driver
@@ -27,40 +27,29 @@ class ToHost:
                 self._event = driver.record(self._stream)
 
     def arrived(self) -> bool:
-        """Whether they are here. Never waits; never yes while the user captures a graph."""
+        """Whether the numbers have arrived. Never waits. False while the user captures a graph."""
         if self._driver is None or self._event is None:
             return True
         if self._driver.is_capturing():
             return False
         with self._driver.use(self._key, self._stream):
-            return self._come(self._driver.query(self._event))
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until they are here, `timeout_s` seconds at most; False when they are not, and during a capture."""
-        if self._driver is None or self._event is None:
-            return True
-        if self._driver.is_capturing():
-            return False
-        with self._driver.use(self._key, self._stream):
-            return self._come(self._driver.wait(self._event, timeout_s))
-
-    def _come(self, come: bool) -> bool:
-        if come:
+            arrived = self._driver.query(self._event)
+        if arrived:
             self._event = None
             self._source = self._numbers
-        return come
+        return arrived
 
     @property
     def numbers(self) -> list[float]:
-        """The elements of the tensor. Only after `arrived` or `wait` has said yes."""
+        """The elements of the tensor. Call it only after `arrived` has returned True."""
         assert self._event is None
         return [float(number) for number in self._numbers.reshape(-1).tolist()]
 
 
 def to_host(*scalars: torch.Tensor) -> ToHost | None:
-    """Start to bring the numbers of these tensors of one element, all on one device. None while a graph is captured.
+    """Start to copy the numbers of these one-element tensors, all on one device. None while a graph is captured.
 
-    What is in host memory is there at once.
+    Numbers in host memory have arrived at once.
     """
     return without_modes(_to_host, scalars)
 

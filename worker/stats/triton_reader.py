@@ -1,7 +1,8 @@
-"""One tensor into one row on its device by the kernels of kernel.py, with as little of the host's time as can be.
+"""Reads a tensor into a row on its device with the kernels of kernel.py, at little cost for the host.
 
-Triton's own launch binds the arguments, derives a key from them and looks the compiled kernel up, each time: several
-times what the driver's launch costs. Here the key is made of what can differ, and the compiled kernel is launched.
+For each launch, Triton binds the arguments, derives a key from them and looks up the compiled kernel. That takes
+several times as long as the driver's launch. Here the key holds only the arguments that can differ, and the compiled
+kernel is launched directly.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from .device_reader import KINDS, Kind, Source
 from .tensor_stats import LOW_PRECISION
 
 _OLDEST, _NEWEST = (3, 3), (3, 7)
-"""The Tritons whose compiled kernels take the arguments as they are given here, constants and all.
+"""The Triton versions whose compiled kernels take all arguments, constants included, in this order.
 
-They do not check how many they are given, so another one is launched in the ordinary way.
+A compiled kernel does not check the number of its arguments, so other versions are launched in the ordinary way.
 """
 _INT32 = 1 << 31
 _PACK_BLOCK = 128
 
 
 class TritonReader:
-    """See `Reader`. Raises ImportError where Triton is not; the first launches may raise anything."""
+    """See `Reader`. Raises ImportError without Triton. The first launches may raise any exception."""
 
     def __init__(self, kernel: Any = None, version: str = "") -> None:
         if kernel is None:
@@ -81,12 +82,12 @@ class TritonReader:
         return packed
 
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
-        """A launch of Triton's returns the kernel that it has looked up, or compiled."""
+        """Cache the compiled kernel, which an ordinary launch returns."""
         if self._is_direct and compiled is not None:
             self._compiled[key] = compiled
 
     def _most(self, device: torch.device) -> int:
-        """Programs that keep the memory busy; each then goes on to its next block."""
+        """The number of programs that keep the device's memory busy. Each reads several blocks, one after the other."""
         most = self._programs.get(device)
         if most is None:
             most = 3
@@ -107,10 +108,10 @@ def read_key(
     stride: int,
     *constants: Any,
 ) -> tuple[Any, ...]:
-    """Calls of `kernel.read` with the same key run the same compiled kernel.
+    """The key of a call of `kernel.read`. Calls with the same key run the same compiled kernel.
 
-    Triton compiles for a type of each argument (an integer is one of 32 or 64 bits), for pointers that 16 divides, and
-    for each value of a constant.
+    Triton compiles a kernel for the types of the arguments (an integer has 32 or 64 bits), for whether 16 divides each
+    pointer, and for the values of the constants.
     """
     wide = position >= _INT32 or elements >= _INT32 or inner >= _INT32 or stride >= _INT32
     sizes = (elements < _INT32, inner < _INT32, stride < _INT32) if wide else None
