@@ -8,7 +8,7 @@ from ...core.text.ranks_text import ranks_text
 from ..facts import RankFacts, RunFacts
 
 _HARMLESS = ("preflight", "hooks", "device note", "native frame writer")
-"""Parts whose faults cost no frame: the last two are notes about how frames are read."""
+"""Parts whose faults cost no frame: the last three are notes about how frames are read and written."""
 _MOST_NAMED = 64
 """Ranks that were never heard are named up to this many."""
 
