@@ -183,9 +183,8 @@ def test_a_batch_that_is_left_out_is_looked_at_from_outside(watch):
     model = nn.Sequential(nn.Identity(), Multiplies(1.0))
     model(X)
     model[1].factor = math.nan
-    with pytest.raises(
-        OverflowDetected, match=r"nan in output of the root module \(Sequential\), forward of batch 1 \(not looked into"
-    ):
+    expected = r"nan in output of the root module \(Sequential\), forward of batch 1 \(not looked into"
+    with pytest.raises(OverflowDetected, match=expected):
         model(X)
     (anomaly,) = watched.anomalies
     assert (anomaly.module, anomaly.cause) == ("", "not looked into: --every 10")

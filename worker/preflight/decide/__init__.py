@@ -1,1 +1,1 @@
-"""What follows from the reports of all ranks: who is to blame. Pure; no process, store or device is touched."""
+"""Decides from the reports of all ranks who is to blame. Pure: it uses no process, store or device."""

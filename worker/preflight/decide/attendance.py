@@ -10,7 +10,7 @@ from ..reports import Attendance, Roster
 
 
 def roster_of(present: Mapping[int, Attendance], world_size: int) -> Roster:
-    """Of a job in which all ranks are there. NCCL only if every rank has a GPU of its own."""
+    """The roster of a job in which all ranks have arrived. NCCL only if every rank has its own GPU."""
     by_rank = [present[rank] for rank in range(world_size)]
     return Roster(
         hosts=[one.host for one in by_rank],
@@ -24,8 +24,8 @@ def roster_of(present: Mapping[int, Attendance], world_size: int) -> Roster:
 def nodes_of(missing: Sequence[int], present: Mapping[int, Attendance], world_size: int) -> dict[int, int | None]:
     """The node of each missing rank, where it can be known.
 
-    torchrun numbers the ranks node by node. So a rank that has come tells which other ranks are on its node; and what
-    lies between two such blocks is as many nodes as their numbers leave out, of one size.
+    torchrun numbers the ranks node by node. So a rank that has arrived implies which other ranks are on its node. The
+    ranks between two such blocks belong to the nodes between them, which are taken to be of equal size.
     """
     blocks: dict[int, tuple[int, int]] = {}  # node -> (first rank, how many)
     for rank, one in present.items():
@@ -34,7 +34,7 @@ def nodes_of(missing: Sequence[int], present: Mapping[int, Attendance], world_si
     for node, (first, size) in blocks.items():
         found.update({rank: node for rank in range(first, first + size) if rank in found})
     sizes = {size for _, size in blocks.values()}
-    if len(sizes) == 1:  # as good as always: all nodes have as many ranks
+    if len(sizes) == 1:  # nearly always: all nodes have equally many ranks
         size = sizes.pop()
         if world_size % size == 0 and all(first == node * size for node, (first, _) in blocks.items()):
             found = {rank: rank // size if node is None else node for rank, node in found.items()}
@@ -48,7 +48,7 @@ def missing_findings(
     known_hosts: Sequence[str],
     timeout_s: float,
 ) -> list[Finding]:
-    """One finding per node with missing ranks. `known_hosts` are those of all nodes in their order, [] if unknown."""
+    """One finding per node with missing ranks. `known_hosts`: the hosts of all nodes in their order, [] if unknown."""
     hosts = {one.node: one.host for one in present.values()}
     hosts = {**dict(enumerate(known_hosts)), **hosts}
     nodes = nodes_of(missing, present, world_size)

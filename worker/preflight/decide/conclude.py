@@ -1,6 +1,6 @@
-"""The conclusion of one step, from the reports of all ranks. Pure: whoever holds the reports can draw it.
+"""The conclusion of one step, from the reports of all ranks. Pure: any rank that has the reports can draw it.
 
-An error of a test itself fails no job: it ends the preflight with a finding that is `unknown`.
+An error of gpuwatch's own test fails no job: it ends the preflight with a finding of grade `unknown`.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _REPORT_IT = "Please report it, with this line."
 
 @dataclass(frozen=True)
 class Terms:
-    """What does not change in the course of a preflight."""
+    """The settings of a preflight, which do not change."""
 
     mode: Mode
     world_size: int
     timeout_s: float
-    """For the arrival."""
+    """Time for the ranks to arrive."""
     slow_factor: float = 1.5
     min_busbw: float = 0.0
     node_hosts: tuple[str, ...] = ()
-    """Of all nodes in their order; () if they are not known."""
+    """The hosts of all nodes in their order; () if they are unknown."""
 
 
 @dataclass(frozen=True)
 class Heard:
-    """What has come in one step."""
+    """The reports of one step, and the ranks without one."""
 
     step: str
     reports: Mapping[int, Report]
@@ -51,7 +51,7 @@ class Heard:
 
 
 def conclude_softly(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
-    """What follows; an error of ours in finding it out ends the preflight, and not the job."""
+    """As `conclude`. An error of gpuwatch ends the preflight and not the job."""
     try:
         return conclude(terms, heard, before, roster)
     except Exception as error:
@@ -62,7 +62,7 @@ def conclude_softly(terms: Terms, heard: Heard, before: Conclusion, roster: Rost
 
 
 def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
-    """What follows. `before` is the conclusion of the step before; `roster` is there once all have arrived."""
+    """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
     now = Conclusion(findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken)
     if heard.step == "arrive":
         now = _attendance(terms, heard, now)
@@ -94,7 +94,7 @@ def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | No
     return _of_groups(terms, heard, before, now, roster)
 
 
-# -- who is there -------------------------------------------------------------------------------------------------
+# -- arrival ------------------------------------------------------------------------------------------------------
 
 
 def _attendance(terms: Terms, heard: Heard, now: Conclusion) -> Conclusion:
@@ -116,8 +116,8 @@ def _attendance(terms: Terms, heard: Heard, now: Conclusion) -> Conclusion:
 
 
 def _silent(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
-    """Ranks that had arrived, and then gave no word: with its worker, also the process that would tell us has gone."""
-    if heard.leader_failed and not heard.silent:  # else it may be waiting for them, too
+    """Ranks that arrived and then sent no report: if the worker has ended, no process is left to report it."""
+    if heard.leader_failed and not heard.silent:  # else the leader may be waiting for the silent ranks
         return _no_conclusion(heard, now, roster.hosts[LEADER] if roster else "")
     if not heard.silent or roster is None:
         return now
@@ -156,7 +156,7 @@ def _no_conclusion(heard: Heard, now: Conclusion, host: str) -> Conclusion:
 
 
 def _fallen(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
-    """Ranks whose coordinator has died or hung, as their workers tell."""
+    """Ranks whose coordinator died or hung, as reported by their workers."""
     fallen = {rank: report for rank, report in heard.reports.items() if report.kind == "fallen"}
     if not fallen:
         return now
@@ -184,11 +184,11 @@ def _went_away(heard: Heard) -> bool:
     return heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
 
 
-# -- what each has found -------------------------------------------------------------------------------------------
+# -- each rank's own test ------------------------------------------------------------------------------------------
 
 
 def _faults(heard: Heard, now: Conclusion, faults: Mapping[int, str], roster: Roster | None) -> Conclusion:
-    """The preflight ends here: with the test broken, the others' failures tell nothing."""
+    """The preflight ends here: the test itself is broken, so the failures of other ranks mean nothing."""
     first = min(faults)
     finding = Finding(
         stage=stage_of(heard.step),
@@ -203,7 +203,7 @@ def _faults(heard: Heard, now: Conclusion, faults: Mapping[int, str], roster: Ro
 
 
 def _softly(step: str, find: Callable[[], list[Finding]]) -> list[Finding]:
-    """A comparison that goes wrong is a finding and not the end."""
+    """An error in a comparison becomes a finding and does not end the preflight."""
     try:
         return find()
     except Exception as error:
@@ -226,7 +226,7 @@ def _of_bandwidth(terms: Terms, heard: Heard, roster: Roster) -> list[Finding]:
 
 
 def _of_each_rank(heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
-    """Ranks whose own part failed, each by itself."""
+    """Findings of ranks whose own part failed, one per rank."""
     findings = []
     for rank, report in sorted(heard.reports.items()):
         if report.kind in ("raised", "died", "hung"):
@@ -246,7 +246,7 @@ def _of_each_rank(heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
     return _blame(now, findings)
 
 
-# -- groups, and who is to blame for one ------------------------------------------------------------------------------
+# -- process groups ----------------------------------------------------------------------------------------------------
 
 
 def _of_groups(terms: Terms, heard: Heard, before: Conclusion, now: Conclusion, roster: Roster) -> Conclusion:
@@ -265,7 +265,7 @@ def _of_groups(terms: Terms, heard: Heard, before: Conclusion, now: Conclusion, 
                 return _search(terms, heard, now, roster, judgement.detail)
     if now.failed:
         return now
-    if heard.step == "inside":  # each node by itself is fine
+    if heard.step == "inside":  # the group of each node works
         return _try_pairs(now, roster, [], 1)
     return replace(now, next=step_after(heard.step, terms.mode, len(nodes)))
 
@@ -298,7 +298,7 @@ def _of_node(stage: str, node: int, ranks: list[int], roster: Roster, detail: st
 
 
 def _search(terms: Terms, heard: Heard, now: Conclusion, roster: Roster, detail: str) -> Conclusion:
-    """The group failed, and nobody is to blame for it by what the ranks have seen."""
+    """The group failed, and the ranks' reports blame nobody."""
     if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
         where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
         finding = Finding(
@@ -319,7 +319,7 @@ def _search(terms: Terms, heard: Heard, now: Conclusion, roster: Roster, detail:
 
 
 def _try_pairs(now: Conclusion, roster: Roster, tried: list[PairTried], number: int) -> Conclusion:
-    """The next round of pairs, or the verdict when there is nothing more to try."""
+    """The next round of pairs, or the verdict when no pair is left to try."""
     nodes = roster.ranks_by_node
     results = [blaming.PairResult(one.a, one.b, one.ok, one.detail) for one in tried]
     pairs = blaming.next_pairs(results, list(nodes)) if number <= blaming.ROUNDS else []
@@ -341,11 +341,11 @@ def _of_pairs(heard: Heard, before: Conclusion, now: Conclusion, roster: Roster)
     return _try_pairs(now, roster, tried, int(heard.step.removeprefix("pairs ")) + 1)
 
 
-# -- adding up ------------------------------------------------------------------------------------------------------
+# -- totals ---------------------------------------------------------------------------------------------------------
 
 
 def _blame(now: Conclusion, findings: Collection[Finding]) -> Conclusion:
-    """With these findings; those that fail a rank make it a failed one."""
+    """`now` with these findings. A finding of grade fail makes its ranks failed."""
     outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for finding in findings:
         if finding.grade != "fail":
@@ -360,7 +360,7 @@ def _blame(now: Conclusion, findings: Collection[Finding]) -> Conclusion:
 
 
 def _victims(now: Conclusion, victims: Mapping[int, str], stage: str) -> Conclusion:
-    """Ranks that failed only because of others, with what they have seen."""
+    """Ranks that failed only because of others, with their reports."""
     outcomes = {outcome.rank: outcome for outcome in now.outcomes}
     for rank, detail in victims.items():
         if rank not in outcomes or outcomes[rank].standing == "victim":

@@ -1,4 +1,4 @@
-"""Do all ranks run on the same? Takes every rank's inventory and names the differences that matter. In linear time."""
+"""Do all ranks have the same setup? Compares their inventories and names the relevant differences, in linear time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .shared_gpus import ranks_without_gpu, shared_gpus
 
 @dataclass(frozen=True)
 class Compared:
-    """One thing that should be the same everywhere; ranks of which it is not known ("") are left out."""
+    """One property that should be the same on all ranks. Ranks for which it is unknown ("") are not compared."""
 
     name: str
     grade: Grade
@@ -84,11 +84,11 @@ COMPARED = (
         "Ask the scheduler for one type of GPU",
     ),
 )
-"""What is compared, what a difference is worth, and why."""
+"""The properties that are compared, the grade of a difference, and the reason."""
 
 
 def compare(facts: Mapping[int, InventoryFacts]) -> list[Finding]:
-    """All differences between the ranks that matter, and limits that are too low. What stops a job comes first."""
+    """All relevant differences between the ranks, and limits that are too low. Those that stop a job come first."""
     facts = dict(sorted(facts.items()))
     found = [
         *shared_gpus(facts),
@@ -120,7 +120,7 @@ def _settings(facts: Facts) -> list[Finding]:
         grade: Grade = policy.grade
         if policy.inside_node_only and not _differs_inside_a_host(meant, facts):
             grade = "warn"
-        # of values that mean the same, the first rank's spelling
+        # of values with the same meaning, the spelling of the first rank
         spelling: dict[str, str] = {}
         for rank, meaning in meant.items():
             spelling.setdefault(meaning, values[rank])

@@ -1,8 +1,9 @@
-"""One process group was tried: who is to blame if it failed? Pure.
+"""Decides which ranks are to blame when the test of one process group failed. Pure.
 
-A rank is to blame that died, found a fault of its own, or is accused by others; inside a node also one that hangs while
-the others gave up. A rank whose peers went away, or that timed out, is a victim. If all are victims, nobody is named.
-Between nodes the network also makes a rank hang, where torch's timeout does not reach: as when it connects.
+A rank is to blame if it died, found a fault of its own, or is accused by others. Within a node, a rank that hung while
+the others gave up is also to blame. Between nodes it is not: the network can make a rank hang where torch's timeout has
+no effect, for example while it connects. A rank whose peers ended, or that timed out, is a victim. If all ranks are
+victims, nobody is named.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from ..reports import Report
 
 @dataclass(frozen=True)
 class Judgement:
-    """`findings` is empty if nobody can be blamed; `failed` is whether there was anything at all."""
+    """`findings` is empty if nobody can be blamed. `failed` is whether the group failed at all."""
 
     failed: bool
     findings: list[Finding] = field(default_factory=list)
     victims: dict[int, str] = field(default_factory=dict)
-    """rank -> what it has seen"""
+    """rank -> what it reported"""
 
     @property
     def detail(self) -> str:
-        """What most of the victims have seen."""
+        """The most frequent report of the victims."""
         most = Counter(self.victims.values()).most_common(1)
         return most[0][0] if most else ""
 
@@ -60,7 +61,7 @@ def judge_group(
 
 
 def _own_faults(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
-    """Ranks that died, or say themselves that it is they."""
+    """Ranks that died or report a fault of their own."""
     return {
         rank: (_failed_text(report), report.next)
         for rank, report in bad.items()
@@ -78,7 +79,7 @@ def _failed_text(report: Report) -> str:
 
 
 def _accused(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
-    """Ranks that more others accuse than they accuse themselves: of two that accuse each other, nobody knows."""
+    """Ranks accused by more ranks than they accuse themselves. Two ranks that accuse each other are undecided."""
     accusers: dict[int, list[int]] = {}
     for rank, report in bad.items():
         for peer in report.peers:
@@ -94,13 +95,13 @@ def _accused(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
 
 
 def _hangs_alone(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
-    """Those that had to be killed, if others were not: torch's own timeout, which is shorter, has not come to them."""
+    """Ranks that had to be killed while others were not: torch's own, shorter timeout did not end them."""
     hung = {rank: report for rank, report in bad.items() if report.kind == "hung"}
     if len(hung) == len(bad):
         steps = Counter(report.said for report in hung.values())
         if len(steps) < 2:
             return {}
-        # what most have reached, the others keep them waiting for
+        # most ranks wait at the step that most have reached, for those that have not reached it
         most = steps.most_common(2)
         if most[0][1] == most[1][1]:
             return {}

@@ -1,4 +1,4 @@
-"""Ranks that differ in one thing: who has which value, the minority first, and how to say it."""
+"""Ranks that differ in one value: which ranks have which value, the minority first, and the words for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Side(NamedTuple):
 
 
 def sides_of(values: Mapping[int, str]) -> list[Side]:
-    """Who has which value: the smallest side first; of equal ones, that of the lowest rank last.
+    """The ranks of each value. The smallest side comes first; of equal sides, that of the lowest rank last.
 
     >>> sides_of({0: "2.27", 1: "2.27", 2: "2.21"})
     [Side(value='2.21', ranks=[2]), Side(value='2.27', ranks=[0, 1])]
@@ -36,14 +36,14 @@ def sides_of(values: Mapping[int, str]) -> list[Side]:
 
 
 def odd_ranks(sides: list[Side]) -> list[int]:
-    """The ranks outside the largest side, smallest side first; none if no side is the largest."""
+    """The ranks outside the largest side, smallest side first. Empty if two sides are the largest."""
     if len(sides) < 2 or len(sides[-1].ranks) == len(sides[-2].ranks):
         return []
     return [rank for side in sides[:-1] for rank in side.ranks]
 
 
 def subject_of(sides: list[Side], facts: Facts) -> Subject:
-    """What differs from the others: whole nodes, ranks, or, without a majority, nobody can say."""
+    """What differs from the majority: whole nodes or ranks. Without a majority it is the job."""
     odd = odd_ranks(sides)
     if not odd:
         return "job"

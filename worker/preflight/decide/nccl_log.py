@@ -1,8 +1,8 @@
-"""What the known failure lines of NCCL's and gloo's logs, and of torch's messages about them, mean. Pure.
+"""The meaning of known failure lines in logs of NCCL and gloo and in torch's messages. Pure.
 
     node-e:240:240 [6] misc/socket.cc:533 NCCL WARN socketPollConnect: Connect to 10.0.0.4<56849> returned 113(No rou...
 
-becomes "there is no route to 10.0.0.4", and what to try next.
+becomes "there is no route to 10.0.0.4", with advice what to try next.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class Explanation(msgspec.Struct, frozen=True):
     """One cause, found in one line of a log."""
 
     sentence: str
-    """The cause, without its full stop."""
+    """The cause, without a full stop."""
     next: str
     """What to try next."""
     line: str
-    """The line that says so."""
+    """The log line with the cause."""
     own: bool
-    """The fault is on the rank, GPU or host that wrote the line; else a peer's, the network's or the job's."""
+    """The fault is on the rank, GPU or host that wrote the line. Else: a peer, the network or the job."""
 
 
 class _Known(NamedTuple):
     pattern: str
-    """Its named groups may be used in the sentence; `peer` loses its port."""
+    """Its named groups may be used in the sentence. The port is removed from `peer`."""
     sentence: str
     next: str
     own: bool
@@ -325,11 +325,11 @@ _KNOWN = (
 
 _COMPILED = [(re.compile(known.pattern, re.MULTILINE | re.IGNORECASE), known) for known in _KNOWN]
 _GENERAL = 2
-"""The last ones only count where no other does."""
+"""The last entries count only if no other one matches."""
 
 
 def explain(text: str) -> list[Explanation]:
-    """Every known cause in a log, each once, those that say most first."""
+    """Every known cause in a log, each once, the most specific first."""
     specific = [found for pattern, known in _COMPILED[:-_GENERAL] if (found := _explained(pattern, known, text))]
     if specific:
         return specific
@@ -341,7 +341,7 @@ def _explained(pattern: re.Pattern[str], known: _Known, text: str) -> Explanatio
     if match is None:
         return None
     groups = match.groupdict()
-    # `10.0.0.4<56849>` and `127.0.0.1]:4509` have their port outside of what is of use
+    # the port of `10.0.0.4<56849>` and `127.0.0.1]:4509` is not used
     peer = re.sub(r"<\d+>.*$", "", groups.get("peer") or groups.get("peer_2") or "")
     named = {
         **groups,

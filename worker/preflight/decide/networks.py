@@ -1,4 +1,4 @@
-"""Have the nodes a network in common, and do the settings name interfaces that exist?"""
+"""Do the nodes share a network, and do the settings name interfaces that exist?"""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def no_common_network(facts: Facts) -> list[Finding]:
-    """A warning of the nodes outside the network that most nodes have; routed networks may well be meant."""
+    """A warning about nodes outside the network that most nodes share. It is no failure: networks may be routed."""
     first = {known.node: rank for rank, known in sorted(facts.items(), reverse=True)}
     networks = {node: _networks(facts[rank]) for node, rank in first.items()}
     _forget_private_bridges(networks, {node: facts[rank].boot_id or facts[rank].host for node, rank in first.items()})
     if len(first) < 2 or not all(networks.values()):
-        return []  # a node of which nothing is known says nothing about its neighbours
+        return []  # one node has no known network, so nothing can be said about the others
     members: dict[Network, list[int]] = {}
     for node in sorted(networks):
         for network in networks[node]:
@@ -52,7 +52,7 @@ def _networks(known: InventoryFacts) -> dict[Network, set[str]]:
 
 
 def _forget_private_bridges(networks: dict[int, dict[Network, set[str]]], machine: dict[int, str]) -> None:
-    """An address that two machines have is a bridge of each (docker0 is 172.17.0.1 everywhere), and joins nobody."""
+    """Remove networks whose addresses are on two machines: local bridges (docker0 is 172.17.0.1 everywhere)."""
     machines: dict[str, set[str]] = {}
     for node, of_node in networks.items():
         for addresses in of_node.values():
@@ -65,7 +65,7 @@ def _forget_private_bridges(networks: dict[int, dict[Network, set[str]]], machin
 
 
 def interfaces_named(facts: Facts) -> list[Finding]:
-    """Settings that name interfaces of which the rank's host has none, so that the backend cannot start."""
+    """Settings that name only interfaces that the rank's host lacks, so that the backend cannot start."""
     found: list[Finding] = []
     for setting, backend, matches in (
         ("NCCL_SOCKET_IFNAME", "cuda", nccl_matches),
@@ -86,12 +86,12 @@ def interfaces_named(facts: Facts) -> list[Finding]:
 
 
 def usable_interfaces(known: InventoryFacts) -> list[str]:
-    """Names of those that have an address; without one, neither NCCL nor gloo takes it."""
+    """Names of the interfaces with an address. NCCL and gloo use no others."""
     return sorted(name for name, addresses in known.interfaces.items() if addresses)
 
 
 def nccl_matches(setting: str, name: str) -> bool:
-    """NCCL's rule: a list of beginnings; `=` asks for the whole name, `^` for all others.
+    """NCCL's rule: a list of prefixes. `=` means the whole name, `^` all other interfaces.
 
     >>> nccl_matches("eth,ib", "ib0"), nccl_matches("=eth0", "eth01"), nccl_matches("^docker", "eth0")
     (True, False, True)

@@ -1,4 +1,4 @@
-"""Which rank is unlike the others: another result of the same matmul, or a slow one. Pure."""
+"""Which rank differs from the others: by the result of the same matmul, or by its time. Pure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STAGE = "compute"
 
 
 def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) -> list[Finding]:
-    """Ranks whose bits are not those of most ranks with the same device type. Grade fail.
+    """Ranks whose bits differ from those of most ranks with the same device type. Grade fail.
 
-    Two that agree are right, as two wrong ones do not err in the same bits: ranks 0 and 1 have `a`, rank 2 has `b`, so
-    rank 2 is wrong. With one `a` and one `b`, nobody can say.
+    Two ranks that agree are right, since two wrong ones would differ in their bits. If ranks 0 and 1 have `a` and
+    rank 2 has `b`, rank 2 is wrong. With one `a` and one `b` it is undetermined.
     """
     by_type: dict[str, dict[str, list[int]]] = {}
     for rank in sorted(results):
@@ -35,10 +35,10 @@ def odd_digests(results: Mapping[int, ComputeResult], hosts: Mapping[int, str]) 
 
 
 def slow_devices(results: Mapping[int, ComputeResult], hosts: Mapping[int, str], factor: float = 1.5) -> list[Finding]:
-    """Ranks that took more than `factor` times the median of all. Grade warn."""
+    """Ranks that took more than `factor` times the median of all ranks. Grade warn."""
     if len(results) < 2:
         return []
-    # the lower one of an even number: of two ranks, the faster is the measure of the slower
+    # the lower median: of two ranks, the slower is compared with the faster
     median = statistics.median_low(result.milliseconds for result in results.values())
     kinds = len({result.device_type for result in results.values()})
     found = []
@@ -105,7 +105,7 @@ def _who(rank: int, hosts: Mapping[int, str]) -> str:
 
 
 def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
-    """Each once, in the order of the ranks."""
+    """Each host once, in the order of the ranks."""
     return list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
 
 

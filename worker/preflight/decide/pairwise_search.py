@@ -1,4 +1,4 @@
-"""Who is to blame when the group over all nodes failed: which pairs of nodes to try next, and the verdict. Pure.
+"""Finds who is to blame when the group over all nodes failed: which pairs of nodes to try next, and the verdict. Pure.
 
 A node that works with any other node is good. A pair of good nodes that fails is a bad link. A node is bad only if it
 failed with every other node while others work together; until then it stays a suspect, as its partners could be the bad
@@ -23,15 +23,15 @@ Pair = tuple[int, int]
 STAGE = "cross group"
 
 ROUNDS = 9
-"""No more rounds than this are run: enough to try every pair of up to ten nodes."""
+"""The most rounds: enough to try every pair of up to ten nodes."""
 
 PARTNERS = 8
-"""With how many others a node must have failed to be called bad; all others where there are fewer."""
+"""A node is bad only if it failed with this many others, or with all others if there are fewer."""
 
 
 @dataclass(frozen=True)
 class PairResult:
-    """How the group test of two nodes went; `detail` says what failed."""
+    """The result of the group test of two nodes. `detail` says what failed."""
 
     a: int
     b: int
@@ -40,9 +40,9 @@ class PairResult:
 
 
 def next_pairs(results: Collection[PairResult], nodes: Collection[int]) -> list[Pair]:
-    """The pairs to try at once in the next round, each node in at most one of them; none when more would tell nothing.
+    """The pairs to try in the next round, each node in at most one of them. Empty if more pairs would tell nothing.
 
-    To be called with all results so far, ROUNDS times at most.
+    Call it with all results so far, at most ROUNDS times.
     """
     tried = _Tried(results, nodes)
     if tried.failed and not tried.suspects:
@@ -80,7 +80,7 @@ def blame(results: Collection[PairResult], nodes: Mapping[int, list[int]], hosts
 
 
 class _Tried:
-    """What the results say about each node."""
+    """What the results imply for each node."""
 
     def __init__(self, results: Collection[PairResult], nodes: Collection[int]) -> None:
         self.count = len(nodes)
@@ -95,11 +95,11 @@ class _Tried:
         return sorted(sum(pair) - node for pair in self.failed if node in pair)
 
     def is_bad(self, node: int) -> bool:
-        """Whether a suspect has failed with so many that it cannot be the partners."""
+        """Whether a suspect has failed with so many others that they cannot be the cause."""
         return len(self.failed_with(node)) >= min(self.count - 1, PARTNERS)
 
     def is_worth(self, pair: Pair) -> bool:
-        """Whether trying it would tell something: about a suspect or, while nothing has failed, about a link."""
+        """Whether a pair is worth trying: for a suspect, or, while nothing has failed, for a link."""
         if pair in self.details:
             return False
         if not self.failed:
@@ -112,22 +112,22 @@ def _pair(result: PairResult) -> Pair:
 
 
 def _urgency(pair: Pair, tried: _Tried) -> int:
-    """A suspect first meets a node known good, then one of which nothing is known, last another suspect."""
+    """The order of the partners of a suspect: first a good node, then an unknown one, last another suspect."""
     if tried.good.intersection(pair):
         return 0
     return 2 if tried.suspects.issuperset(pair) else 1
 
 
 def _turn(a: int, b: int, count: int) -> int:
-    """The round in which two meet when everyone plays everyone in the fewest rounds (circle method)."""
-    last = count - 1 + count % 2  # with an odd number, the one who would play against `last` waits
+    """The round in which two nodes meet in a round-robin schedule with the fewest rounds (circle method)."""
+    last = count - 1 + count % 2  # with an odd number of nodes, the one paired with `last` waits
     if b == last:
         return 2 * a % last
     return (a + b) % last
 
 
 class _Words:
-    """Findings from facts."""
+    """The findings that follow from the results."""
 
     def __init__(self, tried: _Tried, nodes: Mapping[int, list[int]], hosts: Mapping[int, str]) -> None:
         self._tried = tried
@@ -221,7 +221,7 @@ class _Words:
         return self._tried.details[first]
 
     def _name(self, node: int) -> str:
-        """The host, with the node's number where two nodes of the run are on one host."""
+        """The host, with the node's number if two nodes of the run are on one host."""
         host = self._hosts[node]
         return f"{host} (node {node})" if list(self._hosts.values()).count(host) > 1 else host
 

@@ -1,6 +1,6 @@
-"""Which settings must agree between ranks, and why: one table. What is not in it goes by its prefix.
+"""Which settings must agree between ranks, and why, in one table. The prefix decides for a setting that is not in it.
 
-A difference stops the job only where it is known to hang it or to make NCCL refuse; where it may be meant, it is told.
+A difference stops the job only if it is known to hang it or to make NCCL refuse. If it may be meant, it is a warning.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ UNSET = "not set"
 
 
 def as_written(value: str) -> str:
-    """Upper and lower case are the same to NCCL."""
+    """NCCL ignores case."""
     return value.strip().casefold()
 
 
 def as_flag(value: str) -> str:
-    """Not set is 0."""
+    """An unset variable means 0."""
     return "0" if value in (UNSET, "") else as_written(value)
 
 
@@ -30,13 +30,13 @@ def whether_detail(value: str) -> str:
 
 @dataclass(frozen=True)
 class Policy:
-    """What a difference in one setting is worth. `meaning` makes alike what means the same."""
+    """The grade of a difference in one setting. `meaning` maps values with the same meaning to one value."""
 
     grade: Grade
     why: str
     meaning: Callable[[str], str] = as_written
     inside_node_only: bool = False
-    """Between nodes the difference is no more than a warning."""
+    """A difference between nodes is only a warning."""
 
 
 _PLANS = "each rank plans every collective by itself, and ranks whose plans differ wait for each other forever"
@@ -58,7 +58,7 @@ _TABLE: dict[str, Policy] = {
     ),
     **dict.fromkeys(("NCCL_NET", "NCCL_SOCKET_FAMILY", "NCCL_COMM_ID"), Policy("fail", _NETWORK)),
     **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_OOB_NET_ENABLE"), Policy("fail", _NETWORK, as_flag)),
-    # A node with broken peer-to-peer access may well have it switched off in its /etc/nccl.conf.
+    # A node with broken peer-to-peer access may have it disabled in its /etc/nccl.conf on purpose.
     **dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), Policy("fail", _PATH, as_flag, inside_node_only=True)),
     **dict.fromkeys(("NCCL_P2P_LEVEL", "NCCL_CUMEM_ENABLE"), Policy("fail", _PATH, inside_node_only=True)),
     "TORCH_DISTRIBUTED_DEBUG": Policy("fail", _DETAIL, whether_detail),
@@ -98,7 +98,7 @@ _PARTS_OF_A_RANK = {"LOCAL", "RANK"}
 
 
 def policy_of(name: str) -> Policy | None:
-    """What a difference in this setting is worth; None if every rank or host may have its own value."""
+    """The policy for a setting; None if every rank or host may have its own value."""
     if name in _TABLE:
         return _TABLE[name]
     if name in _OWN_TO_A_HOST or name.endswith(_ENDINGS_OF_PATHS) or _PARTS_OF_A_RANK & set(name.split("_")):

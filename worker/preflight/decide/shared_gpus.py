@@ -1,4 +1,4 @@
-"""Two ranks on one GPU, and ranks without a GPU of their own: what NCCL refuses, or hangs on."""
+"""Ranks that share a GPU, and ranks without a GPU: NCCL refuses them or hangs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MULTI_RANK_NCCL = (2, 30)
 
 
 def shared_gpus(facts: Facts) -> list[Finding]:
-    """One finding per host: the GPUs of it that more than one rank uses."""
+    """One finding per host, about its GPUs that more than one rank uses."""
     users: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(facts):
         known = facts[rank]
@@ -73,7 +73,7 @@ def _next(ranks: list[int], facts: Facts) -> str:
 
 
 def ranks_without_gpu(facts: Facts) -> list[Finding]:
-    """Ranks on the CPU while others of the job have a GPU; also those whose GPU could not be looked at."""
+    """Ranks on the CPU in a job with GPUs, including ranks whose GPU could not be read."""
     without = [rank for rank in sorted(facts) if not facts[rank].device.startswith("cuda")]
     with_gpu = [rank for rank in sorted(facts) if facts[rank].device.startswith("cuda")]
     blind = [rank for rank in without if facts[rank].gpus_visible == 0]

@@ -1,7 +1,8 @@
-"""What each rank saw in the collectives, and who must be wrong if they did not see the same. Pure.
+"""What each rank received in the collectives, and which rank must be wrong if they differ. Pure.
 
-On the example of three ranks of which 0 and 2 got rank 1's numbers wrong in all_gather, and rank 1 those of both right:
-rank 1 sends wrong. If only rank 0 got them wrong, it is rank 0, rank 1 or the way between: undetermined.
+Example with three ranks: in all_gather, ranks 0 and 2 got wrong numbers from rank 1, and rank 1 got right numbers from
+both. So rank 1 sends wrong numbers. If only rank 0 got them wrong, the cause is rank 0, rank 1 or the link between
+them: undetermined.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from ....core.text.ranks_text import ranks_text
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """What one rank saw. Ranks are global numbers."""
+    """What one rank received. Ranks are global numbers."""
 
     sum_error: str = ""
     """How its all_reduce was wrong; "" if it was right."""
     gather_errors: list[int] = []
-    """Whose numbers it got wrong in all_gather; itself, if what it put in has changed."""
+    """Ranks whose numbers it got wrong in all_gather. It is one of them if its own input has changed."""
     broadcast_errors: list[int] = []
-    """From which roots it got wrong numbers."""
+    """Roots from which it got wrong numbers in broadcast."""
     barrier_error: str = ""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Who is wrong; nobody by name where that cannot be said. `search`: sums of pairs would tell more."""
+    """The ranks that are wrong; none if that is undetermined. `search`: sums of pairs would tell more."""
 
     sentence: str
     guilty: tuple[int, ...] = ()
@@ -36,7 +37,7 @@ class Judgement:
 
 
 def judge(votes: Mapping[int, Vote]) -> Judgement | None:
-    """The verdict over all votes; None if nothing was wrong. Wrong transfers come first: they also spoil the sums."""
+    """The verdict over all votes; None if nothing was wrong. Wrong transfers come first: they make sums wrong, too."""
     return (
         _judge_transfers(
             "all_gather", {(rank, sender) for rank in votes for sender in votes[rank].gather_errors}, votes
@@ -65,7 +66,7 @@ def judge_sums_of_pairs(votes: Mapping[int, Vote], bad: Collection[int]) -> Judg
 
 
 def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int, Vote]) -> Judgement | None:
-    """From (receiver, sender) of every wrong transfer."""
+    """The verdict from (receiver, sender) of every wrong transfer."""
     if not errors:
         return None
     others = len(votes) - 1
@@ -82,7 +83,7 @@ def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int
         return Judgement(
             f"{ranks_text(sending)} {verb} wrong values in {kind} (seen by {ranks_text(sees)})", tuple(sorted(sending))
         )
-    # of a broadcast all get the same: who gets one wrong that all others get right is the one to name
+    # all ranks get the same broadcast: a rank that alone got it wrong is the wrong one
     receiving = {
         to
         for to, of in senders.items()
@@ -110,7 +111,7 @@ def _judge_sums(votes: Mapping[int, Vote]) -> Judgement | None:
     if not wrong:
         return None
     found = _wrong_alone(wrong[0], votes) if len(wrong) == 1 else _sum_undetermined(wrong, votes)
-    # one that adds wrong spoils the sums of others, too, and only pairs tell; two ranks are one pair
+    # a rank that adds wrong makes the sums of others wrong, too, so only pairs can tell; two ranks are one pair
     return replace(found, search=len(votes) > 2)
 
 

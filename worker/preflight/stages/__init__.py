@@ -1,1 +1,1 @@
-"""What one rank does in each stage of the preflight, in a process of its own that can be ended."""
+"""What one rank does in each stage of the preflight, in a separate process that can be killed."""

@@ -1,7 +1,7 @@
-"""Memory: take a real share of what is free, write every bit as 0 and as 1, read it back.
+"""The memory test: allocate a share of the free memory, write every bit as 0 and as 1, and read it back.
 
-On the CPU the system may promise more than it has: only what is written counts, and who writes more than a limit of the
-container allows is killed, which the coordinator sees as a child that died in this stage.
+On the CPU the system may promise more memory than it has, so only written memory counts. A process that exceeds the
+container's limit is killed. The coordinator then sees a child that died in this stage.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ CUDA_QUICK = Amount(share=0.1)
 CUDA_QUICK_MOST = 1 << 30
 CUDA_FULL = Amount(share=0.8)
 CUDA_LEAST_FREE = 0.1
-"""A GPU with a smaller share of its memory free is told: the training may not fit, or may be meant to."""
+"""A GPU with a smaller share of free memory gets a warning: the training may not fit."""
 
 _CHUNK = 64 << 20
-"""Bytes written and read at once; the pattern takes as many beside the block."""
+"""Bytes written and read at once. The pattern takes the same amount of memory besides the block."""
 _GRAIN = 1 << 20
 _WORD = 8
 
 
 class Allocated(msgspec.Struct, frozen=True):
-    """What was done, in words; and how little memory was free, if it was little, with what to do about it."""
+    """What was done, in words. If little memory was free, also how little, and what to do about it."""
 
     detail: str
     scarce: str = ""
@@ -38,15 +38,15 @@ class Allocated(msgspec.Struct, frozen=True):
 
 
 def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False, sharers: int = 1) -> Allocated:
-    """Test `amount` of memory, None for the mode's own. Raises ProbeFailure.
+    """Test `amount` of memory; None: the mode's default. Raises ProbeFailure.
 
-    `sharers` is how many ranks take their share of the same memory at once: on the CPU those of this host, on CUDA
-    those that use the same GPU.
+    `sharers` is the number of ranks that test the same memory at once: on the CPU those of this host, on CUDA those
+    that use the same GPU.
     """
     scarce = next_ = ""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.cuda.empty_cache()  # what an earlier test of this process has left is free, too
+        torch.cuda.empty_cache()  # memory that an earlier test left in torch's cache is free, too
         free, total = torch.cuda.mem_get_info(device)
         if free < total * CUDA_LEAST_FREE:
             scarce = f"only {_mib(free)} of {_mib(total)} free on {device}: others hold the rest"
@@ -62,7 +62,7 @@ def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False
     try:
         block = torch.empty(count, dtype=torch.int64, device=device)
         wrong = count_wrong_words(block)
-    except RuntimeError as error:  # OutOfMemoryError is one, too
+    except RuntimeError as error:  # OutOfMemoryError is a subclass
         if not is_out_of_memory(error):
             raise
         had = largest_block(lambda size: _can_have(size, device), min(free, wanted))
@@ -92,7 +92,7 @@ def allocate(device: torch.device, amount: Amount | None, *, quick: bool = False
 def count_wrong_words(block: torch.Tensor) -> int:
     """Fill a block of int64 with a pattern and read it back, then with the pattern's complement."""
     step = min(_CHUNK // _WORD, block.numel())
-    # the factor makes all bits of neighbouring words differ; the chunk's number tells a chunk from its copy elsewhere
+    # the factor makes neighbouring words differ in all bits; the chunk's number makes equal chunks differ
     pattern = torch.arange(step, dtype=torch.int64, device=block.device).mul_(-7046029254386353131)
     chunks = torch.split(block, step)
     wrong = 0
@@ -106,7 +106,7 @@ def count_wrong_words(block: torch.Tensor) -> int:
 
 
 def largest_block(can_have: Callable[[int], bool], most: int, grain: int = _GRAIN) -> int:
-    """The largest size up to `most` that can be had, to the grain, by halving what is not known.
+    """The largest size up to `most` that can be allocated, in multiples of `grain`, by bisection.
 
     >>> largest_block(lambda size: size <= 700, 1000, grain=1)
     700
@@ -124,7 +124,7 @@ def largest_block(can_have: Callable[[int], bool], most: int, grain: int = _GRAI
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not allocate: on the CPU it says so in words only."""
+    """Whether torch could not allocate. On the CPU only the message says so."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
@@ -137,7 +137,7 @@ def _can_have(size: int, device: torch.device) -> bool:
         return False
     finally:
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # else the next, larger one finds the last one in its way
+            torch.cuda.empty_cache()  # else the last block is in the way of the next, larger one
     return True
 
 

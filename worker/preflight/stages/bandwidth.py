@@ -1,8 +1,8 @@
-"""How fast is an all_reduce, and which link is the slowest? Numbers as nccl-tests defines them.
+"""How fast is an all_reduce, and which link is the slowest? The figures are defined as in nccl-tests.
 
-All ranks together move at the pace of the slowest link, so the times of an all_reduce do not say which link that is.
-So after it, each rank sends to the next one in the order of ranks and gets as much from it at once; pairs that share
-no rank do so at the same time.
+The slowest link limits the speed of all ranks, so the times of an all_reduce do not show which link it is. After it,
+each rank therefore sends to the next rank and receives the same amount from it. Pairs without a common rank do this at
+the same time.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SMALLEST = 64 << 10
 _STEP = 4
 _MOST_REPEATS = 20
 _ROW_S = 0.2
-"""Repeat a size for about so long."""
+"""Repeat a size for about this long."""
 _SHARE_FOR_ROWS = 0.6
-"""Of the time; the rest is for the links."""
+"""The share of the time for the all_reduce. The rest is for the links."""
 _SWAPS = 8
-"""About as many times as the links need what one all_reduce of their size does."""
+"""The test of the links takes about this many times as long as one all_reduce of their size."""
 
 
 LINK_BYTES = 1 << 20
-"""Of less, the time to send it says more about the processes than about the link between them."""
+"""For fewer bytes, the time depends more on the processes than on the link between them."""
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """What two neighbours in the order of ranks sent each other at once, in GB/s each way."""
+    """The bandwidth between two consecutive ranks that send to each other at once, in GB/s each way."""
 
     first: int
     second: int
@@ -46,7 +46,7 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What one rank measured; `links` are those of which it is the first."""
+    """What one rank measured. `links` are the links whose first rank it is."""
 
     rows: list[BandwidthRow]
     links: list[LinkSpeed] = []
@@ -62,9 +62,9 @@ def measure(
     say: Callable[[str], None],
     largest_bytes: int = 0,
 ) -> Measured:
-    """Sizes up to `largest_bytes` (0: the device's own), as long as `timeout_s` allows. Parameters as check_group's.
+    """Measure sizes up to `largest_bytes` (0: the device's default), while `timeout_s` allows. See also check_group.
 
-    What is measured is never waited for by polling: on CUDA the device's own clock times it.
+    Polling does not affect the times: on CUDA the device's own clock measures them.
     """
     began = time.monotonic()
     if len(ranks) == 1:
@@ -81,7 +81,7 @@ def measure(
         say(step)
         row_began = time.monotonic()
         rows.append(meter.all_reduce(size))
-        # all ranks go by the same, longest times, so that all stop at the same size
+        # all ranks use the same, longest times, so that all stop at the same size
         longest_s[size] = meter.longest(rows[-1].time_us / 1e6)
         next_s = meter.longest(time.monotonic() - row_began) * _STEP * 2
         left_s = timeout_s - meter.longest(time.monotonic() - began)
@@ -100,7 +100,7 @@ def measure(
 
 
 def sizes_up_to(largest: int) -> list[int]:
-    """Steps of four that end at `largest`.
+    """Sizes that grow by a factor of four and end at `largest`.
 
     >>> sizes_up_to(1 << 20)
     [65536, 262144, 1048576]
@@ -136,7 +136,7 @@ def row_of(size_bytes: int, seconds: float, count: int) -> BandwidthRow:
 
 
 def slowest(measured: Mapping[int, Measured]) -> tuple[int, BandwidthRow] | None:
-    """The rank that took longest at the largest size that all have measured, and its row."""
+    """The rank that took longest at the largest size that all ranks have measured, and its row."""
     sizes = [{row.size_bytes for row in one.rows} for one in measured.values()]
     common = set.intersection(*sizes) if sizes else set()
     if not common:
@@ -167,10 +167,10 @@ def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw:
 
 
 def slow_links(measured: Mapping[int, Measured], hosts: Mapping[int, str], factor: float = 3.0) -> list[Finding]:
-    """Links that are slow beside the best one of their kind (inside a host, between hosts). Grade warn.
+    """Links that are slow compared with the best one of their kind (inside a host, between hosts). Grade warn.
 
-    If all links of a host to others are slow alike and those of the rest are not, it is the host that is named. If none
-    is slow, the slowest one is told all the same, with grade ok.
+    If all links of one host to others are slow and the links of the other hosts are not, the host is named. If no link
+    is slow, the slowest one is reported with grade ok.
     """
     links = [link for one in measured.values() for link in one.links]
     inside = [link for link in links if hosts.get(link.first) == hosts.get(link.second)]
@@ -246,17 +246,17 @@ def _link_text(link: LinkSpeed, hosts: Mapping[int, str]) -> str:
 
 
 def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
-    """Each once, in the order of the ranks."""
+    """Each host once, in the order of the ranks."""
     return list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
 
 
 def _digits(value: float) -> float:
-    """Four significant ones."""
+    """The number with four significant digits."""
     return float(f"{value:.4g}")
 
 
 class _Meter:
-    """Times what runs on one device; a member of the group that this process has joined."""
+    """Times collectives and transfers on one device, in the group that this process has joined."""
 
     def __init__(self, collectives: Collectives, device: torch.device, count: int, deadline: float) -> None:
         self._collectives = collectives
@@ -265,7 +265,7 @@ class _Meter:
         self._deadline = deadline
 
     def all_reduce(self, size: int) -> BandwidthRow:
-        """This rank's row of one size."""
+        """This rank's row for one size."""
         data = torch.zeros(size // 4, dtype=torch.float32, device=self._device)  # sums of zeros never overflow
         warm_s = self.longest(self._timed("all_reduce", lambda: dist.all_reduce(data), 1))
         repeats = max(1, min(_MOST_REPEATS, int(_ROW_S / max(warm_s, 1e-6))))
@@ -286,7 +286,7 @@ class _Meter:
             for work in dist.batch_isend_irecv(swaps):
                 work.wait()
 
-        # The longest of all again: both sides of a pair must repeat alike, and the next round starts after this one.
+        # Again the longest time of all ranks: both sides of a pair repeat equally often, and rounds do not overlap.
         warm_s = self.longest(self._timed("the swap", swap, 1))
         seconds = self._timed("the swap", swap, 3 if warm_s < _ROW_S else 1)
         self.longest(seconds)
@@ -295,15 +295,15 @@ class _Meter:
         return [(mine[0], mine[1], _digits(size / seconds / 1e9))]
 
     def longest(self, seconds: float) -> float:
-        """The longest of all ranks' times, the same at every rank."""
+        """The longest time of all ranks, which all ranks get."""
         value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
         self._collectives.all_reduce(value, dist.ReduceOp.MAX)
         return float(value.item())
 
     def _timed(self, name: str, call: Callable[[], object], repeats: int) -> float:
-        """Seconds of one call, on the device's own clock where it has one.
+        """Seconds of one call, by the device's own clock if it has one.
 
-        NCCL's calls return at once, and gloo's have the group's timeout.
+        NCCL's calls return at once. gloo's calls block, with the group's timeout.
         """
         if self._device.type == "cuda":
             timer = DeviceTimer()

@@ -1,7 +1,8 @@
-"""A process that does one test after the other, and can be ended when one hangs: a CUDA call or a collective cannot be.
+"""A process that runs one test after the other. It can be killed when a CUDA call or a collective in it hangs.
 
 The parent has imported torch, so the child starts in milliseconds. The parent must not have used CUDA nor computed with
-torch: neither survives a fork. All tests of a child share one CUDA context, which costs up to a second to make.
+torch, since neither works after a fork. All tests of a child share one CUDA context, which takes up to a second to
+make.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from .failure import ProbeFailure
 
 Say = Callable[[str], None]
 Perform = Callable[[bytes, Say], Any]
-"""What the child does with a request; `say` tells how far it is, the result is of a type that msgspec knows."""
+"""What the child does with a request. It calls `say` with each step, and returns a value that msgspec can encode."""
 
 _KILLED_S = 5.0
-"""For a killed process to be gone: one that sleeps in a driver never is, and is left behind."""
+"""Time for a killed process to end. One that is blocked in a driver never ends, and is abandoned."""
 _LAST_WORDS = 20000
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A ProbeFailure of the child."""
+    """A ProbeFailure in the child."""
 
     detail: str
     peers: list[int] | None = None
@@ -41,20 +42,20 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a test ended. `detail` says it in words, `said` is the last step that it had begun."""
+    """How a test ended. `detail` says it in words. `said` is the last step that it began."""
 
     kind: Literal["ok", "raised", "died", "hung"]
     detail: str
     seconds: float
     failure: Failure | None = None
-    """Of `raised`: what the child found out. None: an exception that nobody foresaw."""
+    """For `raised`: the child's ProbeFailure. None for any other exception."""
     ours: bool = False
-    """Of `raised`: an error of the test itself, of a kind that neither torch nor the system raises."""
+    """For `raised`: an error of gpuwatch's own test, of a type that neither torch nor the system raises."""
     said: str = ""
     value: bytes = b"null"
-    """Of `ok`: what was returned, as JSON."""
+    """For `ok`: the returned value, as JSON."""
     output: str = ""
-    """The end of what the child has written in this test, if the test has not ended well."""
+    """The end of the child's output in this test, if the test failed."""
 
 
 class _Said(msgspec.Struct, tag="said"):
@@ -78,7 +79,7 @@ _decoder = msgspec.json.Decoder(_Said | _Raised | _Returned)
 
 @dataclass(frozen=True)
 class _Process:
-    """A child that runs, and this side of its pipes."""
+    """A running child, and the parent's ends of its pipes."""
 
     child: psutil.Process
     requests: int
@@ -87,7 +88,7 @@ class _Process:
 
 
 class Child:
-    """Starts with its first test. One whose test has not ended well is ended with it, and the next test gets a new one.
+    """A child process for tests. It starts with the first test. If a test fails, the next one gets a new process.
 
     `perform` runs in the child. A request has no newline.
     """
@@ -97,7 +98,7 @@ class Child:
         self._process: _Process | None = None
 
     def run(self, request: bytes, deadline_s: float, on_line: Say = lambda step: None) -> Ending:
-        """Have one test done; what it says goes to `on_line`."""
+        """Run one test. Its steps are passed on as they begin."""
         began = time.monotonic()
         process = self._process or self._start()
         written = os.fstat(process.output.fileno()).st_size
@@ -126,7 +127,7 @@ class Child:
         return Ending("hung", f"hung{where} for {deadline_s:.0f} s{ended}", seconds, said=said, output=words)
 
     def close(self) -> None:
-        """End it, and have its CUDA context and its memory back. Nothing is said if there is none."""
+        """End the child, which frees its CUDA context and its memory. Does nothing if there is no child."""
         if self._process is not None:
             self._end(at_once=False)
 
@@ -151,14 +152,14 @@ class Child:
         os.close(requests_read)
         os.close(answers_write)
         try:
-            os.setpgid(pid, pid)  # here and in the child: whoever is first
+            os.setpgid(pid, pid)  # called here and in the child, since either may run first
         except OSError:
             pass  # it was the child
         self._process = _Process(psutil.Process(pid), requests_write, answers_read, output)
         return self._process
 
     def _end(self, *, at_once: bool) -> str:
-        """How it ended, in words."""
+        """How the child ended, in words."""
         process, self._process = self._process, None
         assert process is not None
         os.close(process.requests)
@@ -175,11 +176,11 @@ def _ask(requests: int, request: bytes) -> None:
     try:
         os.write(requests, request + b"\n")
     except BrokenPipeError:
-        pass  # it has died between two tests: its pipe is closed, as will be found next
+        pass  # it died between two tests: reading its closed pipe will show that
 
 
 def _follow(fd: int, deadline: float, on_line: Say) -> tuple[str, _Last]:
-    """(last step said, how it ended), until the child has ended or the deadline is over."""
+    """(last step, how it ended). Returns when the test has ended, the child has died or the deadline has passed."""
     said = ""
     with open(fd, "rb", buffering=0, closefd=False) as pipe, selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
@@ -199,9 +200,9 @@ def _follow(fd: int, deadline: float, on_line: Say) -> tuple[str, _Last]:
 
 
 def _see_off(child: psutil.Process, *, at_once: bool) -> str:
-    """See the child off, with all that it has started; how it ended, in words."""
+    """End the child and all processes that it has started. Returns how it ended, in words."""
     code: int | None = None
-    if not at_once:  # it has closed its pipe or given its result: its end is a matter of microseconds
+    if not at_once:  # it has closed its pipe or sent its result, so it ends within microseconds
         try:
             code = child.wait(timeout=_KILLED_S)
         except psutil.TimeoutExpired:
@@ -209,7 +210,7 @@ def _see_off(child: psutil.Process, *, at_once: bool) -> str:
     try:
         os.killpg(child.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        pass  # nobody is left in its group
+        pass  # no process is left in its group
     if at_once:
         try:
             child.wait(timeout=_KILLED_S)
@@ -222,14 +223,14 @@ def _see_off(child: psutil.Process, *, at_once: bool) -> str:
 
 
 def _tail(output: int, begin: int) -> str:
-    """What was written since `begin`. The child writes at the file's own offset, which is left alone."""
+    """The output since `begin`. Does not move the file's offset, at which the child writes."""
     size = os.fstat(output).st_size
     begin = max(begin, size - _LAST_WORDS)
     return os.pread(output, size - begin, begin).decode(errors="replace").strip()
 
 
 def _run_child(perform: Perform, requests: int, answers: int, output: int, parent: int) -> NoReturn:
-    """Never returns into the parent's code, whatever happens."""
+    """Run the child. Never returns into the parent's code."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -254,7 +255,7 @@ def _run_child(perform: Perform, requests: int, answers: int, output: int, paren
 
 
 def _answer(perform: Perform, request: bytes, answers: int) -> bool:
-    """Whether the test has ended well: then the next one may follow in the same process."""
+    """Whether the test succeeded, so that the next one can run in the same process."""
 
     def tell(message: msgspec.Struct) -> None:
         data = msgspec.json.encode(message) + b"\n"

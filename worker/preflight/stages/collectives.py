@@ -1,7 +1,8 @@
-"""Collectives that end: each is waited for until a deadline, on gloo and on NCCL alike.
+"""Collectives with a deadline, on gloo and on NCCL alike.
 
-Since torch 2.8 a blocking collective of NCCL returns no Work: it runs in the current stream, and whoever then reads the
-result waits for the device without an end. So every collective here is asynchronous, and its Work gets a timeout.
+Since torch 2.8 a blocking collective of NCCL returns no Work. It runs in the current stream, and reading the result
+then waits for the device without a timeout. So every collective here is asynchronous, and its Work is awaited with a
+timeout.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from .failure import ProbeFailure
 
 _LEAST_S = 0.1
 _ROUNDING_S = 0.05
-"""torch counts a timeout in whole milliseconds, from a little before or after us."""
+"""Tolerance: torch counts a timeout in whole milliseconds, from a slightly different start."""
 _WATCHDOG = 10
-"""Times the time that is left: torch's own watchdog, which ends the process, must not come before us."""
+"""Factor on the remaining time: torch's own watchdog, which ends the process, must not fire before our deadline."""
 _BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 
 
 def left_s(deadline: float) -> float:
-    """Seconds until a deadline on the monotonic clock, at least a tenth."""
+    """Seconds until a deadline on the monotonic clock, at least 0.1."""
     return max(_LEAST_S, deadline - time.monotonic())
 
 
@@ -41,9 +42,9 @@ def join(
     deadline: float,
     say: Callable[[str], None],
 ) -> Collectives:
-    """Make the process group of this process. NCCL connects here, as it is told the device.
+    """Make the process group of this process. NCCL connects at once, since it is given the device.
 
-    Raises ProbeFailure with the ranks that do not come, and with nobody's name if the group is not up at the deadline.
+    Raises ProbeFailure, with the ranks that do not come, or with no ranks if the group is not up at the deadline.
     """
     say("init")
     on_cuda = device.type == "cuda"
@@ -55,7 +56,7 @@ def join(
 
     def make() -> None:
         if on_cuda:
-            torch.cuda.set_device(device)  # the current device is a thread's own
+            torch.cuda.set_device(device)  # every thread has its own current device
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -70,9 +71,9 @@ def join(
 
 
 def _set_up_nccl() -> None:
-    """An error is to be raised where we wait; else torch's watchdog ends the process, which names nobody.
+    """Have NCCL's errors raised where we wait. Otherwise torch's watchdog ends the process and names no rank.
 
-    TORCH_NCCL_BLOCKING_WAIT would do so, too, but every wait then polls once a millisecond, and time is measured here.
+    TORCH_NCCL_BLOCKING_WAIT would also do that, but then every wait polls once a millisecond, which distorts the times.
     """
     for name in _BLOCKING_WAIT:
         os.environ.pop(name, None)
@@ -80,7 +81,7 @@ def _set_up_nccl() -> None:
 
 
 def _wait_for_all(store: Store, ranks: Sequence[int], rank: int, deadline: float) -> None:
-    """A rank whose device hangs never comes here; the others would only know that NCCL does not connect."""
+    """Wait for all ranks. A rank whose device hangs does not come; without this, NCCL would only fail to connect."""
     store.set(str(rank), "")
     try:
         store.wait([str(one) for one in ranks], timedelta(seconds=left_s(deadline)))
@@ -92,7 +93,7 @@ def _wait_for_all(store: Store, ranks: Sequence[int], rank: int, deadline: float
 
 
 def _in_time(call: Callable[[], None], timeout_s: float, otherwise: str) -> None:
-    """Call in a thread that is left behind if it hangs: ncclCommInitRank has no timeout. The process ends soon."""
+    """Call in a thread that is abandoned if it hangs, since ncclCommInitRank has no timeout. The process ends soon."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -111,7 +112,7 @@ def _in_time(call: Callable[[], None], timeout_s: float, otherwise: str) -> None
 
 
 class Collectives:
-    """Of the group that this process has joined. Raises ProbeFailure at the deadline, and what torch raises before."""
+    """Collectives of the group that this process has joined. Raises ProbeFailure at the deadline."""
 
     def __init__(self, device: torch.device, deadline: float) -> None:
         self._device = device
@@ -124,24 +125,24 @@ class Collectives:
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """In place."""
+        """Reduce in place."""
         self.wait(dist.all_reduce(total, op=op, group=group, async_op=True), "all_reduce")
 
     def all_gather(self, gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
-        """Everybody's into `gathered`."""
+        """Gather the tensors of all ranks into `gathered`."""
         self.wait(dist.all_gather(gathered, mine, async_op=True), "all_gather")
 
     def broadcast(self, tensor: torch.Tensor, src: int) -> None:
-        """`src` is a place in the group."""
+        """Broadcast from `src`, a rank within the group."""
         self.wait(dist.broadcast(tensor, src=src, async_op=True), "broadcast")
 
     def barrier(self) -> None:
-        """Until everybody is here."""
+        """Wait until all ranks have called this."""
         device_ids = [self._device.index] if self._device.type == "cuda" else None
         self.wait(dist.barrier(device_ids=device_ids, async_op=True), "barrier")
 
     def wait(self, work: dist.Work | None, name: str) -> None:
-        """Until it has ended, on the device, too."""
+        """Wait until the work has ended, also on the device."""
         if work is None:
             return
         try:
@@ -152,7 +153,7 @@ class Collectives:
             raise self.too_late(name) from error
 
     def too_late(self, name: str) -> ProbeFailure:
-        """Nobody is named: who waits does not know for whom."""
+        """The failure at the deadline. It names no rank: a waiting rank does not know for which one it waits."""
         return ProbeFailure(
             f"{name} did not end within {self._limit_s:.0f} s: some rank took no part in it, or did not answer",
             peers=[],

@@ -1,7 +1,7 @@
-"""One seeded matmul: its exact bits and its time, to be compared with the other ranks'.
+"""One seeded matmul: its exact bits and its time, to be compared with those of the other ranks.
 
-Equal bits are only due where the same kernels run: the device type names all that chooses them. On the CPU the number
-of threads chooses, too, so this sets it to one: it is for a process of its own.
+Equal bits are expected only where the same kernels run. The device type names everything that selects a kernel. On the
+CPU the number of threads also does, so this module sets it to one. Run it in a separate process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .device_timer import DeviceTimer
 from .failure import ProbeFailure
 
 CUDA_SIZE = 8192
-"""1.1 TFLOP: some 2 ms on an H100, enough to run all its units."""
+"""1.1 TFLOP: about 2 ms on an H100, enough to use all its units."""
 CPU_SIZE = 768
 CUDA_REPEATS = 20
 CPU_REPEATS = 8
@@ -29,17 +29,17 @@ _SEED = 26480
 
 
 class ComputeResult(msgspec.Struct, frozen=True):
-    """What one rank computed. Equal `device_type` means that the bits must be equal."""
+    """What one rank computed. Ranks with the same `device_type` must have the same bits."""
 
     digest: str
     milliseconds: float
     device_type: str
     uuid: str = ""
-    """Of the GPU."""
+    """UUID of the GPU."""
 
 
 def compute(device: torch.device) -> ComputeResult:
-    """Multiply, several times. Raises ProbeFailure if this device contradicts itself."""
+    """Multiply several times. Raises ProbeFailure if the results of this device differ."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         size = CUDA_SIZE
@@ -48,7 +48,7 @@ def compute(device: torch.device) -> ComputeResult:
         size = CPU_SIZE
     first, second = seeded(size, device, _SEED), seeded(size, device, _SEED + 1)
     product, again = torch.empty_like(first), torch.empty_like(first)
-    _timed(first, second, product)  # also the warm-up: the library picks its kernel
+    _timed(first, second, product)  # also the warm-up, in which the library selects its kernel
     times: list[float] = []
     for number in range(CUDA_REPEATS if device.type == "cuda" else CPU_REPEATS):
         times.append(_timed(first, second, again))
@@ -60,7 +60,7 @@ def compute(device: torch.device) -> ComputeResult:
             )
         if device.type == "cpu" and sum(times) > _CPU_MOST_S * 1e3:
             break
-    # The host's other work only ever adds to a time on the CPU; a GPU that throttles shows it in the middle one.
+    # On the CPU other work only makes a time longer, so take the shortest. On a GPU the median shows throttling.
     taken = statistics.median(times) if device.type == "cuda" else min(times)
     uuid = device_uuid(torch.cuda.current_device()) if device.type == "cuda" else ""
     return ComputeResult(digest_of(product), round(taken, 4), device_type(device), uuid)
@@ -69,11 +69,11 @@ def compute(device: torch.device) -> ComputeResult:
 def seeded(size: int, device: torch.device, seed: int) -> torch.Tensor:
     """A square of bf16 in [-1, 1) with the same bits on every device.
 
-    Integers are hashed; torch's generators are not asked, as their numbers differ between kinds of CPU.
+    The numbers are hashed integers: those of torch's generators differ between types of CPU.
     """
     rows = torch.arange(size, dtype=torch.int32, device=device).unsqueeze(1)
     columns = torch.arange(size, dtype=torch.int32, device=device).unsqueeze(0)
-    mixed = rows * 7919 + columns * 104729 + seed  # no step leaves the 31 bits
+    mixed = rows * 7919 + columns * 104729 + seed  # no step exceeds 31 bits
     for _ in range(2):
         mixed.bitwise_xor_(mixed >> 11)
         mixed = mixed.bitwise_and_(0xFFFF).mul_(29789)
@@ -81,13 +81,13 @@ def seeded(size: int, device: torch.device, seed: int) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """Of the exact bits, hashed by the host: the device that may be wrong does not check itself."""
+    """The digest of the exact bits. The host computes it, since the device may be wrong."""
     on_host = tensor.contiguous().view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(on_host.data, digest_size=8).hexdigest()
 
 
 def device_type(device: torch.device) -> str:
-    """All that decides which kernel runs, and so the bits: `NVIDIA H100 80GB HBM3, 132 SMs, torch 2.13.0+cu130`."""
+    """Everything that selects the kernel, and so the bits: `NVIDIA H100 80GB HBM3, 132 SMs, torch 2.13.0+cu130`."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         units = f"{properties.multi_processor_count} SMs"
@@ -96,7 +96,7 @@ def device_type(device: torch.device) -> str:
 
 
 def _timed(first: torch.Tensor, second: torch.Tensor, product: torch.Tensor) -> float:
-    """Milliseconds of one matmul."""
+    """The duration of one matmul in milliseconds."""
     if first.is_cuda:
         timer = DeviceTimer()
         torch.matmul(first, second, out=product)
@@ -111,7 +111,7 @@ def _differing(one: torch.Tensor, other: torch.Tensor) -> int:
 
 
 def _cpu_model() -> str:
-    """Model and stepping, as the kernel lists them for the first core; other systems give what Python knows."""
+    """Model and stepping of the first core, from the Linux kernel. On other systems, what Python knows."""
     wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU implementer", "CPU part")
     try:
         block = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]

@@ -1,4 +1,4 @@
-"""What the rank's GPU is. Initialises CUDA, and may hang on a sick GPU: for a child process with a deadline."""
+"""The rank's GPU. Reading it initialises CUDA and may hang on a faulty GPU: use a child process with a deadline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .inventory import soft
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
-    """What `InventoryFacts` holds of the GPU; "" and None are unknown."""
+    """The facts about the GPU in `InventoryFacts`. "" and None mean unknown."""
 
     device: str = ""
-    """`cuda:3`, or `cpu` for a rank without a GPU of its own."""
+    """`cuda:3`, or `cpu` for a rank without its own GPU."""
     device_name: str = ""
     uuid: str = ""
     pci_bus: str = ""
@@ -30,12 +30,12 @@ class DeviceFacts(msgspec.Struct, frozen=True):
 
 
 def gather_device(local_rank: int) -> DeviceFacts:
-    """Look at the GPU that belongs to a local rank, among those that CUDA_VISIBLE_DEVICES leaves.
+    """Read the facts of a local rank's GPU, among those in CUDA_VISIBLE_DEVICES.
 
-    Raises what torch raises for a GPU that is there but cannot be asked.
+    Raises torch's error for a GPU that exists but cannot be read.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the reason is asked for below, and told as a finding
+        warnings.simplefilter("ignore")  # the reason is read below and becomes a finding
         error = _why_no_gpu()
         if error:
             return DeviceFacts(device="cpu", gpus_visible=0, error=error)
@@ -59,16 +59,18 @@ def gather_device(local_rank: int) -> DeviceFacts:
 
 
 def _memory(ordinal: int) -> tuple[int, int]:
-    """(free, total) bytes. The device is made the current one first, so that no other gets a context."""
+    """(free, total) bytes. The device is made current first, so that no other device gets a context."""
     torch.cuda.set_device(ordinal)
     return torch.cuda.mem_get_info(ordinal)
 
 
 def _why_no_gpu() -> str:
-    """Why CUDA cannot be used, as its own first line; "" if it can."""
+    """Why CUDA cannot be used: the first line of its error. "" if it can be used."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
-    except Exception as error:  # an AssertionError, a RuntimeError, or DeferredCudaCallError, by cause and release
+    except (
+        Exception
+    ) as error:  # AssertionError, RuntimeError or DeferredCudaCallError: it depends on the cause and the version
         lines = str(error).strip().splitlines()
         return lines[0] if lines else type(error).__name__
     return "" if torch.cuda.device_count() else "no GPU is visible"
@@ -83,7 +85,7 @@ def device_uuid(ordinal: int) -> str:
 
 
 def _driver_uuid(ordinal: int) -> str:
-    """From the driver, whose cuDeviceGetUuid_v2 (CUDA 11.4) is documented to name the MIG instance."""
+    """The UUID from the driver: cuDeviceGetUuid_v2 (CUDA 11.4) is documented to return that of a MIG instance."""
     driver = ctypes.CDLL("libcuda.so.1")
     found = (ctypes.c_ubyte * 16)()
     status = driver.cuDeviceGetUuid_v2(ctypes.byref(found), ctypes.c_int(ordinal))
@@ -93,13 +95,13 @@ def _driver_uuid(ordinal: int) -> str:
 
 
 def _pci_bus(properties: torch._C._CudaDeviceProperties) -> str:
-    """`0000:3b:00.0`, as the kernel and lspci write it. torch tells it from 2.7 on."""
+    """`0000:3b:00.0`, as the kernel and lspci write it. torch has it from 2.7 on."""
     domain, bus, device = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def _driver() -> str:
-    """NVML's word, for where /sys/module is not to be seen."""
+    """NVML's answer, for a system where /sys/module is not readable."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -114,7 +116,7 @@ def _nccl() -> str:
 
 
 def with_device(facts: InventoryFacts, found: DeviceFacts) -> InventoryFacts:
-    """The inventory with what was found out of its GPU."""
+    """The inventory with the facts about its GPU."""
     versions = {**facts.versions, **({"nccl": found.nccl} if found.nccl else {})}
     return msgspec.structs.replace(
         facts,

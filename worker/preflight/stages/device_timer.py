@@ -1,4 +1,4 @@
-"""How long the GPU took, by its own clock."""
+"""Measures durations by the GPU's own clock."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 import torch
 
 _POLL_S = 0.0002
-"""Between two looks at an event; the time that is told is the device's, so a late look costs no accuracy."""
+"""Time between two queries of an event. The device measures the duration, so a late query costs no accuracy."""
 
 
 class DeviceTimer:
-    """Runs from when it is made, in the current stream."""
+    """A timer in the current stream. It starts when it is made."""
 
     def __init__(self) -> None:
         self._began = self._event()
 
     def seconds(self, deadline: float | None = None, late: Callable[[], Exception] = TimeoutError) -> float:
-        """Until now; waits for the work that was started since, or raises `late()` at the deadline (monotonic)."""
+        """The duration of the work started since then. Waits for it, or raises `late()` at the monotonic deadline."""
         ended = self._event()
         if deadline is None:
             ended.synchronize()

@@ -1,12 +1,12 @@
-"""What a stage raises when a check does not hold."""
+"""The exception of a failed check."""
 
 from __future__ import annotations
 
 
 class ProbeFailure(Exception):
-    """`peers` None: this rank's own fault; []: somebody else's, nobody knows whose; else the ranks to blame.
+    """`peers` is None for this rank's own fault, [] for an unknown rank's fault, else the ranks to blame.
 
-    `next` is what to try next, as one sentence.
+    `next` is one sentence on what to try next.
     """
 
     def __init__(self, detail: str, peers: list[int] | None = None, next: str = "") -> None:

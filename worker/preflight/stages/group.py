@@ -1,8 +1,8 @@
-"""A process group over some ranks: do the collectives come through, and are their values right? If not: whose fault?
+"""A process group over some ranks: do the collectives end, and are their values right? If not, whose fault is it?
 
-Every rank votes on what it saw, through the store, as the collectives are what is in doubt; the same votes give every
-rank the same verdict. If the sum is wrong, the transfers tell whether the values were; if they were not, pairs of ranks
-add by themselves until only those that are wrong with everybody are left.
+Every rank publishes its results as a vote in the store, since the collectives themselves are in doubt. All ranks read
+the same votes and reach the same verdict. If a sum is wrong, the transfers show whether its values arrived right. If
+they did, pairs of ranks compute sums, until only the ranks that are wrong with every partner are left.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .collectives import Collectives, join, left_s
 from .failure import ProbeFailure
 
 SIZES = (4096, 1 << 20)
-"""float32: NCCL takes other protocols for 16 KiB than for 4 MiB."""
+"""Numbers of float32 elements: NCCL uses different protocols for 16 KiB and for 4 MiB."""
 SMALL = 16
-"""In a group of so many ranks each one broadcasts, and it is searched for who adds wrong. In a larger one, two do,
-and the pairs of its nodes are tried."""
+"""In a group of up to this many ranks each one broadcasts, and pairs of ranks are searched for wrong sums. In a larger
+group two ranks broadcast, and pairs of its nodes are tried."""
 
 _PERIOD = 122
 
@@ -40,14 +40,14 @@ def check_group(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> str:
-    """Run every kind of collective among `ranks` (global numbers, this is `rank`); what was done, in words.
+    """Run every kind of collective among `ranks` (global numbers; this one is `rank`). Returns what was done, in words.
 
-    `store` is a PrefixStore of this one test: no other may use its prefix. `say` hears each step as it begins.
-    Raises ProbeFailure if a value is wrong: peers None is this rank's own fault, peers [] is nobody's by name, else the
-    ranks to blame. What torch raises when a collective breaks is left as it is.
+    `store` is a PrefixStore of this test alone. `say` is called with each step as it begins.
+    Raises ProbeFailure if a value is wrong; see there for `peers`. Errors that torch raises for a broken collective are
+    not translated.
 
-    It ends within `timeout_s`. For a process of its own with a deadline above that, to be ended by os._exit: a group of
-    which one rank went away can hang when it is taken down.
+    It ends within `timeout_s`. Run it in a separate process with a longer deadline, and end that with os._exit: a group
+    can hang while it is destroyed if one of its ranks has ended.
     """
     deadline = time.monotonic() + timeout_s
     if len(ranks) == 1:
@@ -61,14 +61,14 @@ def check_group(
         try:
             verdict = judge_sums_of_pairs(votes, _search(store, collectives, device, ranks, rank, deadline, say))
         except (RuntimeError, ProbeFailure):
-            pass  # what is known without the pairs is worth more than that they could not be tried
+            pass  # the verdict without the pairs is worth more than their error
     if verdict is not None:
         raise _failure(verdict, rank)
     return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
 
 
 def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline: float) -> dict[int, Vote]:
-    """Every rank's vote. Raises ProbeFailure with the ranks that give none in time."""
+    """The votes of all ranks. Raises ProbeFailure with the ranks that give none in time."""
     store.set(str(rank), msgspec.json.encode(mine).decode())
     keys = [str(one) for one in ranks]
     try:
@@ -82,7 +82,7 @@ def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline
 
 
 class _Round:
-    """One run of the collectives, and what this rank saw."""
+    """One run of the collectives, and this rank's results."""
 
     def __init__(
         self,
@@ -156,9 +156,9 @@ def sum_error(
     rank: int,
     group: dist.ProcessGroup | None = None,
 ) -> str:
-    """How a sum over a group, of either size, came out wrong at this rank; "" if both are right."""
+    """How a sum over a group is wrong on this rank, for either size; "" if both are right."""
     errors = []
-    for count in SIZES:  # always both: the others take part in both
+    for count in SIZES:  # always both sizes: the other ranks take part in both
         total = values_of(rank, count).to(device)
         collectives.all_reduce(total, group=group)
         got, due = total.cpu(), sum_of(ranks, count)
@@ -173,15 +173,15 @@ def sum_error(
 
 
 def values_of(rank: int, count: int) -> torch.Tensor:
-    """What a rank puts in: float32, whole numbers so small that sums over 50,000 ranks are exact in any order.
+    """The input of a rank: float32 whole numbers, so small that sums over 50,000 ranks are exact in any order.
 
-    The rank's low byte is in every even number, its high byte in every odd one.
+    Elements at even positions hold the rank's low byte, those at odd positions its high byte.
     """
     return _repeated([_value(rank, place) for place in range(_PERIOD)], count)
 
 
 def sum_of(ranks: Sequence[int], count: int) -> torch.Tensor:
-    """What the sum must be."""
+    """The correct sum."""
     return _repeated([sum(_value(rank, place) for rank in ranks) for place in range(_PERIOD)], count)
 
 
@@ -202,7 +202,7 @@ def _search(
     deadline: float,
     say: Callable[[str], None],
 ) -> list[int]:
-    """Who adds wrong: pairs of ranks add by themselves, as many at once as there are; see pairwise_search.py."""
+    """The ranks that add wrong. Disjoint pairs of ranks compute sums at the same time; see pairwise_search.py."""
     say("pairs")
     results: list[PairResult] = []
     for number in range(ROUNDS):
@@ -210,7 +210,7 @@ def _search(
         if not pairs:
             break
         error = ""
-        for pair in pairs:  # every rank makes every group, in one order: torch wants it so
+        for pair in pairs:  # torch requires that every rank makes every group, in the same order
             group = dist.new_group([list(ranks).index(one) for one in pair])
             if rank in pair:
                 error = sum_error(collectives, device, pair, rank, group)

@@ -1,7 +1,6 @@
-"""The health stage of one rank: what NVML says of its GPU while the GPU is at work, against the table of thresholds.
+"""The health stage of one rank: compares what NVML reports of its GPU under load with the table of thresholds.
 
-It runs in the rank's child; NVML is read in a process of its own, so that a driver that hangs costs the
-stage its deadline and nothing else.
+It runs in the rank's child. A separate process reads NVML, so that a driver that hangs costs only the stage's deadline.
 """
 
 from __future__ import annotations
@@ -19,28 +18,27 @@ from ....core.preflight import Finding
 
 _LOAD_SIZE = 4096
 _SAMPLING_S = 5.0
-"""What must be left of the deadline to look at a GPU under load."""
+"""Time that must remain before the deadline to read a GPU under load."""
 _TRANSFER_BYTES = 64 << 20
 _STOPS_S = 1.0
-"""For the load to end: each piece of it takes milliseconds."""
+"""Time for the load to end. Each call of it takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class HealthResult:
-    """What was found, and one line of what was looked at."""
+    """The findings, and one line about what was read."""
 
     findings: list[Finding]
     detail: str
     load_hangs: bool = False
-    """The load has not ended: no other test may use this process."""
+    """The load did not end, so no other test may use this process."""
 
 
 def check_health(
     uuid: str, rank: int, host: str, thresholds: str, deadline_s: float, load: Callable[[], None] | None = None
 ) -> HealthResult:
-    """Look at one GPU. `load` keeps it at work for a moment and is called over and over, in a thread; without one, what
-    only shows under load stays unknown. `thresholds` is the file of --health-thresholds. Raises UsageError for a bad
-    one."""
+    """Check one GPU. `load` keeps it busy for a moment and is called repeatedly in a thread; without it, values that
+    need load are unknown. `thresholds` is the file of --health-thresholds. Raises UsageError for an invalid file."""
     limits = load_thresholds(thresholds)
     if not uuid:
         sentence = f"the health of the GPU of rank {rank} on {host} is unknown: CUDA does not tell its UUID"
@@ -56,7 +54,7 @@ def check_health(
 
 
 def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> bool:
-    """What the GPU's clocks and its link do when it works; whether the load has ended. `end` is monotonic time."""
+    """Read the GPU's clocks and link under load. Returns whether the load has ended. `end` is monotonic time."""
     at_work = _AtWork(load)
     trouble = at_work.wait(end - time.monotonic() - _SAMPLING_S)
     if not trouble:
@@ -71,7 +69,7 @@ def _read_under_load(reading: Reading, load: Callable[[], None], end: float) -> 
 
 
 class _AtWork:
-    """A load in a thread of its own: CUDA may hang on a sick GPU, which must not hide what NVML says of it."""
+    """A load in a separate thread. CUDA may hang on a faulty GPU, and NVML must be read nevertheless."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self.error = ""
@@ -85,30 +83,30 @@ class _AtWork:
             while not self._enough.is_set():
                 self._work()
                 self._began.set()
-        except Exception as error:  # of CUDA, or of a GPU that has no room left, which the allocation will tell
+        except Exception as error:  # a CUDA error, or no free memory, which the allocation stage reports
             self.error = f"the load failed: {str(error).strip().partition(chr(10))[0]}"
             self._began.set()
 
     def wait(self, seconds: float) -> str:
-        """Until it works: "", or why it does not."""
+        """Wait until the load runs. Returns "", or why it does not run."""
         if not self._began.wait(max(0.0, seconds)):
             return f"the load did not begin within {max(0.0, seconds):.0f} s"
         return self.error
 
     def stop(self) -> bool:
-        """No more. Whether it has ended: a thread that waits for a sick GPU goes on waiting."""
+        """Stop the load. Returns whether it has ended: a thread that waits for a faulty GPU may wait forever."""
         self._enough.set()
         self._thread.join(_STOPS_S)
         return not self._thread.is_alive()
 
 
 def cuda_load(index: int) -> Callable[[], None]:
-    """Work for a CUDA device: each call a few milliseconds of matrix products and of copies over PCIe."""
+    """A load for a CUDA device. Each call does a few milliseconds of matrix products and copies over PCIe."""
     work: Callable[[], None] | None = None
 
     def do() -> None:
         nonlocal work
-        if work is None:  # with no room left, or a GPU that is lost, this is what fails
+        if work is None:  # fails here without free memory or with a lost GPU
             work = _prepare(index)
         work()
 

@@ -1,4 +1,4 @@
-"""What this rank runs on, as far as no CUDA context is needed to see it. Each piece that cannot be had is unknown."""
+"""The inventory of this rank, as far as it needs no CUDA context. A fact that cannot be read is unknown."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _CAP_IPC_LOCK = 14
 
 
 def gather(identity: Identity, script: str = "", environ: Mapping[str, str] = os.environ) -> InventoryFacts:
-    """Everything but the GPU, which `gather_device` looks at in a process of its own. Never raises.
+    """Everything except the GPU, which device_facts.py reads in a separate process. Never raises.
 
-    Does not touch CUDA, so that the process may fork afterwards. With a torch that knows no CUDA, nothing is left to
-    look at, and `device` is set.
+    Does not use CUDA, so that the process can fork afterwards. With a torch without CUDA the inventory is complete, and
+    `device` is set.
     """
     has_cuda = bool(torch.version.cuda or torch.version.hip)
     return InventoryFacts(
@@ -62,7 +62,7 @@ def gather(identity: Identity, script: str = "", environ: Mapping[str, str] = os
 
 
 def soft(read: Callable[[], T], unknown: T) -> T:
-    """What `read` returns, or `unknown` if it raises: an inventory never fails a job."""
+    """The result of `read`, or `unknown` if it raises: an inventory must not fail a job."""
     try:
         return read()
     except Exception:
@@ -70,7 +70,7 @@ def soft(read: Callable[[], T], unknown: T) -> T:
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings that NCCL, torch and gloo will see. NCCL reads its files after the environment, which wins."""
+    """The settings of NCCL, torch and gloo. NCCL also reads its files; the environment takes precedence."""
     found = {name: value for name, value in environ.items() if name.startswith(_SETTINGS) or name in _OTHER_SETTINGS}
     own = environ.get("NCCL_CONF_FILE") or Path(environ.get("HOME", "~")).expanduser() / ".nccl.conf"
     for file in (Path(own), Path("/etc/nccl.conf")):
@@ -79,7 +79,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _nccl_file(path: Path) -> dict[str, str]:
-    """`NCCL_DEBUG=WARN` per line; what begins with # is a comment, and of a repeated name NCCL takes the first."""
+    """Parse lines such as `NCCL_DEBUG=WARN`. A line with # is a comment. NCCL uses the first of a repeated name."""
     found: dict[str, str] = {}
     for line in path.read_text().splitlines():
         name, equals, value = line.partition("=")
@@ -99,7 +99,7 @@ def _versions() -> dict[str, str]:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """Of the interfaces that are up: IPv4 and IPv6 addresses, as `10.0.0.3/24`."""
+    """IPv4 and IPv6 addresses of the interfaces that are up, as `10.0.0.3/24`."""
     stats = psutil.net_if_stats()
     found: dict[str, list[str]] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -110,7 +110,7 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def _with_prefix(address: str, netmask: str | None) -> str:
-    """Raises ValueError for a hardware address, which is none of the Internet's."""
+    """Raises ValueError for a hardware address."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     prefix = int(ipaddress.ip_address(netmask)).bit_count() if netmask else parsed.max_prefixlen
     return f"{parsed}/{prefix}"
@@ -130,7 +130,7 @@ def _limits() -> dict[str, int]:
 
 
 def _may_lock_memory() -> bool:
-    """CAP_IPC_LOCK, which root has outside of containers, lets a process lock more than its limit."""
+    """Whether the process has CAP_IPC_LOCK, which lifts the limit. root has it outside of containers."""
     lines = Path("/proc/self/status").read_text().splitlines()
     effective = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
@@ -138,6 +138,6 @@ def _may_lock_memory() -> bool:
 
 def _digest(script: str) -> str:
     path = Path(script)
-    if not path.is_file():  # a pipe must be left for Python to read, a folder has no digest
+    if not path.is_file():  # reading a pipe would take its data from Python, and a folder has no digest
         return ""
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Limits of a host that a training job runs into later: shared memory, open files, locked memory."""
+"""Limits of a host that a training job may hit later: shared memory, open files, locked memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ....core.preflight import Finding, InventoryFacts
 from ..decide.majority import Facts, finding, have, place_text
 
 SHM_BYTES = 1 << 30
-"""What NVIDIA's guide asks of a container (--shm-size=1g); Docker gives 64 MiB."""
+"""NVIDIA's recommendation for a container (--shm-size=1g). Docker's default is 64 MiB."""
 FILES = 512
-"""For Python, torch, a data loader's pipes, and NCCL inside one node."""
+"""For Python, torch, the pipes of a data loader, and NCCL within one node."""
 FILES_PER_RANK = 16
-"""Sockets to each other rank: gloo keeps one per group, NCCL up to 16 per connection on a fast network."""
+"""Sockets to every other rank: gloo has one per group, NCCL up to 16 per connection on a fast network."""
 MEMLOCK_BYTES = 1 << 30
-"""InfiniBand locks the buffers that it sends from, hundreds of MB per rank. Distributions give 64 KiB or 8 MiB."""
+"""InfiniBand locks its send buffers, hundreds of MB per rank. The defaults of distributions are 64 KiB or 8 MiB."""
 
 
 def tight_limits(facts: Facts) -> list[Finding]:
-    """Warnings only: whether a job needs as much, nobody knows before."""
+    """Warnings about low limits. They are not failures, since the needs of a job are unknown beforehand."""
     files = FILES + FILES_PER_RANK * len(facts)
     found = [
         _below(
@@ -60,7 +60,7 @@ def _below(
     said: Callable[[int], str],
     next_step: str,
 ) -> Finding | None:
-    """A warning of all ranks that have less than enough."""
+    """A warning about all ranks whose limit is too low."""
     known = {rank: value for rank in sorted(facts) if (value := amount(facts[rank])) is not None}
     short = [rank for rank, value in known.items() if value < enough]
     if not short:
@@ -70,7 +70,7 @@ def _below(
 
 
 def _limit(known: InventoryFacts, name: str) -> int | None:
-    """None when it is unlimited or unknown."""
+    """None if it is unlimited or unknown."""
     limit = known.limits.get(name, -1)
     return limit if limit >= 0 else None
 

@@ -1,4 +1,4 @@
-"""What the coordinator asks of its child, and the child's answer to each: one struct per test of one rank.
+"""The requests of a coordinator to its child, and how the child performs them: one struct per test of one rank.
 
 {"type":"Allocate","device":"cuda:0","quick":true,"sharers":1}
 """
@@ -25,17 +25,17 @@ from .health import HealthResult, check_health, cuda_load
 
 
 class LookAtDevice(msgspec.Struct, frozen=True, tag=True):
-    """The rank's GPU, among those that can be seen."""
+    """Read the facts of the rank's GPU, among the visible ones."""
 
     local_rank: int
 
     def perform(self, say: Say) -> DeviceFacts:
-        """Initialises CUDA."""
+        """Read the facts. Initialises CUDA."""
         return gather_device(self.local_rank)
 
 
 class CheckHealth(msgspec.Struct, frozen=True, tag=True):
-    """What the driver says of a GPU. `device` is the rank's own; on the CPU there is no load."""
+    """Read what the driver reports of a GPU. `device` is the rank's own. On the CPU there is no load."""
 
     uuid: str
     rank: int
@@ -45,14 +45,14 @@ class CheckHealth(msgspec.Struct, frozen=True, tag=True):
     device: str
 
     def perform(self, say: Say) -> HealthResult:
-        """With the GPU at work."""
+        """Check the GPU under load."""
         device = torch.device(self.device)
         load = cuda_load(device.index) if device.type == "cuda" else None
         return check_health(self.uuid, self.rank, self.host, self.thresholds, self.deadline_s, load)
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Memory of a device; None is the mode's own amount."""
+    """Test the memory of a device. None: the mode's default amount."""
 
     device: str
     amount: Amount | None
@@ -60,22 +60,22 @@ class Allocate(msgspec.Struct, frozen=True, tag=True):
     sharers: int
 
     def perform(self, say: Say) -> Allocated:
-        """Written and read back."""
+        """Write the memory and read it back."""
         return allocate(torch.device(self.device), self.amount, quick=self.quick, sharers=self.sharers)
 
 
 class Compute(msgspec.Struct, frozen=True, tag=True):
-    """A matmul."""
+    """Compute a matmul."""
 
     device: str
 
     def perform(self, say: Say) -> ComputeResult:
-        """Its bits and its time."""
+        """The matmul's bits and its time."""
         return compute(torch.device(self.device))
 
 
 class InGroup(msgspec.Struct, frozen=True, tag=True):
-    """A test in a process group of `ranks`, whose store is below `prefix` and `name`. The child is to end after it."""
+    """Test a process group of `ranks`, whose store is below `prefix` and `name`. The child must end after it."""
 
     bandwidth: bool
     identity: Identity
@@ -86,11 +86,11 @@ class InGroup(msgspec.Struct, frozen=True, tag=True):
     ranks: list[int]
     timeout_s: float
     log: str = ""
-    """Of NCCL."""
+    """Path of NCCL's log; "" for none."""
     largest_bytes: int = 0
 
     def perform(self, say: Say) -> str | Measured:
-        """The collectives, or how fast they are."""
+        """Run the collectives, or measure their bandwidth."""
         if self.log:
             Path(self.log).parent.mkdir(parents=True, exist_ok=True)
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_FILE=self.log)
@@ -109,7 +109,7 @@ _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
 
 def perform(request: bytes, say: Say) -> Any:
-    """In the child. What a test leaves in torch's cache is given back: the next one, or another rank, may need it."""
+    """Perform a request, in the child. Empties torch's cache: the next test or another rank may need the memory."""
     result = _decoder.decode(request).perform(say)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no annotations there
         torch.cuda.empty_cache()
