@@ -7,6 +7,7 @@ without communication, the numbers of rank 1 are too large for `widen`, if OVERF
 import gc
 import os
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class Net(nn.Module):
 
 def main():
     before, after = (Path(path) for path in os.environ["GATES"].split(os.pathsep))
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=int(os.environ.get("GROUP_TIMEOUT_S", 1800))))
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0)
     for batch in range(BATCHES):
