@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
-from ...core.frames import Frame, Row, module_text
+from ...core.frames import Frame, Mark, Row, module_text
 from ...core.judge import Judgement, Limits, PageSoFar, anomaly_at
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
@@ -183,12 +183,10 @@ class Judging:
         if judged.alarmed:
             return
         judged.alarmed = True
+        if not cause and bad.row.mark & Mark.SKIPPED:
+            cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
         anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause)
-        if anomaly.cause == "not looked into: --every" and not cause:
-            anomaly = anomaly_at(
-                where, bad.frame, bad.row, aborts=self.aborts, cause=f"{anomaly.cause} {self._progress.settings.every}"
-            )
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
