@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,8 @@ from typing import Any
 import psutil
 import pytest
 from gpuwatch.cli.main import main
+
+from .ports import ports_of_this_test
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "TEST_RUN_MARK"
@@ -183,14 +184,10 @@ def refused(
 
 
 @pytest.fixture
-def port() -> int:
-    """A port that is free and whose next is, outside of the range from which the kernel gives out ports."""
-    for candidate in range(20000 + os.getpid() % 5000, 30000, 2):
-        try:
-            for number in (candidate, candidate + 1):
-                with socket.socket() as probe:
-                    probe.bind(("", number))
-        except OSError:
-            continue
-        return candidate
-    pytest.fail("no free port")
+def port() -> Iterator[int]:
+    """A port that is free and whose next is, outside of the range from which the kernel gives out ports.
+
+    Both belong to this test until it ends: tests that run beside it get others.
+    """
+    with ports_of_this_test((number, number + 1) for number in range(20000, 30000, 2)) as (first, _):
+        yield first

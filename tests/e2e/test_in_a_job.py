@@ -1,24 +1,20 @@
 """A launch without options in what a scheduler's job looks like to it: its environment. Here on one host."""
 
 import os
-import socket
+from collections.abc import Iterator
 
 import pytest
 from gpuwatch.launcher.scheduler.slurm import rendezvous_port
 
+from .ports import ports_of_this_test
+
 
 @pytest.fixture
-def job_id() -> int:
-    """A job whose rendezvous has a free port, and its collector, too."""
-    for candidate in range(os.getpid(), os.getpid() + 500):
-        try:
-            for number in (rendezvous_port(candidate, 0), rendezvous_port(candidate, 0) + 1):
-                with socket.socket() as probe:
-                    probe.bind(("", number))
-        except OSError:
-            continue
-        return candidate
-    pytest.fail("no free port")
+def job_id() -> Iterator[int]:
+    """A job whose rendezvous has a free port, and its collector, too; both are this test's until it ends."""
+    jobs = {rendezvous_port(job, 0): job for job in range(os.getpid(), os.getpid() + 500)}
+    with ports_of_this_test((port, port + 1) for port in jobs) as (port, _):
+        yield jobs[port]
 
 
 def step(job_id: int, node_rank: int) -> dict[str, str]:
