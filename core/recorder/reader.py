@@ -170,6 +170,14 @@ class RecorderReader:
         """The innermost module that is running, or None between forwards."""
         return self.modules.get(self._fields[Field.MODULE])
 
+    def movement(self) -> tuple[int, ...]:
+        """Changes whenever the rank has recorded anything, or has entered another module or phase."""
+        fields = self._fields
+        segment = fields[Field.SEGMENT]
+        head = self._head(segment) if 0 <= segment < self._segments else []
+        written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
+        return (*(fields[field] for field in _MOVING), *written)
+
     def state(self) -> RankState:
         """A snapshot for a beat."""
         fields = self._fields
@@ -280,6 +288,18 @@ class RecorderReader:
             self._map.close()
 
 
+_MOVING = (
+    Field.PHASE,
+    Field.STEP,
+    Field.BATCH,
+    Field.PAGE,
+    Field.MODULE,
+    Field.SEQ,
+    Field.MOVED_NS,
+    Field.LOG_END,
+    Field.SEGMENT,
+    Field.BATCHES_SKIPPED,
+)
 _TABLES = (
     (SegmentField.FRAMES, layout.FRAMES_PER_SEGMENT),
     (SegmentField.ROWS, layout.ROWS_PER_SEGMENT),

@@ -39,6 +39,7 @@ from ...core.wire.messages import (
     Final,
     Hello,
     Leaving,
+    LookAtRanks,
     PageMessage,
     RankState,
     Refused,
@@ -68,6 +69,7 @@ from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
+from .stall_watch import StallWatch
 
 TICK_S = 0.02
 BEAT_S = 0.5
@@ -102,6 +104,7 @@ class Agent:
         self._now = self._time.now()
         self._gpus = GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
+        self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         self._done: LaunchDone | None = None
         self._said_goodbye = False
         self._launch_gone = False
@@ -301,6 +304,9 @@ class Agent:
         for watch in self._ranks.values():
             for body in watch.poll(now):
                 self._put(body)
+        if self._done is None:
+            for event in (*self._stalls.stalled(self._ranks.values(), now), *self._stalls.seen(now)):
+                self._put(EventMessage(event))
 
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):
@@ -349,6 +355,8 @@ class Agent:
             elif isinstance(message, Want):
                 for watch in self._ranks.values():
                     watch.want(message, now)
+            elif isinstance(message, LookAtRanks):
+                self._stalls.look(self._ranks.values(), message.number, now)
             elif isinstance(message, Stop):
                 self._tell(StopRequest(message.reason))
             elif isinstance(message, Final):

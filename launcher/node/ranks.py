@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from ...core.recorder.layout import FRAME, VALUE, Field, file_name
 from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
 from ...core.records import Anomaly, Definition, Fault, Where, WorkerEvent, WorkerExit, split_label
+from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
 
@@ -136,6 +138,14 @@ class RankWatch:
         """Where the rank is, for a beat."""
         return self._reader.state() if self._reader is not None and not self._broken else None
 
+    def movement(self) -> tuple[int, ...]:
+        """What changes when the rank moves; () without a recorder."""
+        return self._reader.movement() if self._reader is not None and not self._broken else ()
+
+    def where(self, state: RankState) -> Where:
+        """The place of a state."""
+        return Where(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
+
     @property
     def was_removed(self) -> bool:
         """Whether there is no recorder, or none any more."""
@@ -144,8 +154,9 @@ class RankWatch:
     def remove(self) -> None:
         """Free the recorder's memory."""
         self.close()
-        with suppress(OSError):
-            self._path.unlink()
+        for path in (self._path, self._path.with_name(stack_file_name(self.rank, self.attempt))):
+            with suppress(OSError):
+                path.unlink()
 
     def close(self) -> None:
         """Let go of the recorder."""
