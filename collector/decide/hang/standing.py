@@ -14,6 +14,7 @@ _IN_TORCH = ("/torch/", "/gpuwatch/worker/", "/lib/python3", "<frozen ", "<strin
 _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
 """Functions of torch around a collective that say nothing."""
 _WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
+BACKWARD = "the backward's reduction of gradients"
 QUIET = 0.5
 """Share of a core. gloo and NCCL wait without using one; what computes uses all of it."""
 
@@ -27,7 +28,7 @@ class Standing:
     """`waits`: in a collective or its wait. `may wait`: in a backward that uses no processor, which is what waiting for
     the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything else."""
     operation: str
-    """`all_reduce`, `wait`, `backward`; "" if it does not wait."""
+    """`all_reduce`, `wait`, `BACKWARD`; "" if it does not wait."""
     line: str
     """`train.py:41 in main: dist.all_reduce(loss)`, the innermost line that is the user's own; "" is unknown."""
     doing: str
@@ -70,7 +71,7 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     if any(word in inner.text for word in _WAITS):
         return "wait", True
     if inner.function == "_engine_run_backward" and look.busy < QUIET:
-        return "backward", False
+        return BACKWARD, False
     return "", False
 
 

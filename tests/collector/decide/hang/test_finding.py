@@ -69,7 +69,7 @@ def test_a_backward_that_uses_no_processor_seems_to_wait_and_is_not_proof():
     found = find(look(0, IN_BACKWARD, phase="backward"), look(1, LOADING), look(2, IN_BACKWARD, phase="backward"))
 
     assert (found.rank, found.certainty) == (1, "supported")
-    assert "ranks 0, 2 seem to wait in backward" in found.evidence[0]
+    assert "ranks 0, 2 seem to wait in the backward's reduction of gradients" in found.evidence[0]
 
 
 def test_a_backward_that_computes_does_not_wait():
