@@ -305,8 +305,10 @@ class Agent:
             for body in watch.poll(now):
                 self._put(body)
         if self._done is None:
-            for event in (*self._stalls.stalled(self._ranks.values(), now), *self._stalls.seen(now)):
-                self._put(EventMessage(event))
+            for stalled in self._stalls.stalled(self._ranks.values(), now):
+                self._put(EventMessage(stalled))
+            for look in self._stalls.seen(now):
+                self._put(EventMessage(look))
 
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):

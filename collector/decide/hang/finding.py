@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ....core.records import RankLook, WorkerExit
 from ....core.text.ranks_text import ranks_text
-from .standing import BACKWARD, QUIET, Standing, standing_of
+from .standing import BACKWARD, DEVICE, QUIET, Standing, standing_of
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,12 @@ def _all_wait(waiting: list[Standing], still_s: float, unseen: int, evidence: li
             "tell where they stand: one of those did not come, or the link to its node is lost."
         )
         return HangFinding(statement, "unknown", None, [], evidence, ["Look at the nodes that did not tell."])
+    if DEVICE in operations:
+        statement = (
+            f"All ranks wait, and {_ranks([s for s in waiting if s.operation == DEVICE])} in {DEVICE}: in which collective "
+            "a GPU stands cannot be seen from here."
+        )
+        return HangFinding(statement, "unknown", None, [], evidence, ["Compare the lines where they stand."])
     if odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:
         statement = (
             f"{_ranks(odd).capitalize()} {'waits' if len(odd) == 1 else 'wait'} in {_operations(odd)}, where "

@@ -14,6 +14,9 @@ _IN_TORCH = ("/torch/", "/gpuwatch/worker/", "/lib/python3", "<frozen ", "<strin
 _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
 """Functions of torch around a collective that say nothing."""
 _WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
+_WAITS_FOR_DEVICE = (".item(", ".cpu(", ".tolist(", ".numpy(", "cuda.synchronize(")
+"""Calls that a rank on a GPU stands in while its device waits for other ranks. In host memory they take no time."""
+DEVICE = "a call that waits for the device"
 BACKWARD = "the backward's reduction of gradients"
 QUIET = 0.5
 """Share of a core. gloo and NCCL wait without using one; what computes uses all of it."""
@@ -25,10 +28,10 @@ class Standing:
 
     rank: int
     kind: Literal["waits", "may wait", "stopped", "own", "unknown"]
-    """`waits`: in a collective or its wait. `may wait`: in a backward that uses no processor, which is what waiting for
-    the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything else."""
+    """`waits`: in a collective or its wait. `may wait`: for its device, or in a backward that uses no processor, which is
+    what waiting for the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything else."""
     operation: str
-    """`all_reduce`, `wait`, `BACKWARD`; "" if it does not wait."""
+    """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`; "" if it does not wait."""
     line: str
     """`train.py:41 in main: dist.all_reduce(loss)`, the innermost line that is the user's own; "" is unknown."""
     doing: str
@@ -68,6 +71,8 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     inner = stack[0]
     if "/torch/distributed/" in inner.file or "/torch/nn/parallel/" in inner.file:
         return inner.function.lstrip("_"), True
+    if any(word in inner.text for word in _WAITS_FOR_DEVICE):
+        return DEVICE, False
     if any(word in inner.text for word in _WAITS):
         return "wait", True
     if inner.function == "_engine_run_backward" and look.busy < QUIET:

@@ -147,6 +147,16 @@ def test_a_wait_for_an_operation_that_is_not_seen_names_nobody():
     assert (found.rank, found.certainty) == (None, "unknown")
 
 
+def test_on_a_gpu_a_rank_waits_where_it_asks_its_device():
+    at_item = [StackLine("/home/me/train.py", 45, "step", "total += loss.item()"), MAIN]
+    found = find(look(0, at_item, busy=1.0), look(1, LOADING), look(2, at_item, busy=1.0))
+    assert (found.rank, found.certainty) == (1, "supported")
+
+    found = find(*(look(rank, at_item, busy=1.0) for rank in range(3)))
+    assert (found.rank, found.certainty) == (None, "unknown")
+    assert "in which collective a GPU stands cannot be seen" in found.statement
+
+
 def test_ranks_that_compute_and_wait_for_nobody_are_no_hang():
     assert find(look(0, LOADING, busy=1.0), look(1, LOADING, busy=0.9)) is None
     assert find(look(0, LOADING, busy=1.0)) is None
