@@ -64,7 +64,12 @@ class AskedAll:
         return found
 
 
-def text_of(found: HangFinding, on_hang: str) -> str:
-    """For the terminal, while the job stands still."""
-    what = "ending the job" if on_hang == "abort" else "the job is left as it is; to have it ended: --on-hang abort"
+def text_of(found: HangFinding, ends: bool, on_hang: str) -> str:
+    """For the terminal, while the job stands still; `ends`: it is being ended for that."""
+    if ends:
+        what = "ending the job"
+    elif on_hang == "abort":
+        what = "the job is left as it is, as no rank is seen to wait for another"
+    else:
+        what = "the job is left as it is; to have it ended: --on-hang abort"
     return f"{found.statement} {'; '.join(found.evidence)} ({what})"

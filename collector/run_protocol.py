@@ -264,10 +264,11 @@ class RunProtocol:
         found = self._asking.conclude(sum(node.hello.nproc for node in self.nodes.values() if not node.replaced), now)
         if found is None:
             return []
-        if self.on_hang == "abort":
+        ends = self.on_hang == "abort" and found.may_end
+        if ends:
             self._job_is_over(now - STOP_AFTER_S)
             self._why_over = "no rank moves any more"
-        return [Tell(text_of(found, self.on_hang))]
+        return [Tell(text_of(found, ends, self.on_hang))]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:

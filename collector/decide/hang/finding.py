@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 from ....core.records import RankLook, WorkerExit
 from ....core.text.ranks_text import ranks_text
-from .standing import BACKWARD, DEVICE, QUIET, Standing, standing_of
+from .standing import BACKWARD, DEVICE, Standing, standing_of
+
+_COMPUTES = 0.1
+"""Share of a core, on a machine where several processes may share one."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class HangFinding:
     """Further ranks that did not come."""
     evidence: list[str] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
+    may_end: bool = True
+    """Whether the job may be ended for it: some rank waits for others, and none goes on."""
 
 
 def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
@@ -49,7 +54,7 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
         return _left_early(left, waiting, still_s, unseen, evidence)
     if waiting and away:
         return _did_not_come(away, waiting, still_s, unseen, evidence)
-    if away and any(look.busy >= QUIET for look in looks):
+    if away and any(look.busy >= _COMPUTES or look.state == "R" for look in looks):
         return None
     if away:
         return _nobody_waits(away, still_s, world_size, evidence)
@@ -98,11 +103,13 @@ def _left_early(
 def _nobody_waits(away: list[Standing], still_s: float, world_size: int, evidence: list[str]) -> HangFinding:
     if world_size == 1:
         statement = f"Rank 0 has not moved for {still_s:.0f} s. It is {_what(away[0])}."
-        return HangFinding(statement, "established", 0, [], evidence, ["Look at the line where it stands."])
+        next_ = ["Look at the line where it stands."]
+        return HangFinding(statement, "established", 0, [], evidence, next_, may_end=False)
     statement = (
         f"No rank has moved for {still_s:.0f} s, and none waits in a collective: which one it is about is unknown."
     )
-    return HangFinding(statement, "unknown", None, [], evidence, ["Look at the lines where they stand."])
+    next_ = ["Look at the lines where they stand."]
+    return HangFinding(statement, "unknown", None, [], evidence, next_, may_end=False)
 
 
 def _all_wait(waiting: list[Standing], still_s: float, unseen: int, evidence: list[str]) -> HangFinding:
@@ -117,8 +124,8 @@ def _all_wait(waiting: list[Standing], still_s: float, unseen: int, evidence: li
         return HangFinding(statement, "unknown", None, [], evidence, ["Look at the nodes that did not tell."])
     if DEVICE in operations:
         statement = (
-            f"All ranks wait, and {_ranks([s for s in waiting if s.operation == DEVICE])} in {DEVICE}: in which collective "
-            "a GPU stands cannot be seen from here."
+            f"All ranks wait, and {_ranks([s for s in waiting if s.operation == DEVICE])} in {DEVICE}: in which "
+            "collective a GPU stands cannot be seen from here."
         )
         return HangFinding(statement, "unknown", None, [], evidence, ["Compare the lines where they stand."])
     if odd and 2 * number > len(waiting) and "wait" not in operations and BACKWARD not in operations:

@@ -28,8 +28,9 @@ class Standing:
 
     rank: int
     kind: Literal["waits", "may wait", "stopped", "own", "unknown"]
-    """`waits`: in a collective or its wait. `may wait`: for its device, or in a backward that uses no processor, which is
-    what waiting for the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything else."""
+    """`waits`: in a collective or its wait. `may wait`: for its device, or in a backward that uses no processor, which
+    is what waiting for the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything
+    else."""
     operation: str
     """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`; "" if it does not wait."""
     line: str
