@@ -64,6 +64,21 @@ def main():
         x = load_batch(now and options.how == "data")
         net[0].loops = now and options.how == "forward"
         net[0].loops_back = now and options.how == "backward"
+        if now and options.how == "evaluates":
+            until = time.monotonic() + 15
+            while time.monotonic() < until:
+                net(torch.randn(4, 8))
+                time.sleep(0.02)
+        if options.how == "computes" and batch == 3:
+            until = time.monotonic() + 15
+            while time.monotonic() < until:
+                sum(range(1000))
+        if now and options.how == "sleeps":
+            time.sleep(30)
+        if options.how == "apart" and batch == 3:
+            if me:
+                save_checkpoint()
+            dist.barrier()
         if now and options.how == "checkpoint":
             save_checkpoint()
         if now and options.how == "stopped":
@@ -79,8 +94,6 @@ def main():
         if now and options.how == "other":
             dist.broadcast(torch.zeros(3), src=0)
     print("done", flush=True)
-    if options.how == "slow":
-        time.sleep(3)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0)
