@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from ....core.records import RankLook, WorkerExit
 from ...facts import RankFacts, RunFacts
 from ..verdict_model import Concurrent, Verdict
@@ -23,8 +25,8 @@ def hang_verdict(facts: RunFacts) -> Verdict | None:
     found = find_hang(list(looks.values()), early, len(ranks))
     if found is None:
         return None
-    missing = {found.rank, *found.others}
-    if any(rank.rank in missing and _says_why(rank) for rank in ranks):
+    absent = {found.rank, *found.others}
+    if any(_says_why(rank, waited=rank.rank not in absent) for rank in ranks if rank.rank not in early):
         return None
     return _verdict(facts, found, ranks)
 
@@ -53,12 +55,16 @@ def _ended_before(exit_: WorkerExit, looks: dict[int, RankLook]) -> bool:
     return exit_.where.rank not in looks and exit_.by == "itself"
 
 
-def _says_why(rank: RankFacts) -> bool:
-    """It raised an error of its own in the end, or was killed: that is the verdict."""
+def _says_why(rank: RankFacts, *, waited: bool) -> bool:
+    """Whether a rank ended for a reason of its own, which is then the verdict.
+
+    Of those that waited, the watchdog of NCCL aborts the process, and a group's timeout raises: that is no reason.
+    """
     error = own_error(rank)
     if error is not None:
         return not error.peer_failure
-    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code not in (0, None)
+    code = rank.exit.code if rank.exit is not None and rank.exit.by == "itself" else None
+    return code not in (None, 0, -signal.SIGABRT) if waited else code not in (None, 0)
 
 
 def _verdict(facts: RunFacts, found: HangFinding, ranks: list[RankFacts]) -> Verdict:
