@@ -3,7 +3,7 @@
 import pytest
 
 pytestmark = pytest.mark.slow
-ABORT = ("--hang-timeout", "4", "--on-hang", "abort", "--preflight", "off")
+ABORT = ("--hang-timeout", "10", "--on-hang", "abort", "--preflight", "off")
 
 
 @pytest.mark.sample(2, of="a rank that does not come")
@@ -51,7 +51,7 @@ def test_what_is_slow_and_healthy_is_not_ended(bench, how):
 
 
 def test_without_abort_the_job_goes_on_and_a_stall_that_passes_is_no_verdict(bench):
-    run = bench.launch("hang.py", "--hang-timeout", "4", "--preflight", "off", nproc=2, args=("--how", "sleeps"))
+    run = bench.launch("hang.py", "--hang-timeout", "10", "--preflight", "off", nproc=2, args=("--how", "sleeps"))
 
     assert run.code == 0
     assert run.verdict["kind"] == "clean"

@@ -10,6 +10,15 @@ from ....core.frames import module_text
 from ....core.records import RankLook, StackLine
 
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_AROUND_COLLECTIVES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/torch/distributed/utils.py",
+    "/torch/distributed/fsdp/",
+    "/torch/nn/parallel/distributed.py",
+)
+"""Where torch calls collectives from, of which some have no function in Python."""
 _IN_TORCH = ("/torch/", "/gpuwatch/worker/", "/lib/python3", "<frozen ", "<string>")
 _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
 """Functions of torch around a collective that say nothing."""
@@ -67,16 +76,17 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     for line in stack:
         if line.file.endswith(_COLLECTIVES) and not line.function.startswith("_") and line.function not in _OWN_WORDS:
             return line.function, True
-        if "/torch/distributed/" not in line.file and "/torch/nn/parallel/" not in line.file:
+        if not any(part in line.file for part in _AROUND_COLLECTIVES):
             break
     inner = stack[0]
-    if "/torch/distributed/" in inner.file or "/torch/nn/parallel/" in inner.file:
+    resting = look.state == "S" and look.busy < QUIET and not any("importlib" in line.file for line in stack)
+    if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
         return inner.function.lstrip("_"), True
     if any(word in inner.text for word in _WAITS_FOR_DEVICE):
         return DEVICE, False
     if any(word in inner.text for word in _WAITS):
         return "wait", True
-    if inner.function == "_engine_run_backward" and look.busy < QUIET:
+    if inner.function == "_engine_run_backward" and look.busy < QUIET and look.state != "R":
         return BACKWARD, False
     return "", False
 

@@ -65,16 +65,16 @@ def main():
         net[0].loops = now and options.how == "forward"
         net[0].loops_back = now and options.how == "backward"
         if now and options.how == "evaluates":
-            until = time.monotonic() + 15
+            until = time.monotonic() + 30
             while time.monotonic() < until:
                 net(torch.randn(4, 8))
                 time.sleep(0.02)
         if options.how == "computes" and batch == 3:
-            until = time.monotonic() + 15
+            until = time.monotonic() + 30
             while time.monotonic() < until:
                 sum(range(1000))
         if now and options.how == "sleeps":
-            time.sleep(30)
+            time.sleep(40)
         if options.how == "apart" and batch == 3:
             if me:
                 save_checkpoint()

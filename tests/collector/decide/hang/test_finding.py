@@ -72,6 +72,24 @@ def test_a_backward_that_uses_no_processor_seems_to_wait_and_is_not_proof():
     assert "ranks 0, 2 seem to wait in the backward's reduction of gradients" in found.evidence[0]
 
 
+def test_an_import_of_torchs_own_modules_is_no_wait():
+    """As it was met on a slow machine."""
+    importing = [
+        StackLine(f"{TORCH}/distributed/tensor/_ops/_pointwise_ops.py", 567, "_get_pointwise_ops_from_tag", "if torch"),
+        StackLine("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
+        MAIN,
+    ]
+    logging = [StackLine(f"{TORCH}/distributed/c10d_logger.py", 9, "<module>"), *importing[1:]]
+    assert find(look(0, importing), look(1, LOADING)).rank is None
+    assert find(look(0, logging), look(1, LOADING)).rank is None
+
+
+def test_a_collective_that_torch_issues_without_a_function_in_python_is_a_wait():
+    syncing = [StackLine(f"{TORCH}/nn/parallel/distributed.py", 2120, "_sync_module_states"), MAIN]
+    assert find(look(0, syncing), look(1, LOADING)).rank == 1
+    assert find(look(0, syncing, busy=0.9, state="R"), look(1, LOADING)) is None
+
+
 def test_a_backward_that_computes_does_not_wait():
     found = find(look(0, IN_ALL_REDUCE), look(1, IN_BACKWARD, busy=0.98, phase="backward"))
 
