@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -432,13 +433,9 @@ def _ignore_signals(*numbers: signal.Signals) -> None:
 
 
 def _aborted(recorder: Path) -> bool:
-    try:
-        reader = RecorderReader(recorder)
-    except (OSError, NotReady):
-        return False
-    code = reader[Field.ABORT]
-    reader.close()
-    return code != 0
+    with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
+        return reader[Field.ABORT] != 0
+    return False
 
 
 def _relative(path: str) -> str:

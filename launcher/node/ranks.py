@@ -100,12 +100,16 @@ class RankWatch:
         self.ended = True
         bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
-        if reader is None or self._broken:
+        if reader is None:
             return [*messages, bare]
-        try:
-            return [*messages, *self._end(reader, code, by, now)]
-        except Exception as error:
-            return [*messages, self._give_up(error), bare]
+        if not self._broken:
+            try:
+                return [*messages, *self._end(reader, code, by, now)]
+            except Exception as error:
+                messages.append(self._give_up(error))
+        with suppress(Exception):  # whatever is damaged: the header may still say that the rank saw an overflow
+            messages += self._unlogged_anomaly(reader)
+        return [*messages, bare]
 
     def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
         messages = self._due_pages(reader, now)
@@ -133,8 +137,13 @@ class RankWatch:
         return [EventMessage(anomaly)]
 
     def state(self) -> RankState | None:
-        """Where the rank is, for a beat."""
-        return self._reader.state() if self._reader is not None and not self._broken else None
+        """Where the rank is, for a beat; None if that cannot be read."""
+        if self._reader is None or self._broken:
+            return None
+        try:
+            return self._reader.state()
+        except OSError:  # the next `poll` tells it
+            return None
 
     @property
     def was_removed(self) -> bool:

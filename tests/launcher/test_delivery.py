@@ -16,8 +16,8 @@ from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.records import Anomaly, Warned, Where
-from gpuwatch.core.wire.messages import EventMessage, Hello
-from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
+from gpuwatch.core.wire.messages import Definitions, EventMessage, Hello
+from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.scratch import keep_rescued
 
 from .conftest import Rank, until
@@ -149,6 +149,23 @@ def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
     node.end_ranks(attempts - 1)
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+
+
+def test_an_agent_does_not_die_of_a_recorder_that_is_cut_short(node):
+    node.train(0, 1)
+    until(lambda: stored(node, Definitions), "the names in the store")
+    broken = node.ranks.pop()
+    broken.writer.close()
+    os.truncate(broken.writer.path, 5000)  # its own rank would be killed by SIGBUS
+    node.train(2)
+    node.ranks[0].finish()
+    node.agent.tell(WorkersEnded(0, {0: -signal.SIGTERM, 1: -signal.SIGBUS}, [1]))
+    node.agent.tell(LaunchDone("failed"))
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (5, "lost"), verdict.text
+    assert report_of(node)["verdict"]["rank"] == 1
+    assert report_of(node)["ranks"][0]["batch"] == 2
+    assert node.said == [], "nobody had to be started again"
 
 
 # -- a full disk --------------------------------------------------------------------------------------------------
