@@ -41,7 +41,9 @@ class Chaos:
         self.runs_dir = self.cwd / "gpuwatch-runs"
         self.done = []
         """What was done, for whoever has to find out why a seed fails."""
-        self._stopped = []
+        self._timers = []
+        self._faulty = threading.Lock()
+        """Held while packets are lost: one such fault at a time."""
         self._began = time.monotonic()
 
     def start(self, *args):
@@ -96,10 +98,9 @@ class Chaos:
             time.sleep(self.rng.uniform(*PAUSE_S))
 
     def undo(self):
-        """Let all go on, whatever was going on."""
-        for timer, resume in self._stopped:
-            timer.cancel()
-            resume()
+        """Wait until all goes on."""
+        for timer in self._timers:
+            timer.join()
 
     def ranks(self):
         return self.bench.running("-mgpuwatch.worker")
@@ -111,7 +112,7 @@ class Chaos:
         """`resume` is called after a random time, from another thread; meanwhile the next thing may happen."""
         seconds = self.rng.uniform(0.1, longest_s)
         timer = threading.Timer(seconds, resume)
-        self._stopped.append((timer, resume))
+        self._timers.append(timer)
         timer.start()
         return f"for {seconds:.1f} s"
 
@@ -149,19 +150,31 @@ class Chaos:
 
     def drop(self):
         """Packets to and from the collector are lost; nobody hears of it."""
+        if not self._faulty.acquire(blocking=False):
+            return
         node = self.rng.choice(self.nodes)
         self._in(node, "nft", "add table inet chaos")
         self._in(node, "nft", "add chain inet chaos lost { type filter hook input priority 0; }")
         self._in(node, "nft", f"add rule inet chaos lost tcp sport {COLLECTOR_PORT} drop")
         self._in(node, "nft", f"add rule inet chaos lost tcp dport {COLLECTOR_PORT} drop")
-        how_long = self._for_a_while(lambda: self._in(node, "nft", "flush ruleset"), 15.0)
-        self._note(f"lose the collector's packets at {node.host} {how_long}")
+
+        def resume():
+            self._in(node, "nft", "flush ruleset")
+            self._faulty.release()
+
+        self._note(f"lose the collector's packets at {node.host} {self._for_a_while(resume, 15.0)}")
 
     def part(self):
         """The two nodes do not reach each other at all, which the training has to bear, too."""
-        network = self.job.network
-        network.cut_off(self.nodes[1])
-        self._note(f"part the nodes {self._for_a_while(network.restore, 1.5)}")
+        if not self._faulty.acquire(blocking=False):
+            return
+        self.job.network.cut_off(self.nodes[1])
+
+        def resume():
+            self.job.network.restore()
+            self._faulty.release()
+
+        self._note(f"part the nodes {self._for_a_while(resume, 1.5)}")
 
     def fill(self):
         """No disk has room: that of the runs, or the shared memory of a node."""
@@ -230,7 +243,6 @@ def holds(chaos, undisturbed, seed, seconds):
     chaos.start("--steps", steps, "--pace", 0.05, "--peaks", PEAKS, *plan)
     try:
         chaos.disturb()
-        chaos.undo()
         codes = [process.wait(WITHIN_S) for process in chaos.job.processes.values()]
     finally:
         said = "\n\n".join(chaos.said_of(node).read_text() for node in chaos.nodes)
