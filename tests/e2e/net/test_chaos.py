@@ -211,6 +211,9 @@ def chaos(job):
         pytest.skip("cannot mount a small file system here")
     yield made
     made.undo()
+    for process in made.job.processes.values():  # of a test that has failed
+        process.kill()
+        process.wait()
     subprocess.run(["umount", "--lazy", str(made.runs_dir)], check=True)
 
 
