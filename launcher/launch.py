@@ -196,6 +196,7 @@ class _Launch:
             public_key=self._keys.collector.public.decode(),
             private_key=self._keys.collector.private.decode(),
             agent_public_key=self._keys.agent.public.decode(),
+            viewer_public_key=self._keys.viewer.public.decode(),
             runs_dir=str(Path(self._args.runs_dir).absolute()),
             rdzv_id=plan.job,
             max_frames=self._args.max_frames,

@@ -33,6 +33,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """Names the node agents of one launch."""
     life: int = 0
     """Counts them: one that has ended is started again."""
+    run: str = ""
+    """The run that the agent before it was welcomed to."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -93,7 +95,13 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     """The job is over, and the node agent is at work or waits for a verdict that is being made."""
 
 
-FromAgent = Notice | StopRequest | Verdict | Waiting
+class Welcomed(msgspec.Struct, frozen=True, tag="welcomed"):
+    """The collector has taken this node into its run."""
+
+    run: str
+
+
+FromAgent = Notice | StopRequest | Verdict | Waiting | Welcomed
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -103,6 +111,7 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     public_key: str
     private_key: str
     agent_public_key: str
+    viewer_public_key: str
     runs_dir: str
     rdzv_id: str
     max_frames: int = 21
