@@ -32,7 +32,7 @@ from ..core.wire.messages import (
 from ..core.wire.pipe import PreflightOver, StageLine
 from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
-from .finish import build, stamp, write_report
+from .finish import build, stamp, write_where_there_is_room
 from .paths import RunPaths
 from .report.model import Report
 from .report.stage_lines import StageLines
@@ -230,13 +230,10 @@ class Server:
 
 
 def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore) -> None:
-    """In a thread: build the report and write it; where the run's folder takes no file, beside the store."""
+    """In a thread: build the report and write it."""
     try:
         report = build(store, paths.run_id)
-        trouble = write_report(paths, report)
-        if trouble and store.path.parent != paths.folder:
-            paths = RunPaths(store.path.parent)
-            trouble = write_report(paths, report)
+        paths, trouble = write_where_there_is_room(paths, store, report)
         text = render_text(report)
         text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"
         made.set_result((report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))))

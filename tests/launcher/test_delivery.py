@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -248,9 +249,10 @@ def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhe
 
 
 def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_the_verdict_stands(
-    small_disk, make_node
+    small_disk, make_node, tmp_path, monkeypatch
 ):
     """What is in memory only is in the report, too; and is not acknowledged, so the agents keep it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     node = make_node(small_disk / "runs")
     (node.scratch / "rescued").write_text("in the way")
     node.start_agent(node.start_collector())
@@ -262,6 +264,8 @@ def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_t
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
     assert len(stored(node, EventMessage)) < 500
+    assert not (node.run_dir / "report.json").exists()
+    assert json.loads(Path(verdict.report).read_text())["verdict"]["kind"] == "overflow", "in a temporary folder"
 
 
 def test_a_collector_that_is_killed_while_its_disk_is_full_still_knows_what_it_had_acknowledged(small_disk, make_node):
