@@ -51,7 +51,7 @@ from .node_agent import NodeAgent
 from .overflows import Overflows
 from .say import say
 from .scheduler.job import Job
-from .scratch import RESCUED, keep_rescued, lack_of_room, make_scratch, remove_scratch
+from .scratch import KEPT_ATTEMPTS, RESCUED, keep_rescued, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
 
@@ -123,11 +123,9 @@ class _Launch:
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
-        self._scratch = make_scratch(self._nproc)
+        attempts = 1 + min(self._args.max_restarts, KEPT_ATTEMPTS)
+        self._scratch = make_scratch(self._nproc * attempts, say)
         self._overflows = Overflows(self._scratch)
-        lack = lack_of_room(self._scratch, self._nproc)
-        if lack:
-            say(lack)
         try:
             outcome = self._until_it_ends()
             with self._finishing:

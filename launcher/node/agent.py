@@ -66,7 +66,7 @@ from ...core.wire.pipe import (
     write_line,
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
-from ..scratch import adopt_scratch, keep_rescued, remove_scratch
+from ..scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
 from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
@@ -79,8 +79,6 @@ LONGEST_RESEND_S = 60.0
 """Twice as long each time, while nothing is acknowledged."""
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
-KEPT_ATTEMPTS = 2
-"""Recorders of so many attempts that have ended are kept."""
 NEVER_CAME_S = 15.0
 """After the job has ended, so long is waited for a collector that was never heard."""
 GONE_S = 60.0
