@@ -72,7 +72,7 @@ from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
 
-TICK_S = 0.02
+TICK_S = 0.05
 BEAT_S = 0.5
 RESEND_S = 3.0
 LONGEST_RESEND_S = 60.0
