@@ -221,6 +221,18 @@ class RecorderReader:
         number = self[Field.PAGE]
         return self.page(number) if number >= 0 else None
 
+    def begun_after(self, segment: int) -> list[tuple[int, int]]:
+        """(segment, batch) of the segments that were begun after that one and are still there, counted from the run's
+        beginning. A few of them are quicker to look at than all that the ring holds."""
+        last = self[Field.SEGMENT]
+        first = max(segment + 1, last - self._segments + 1)
+        return [(number, self._head(number % self._segments)[SegmentField.BATCH]) for number in range(first, last + 1)]
+
+    @property
+    def segments(self) -> int:
+        """So many the ring has."""
+        return self._segments
+
     def held(self) -> list[HeldPage]:
         """What the ring holds something of, in the order in which the pages were begun. Copies no table."""
         last: dict[int, list[int]] = {}

@@ -57,6 +57,10 @@ class RankWatch:
         self._wanted: dict[tuple[str, int, int], _Wanted] = {}
         """by root class, ordinal, batch"""
         self._traced = frozenset(traced)
+        self._looked_at = -1
+        """The last segment that was looked at for a traced batch."""
+        self._traced_until = -1
+        """The segment that overwrites the last one that had some."""
         self._sent: dict[int, _Copy] = {}
         """by number of the page, as long as the ring holds something of it"""
         self._anomaly_sent = False
@@ -182,7 +186,7 @@ class RankWatch:
             self._wanted.setdefault((*split_label(event.where.root), event.where.batch), _Wanted(now + PAGE_WAIT_S))
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
-        if not self._wanted and (self.ended or not self._traced):
+        if not self._wanted and (self.ended or not self._traced_in_ring(reader)):
             return []
         messages: list[AgentBody] = []
         held = reader.held()
@@ -202,6 +206,16 @@ class RankWatch:
         numbers = {page.number for page in held}
         self._sent = {number: copy for number, copy in self._sent.items() if number in numbers}
         return messages
+
+    def _traced_in_ring(self, reader: RecorderReader) -> bool:
+        """Whether the ring holds a batch that is traced."""
+        if not self._traced:
+            return False
+        for number, batch in reader.begun_after(self._looked_at):
+            self._looked_at = number
+            if batch in self._traced:
+                self._traced_until = number + reader.segments
+        return self._looked_at < self._traced_until
 
     def _last_pages(self, reader: RecorderReader) -> list[AgentBody]:
         """The page that was written last, and those that more was expected in."""
