@@ -60,14 +60,15 @@ def listen(config: CollectorConfig) -> Server:
     If two nodes on one host start their collectors at once, Linux can refuse both. So a refusal counts only after
     retries with pauses of random length.
     """
+    keys = config.public_key, config.private_key, config.agent_public_key, config.viewer_public_key
     for pause_s in (0.05, 0.1, 0.2, 0.4):
         try:
-            return Server(config.bind, config.public_key, config.private_key, config.agent_public_key)
+            return Server(config.bind, *keys)
         except zmq.ZMQError as error:
             if error.errno != zmq.EADDRINUSE:
                 raise
             time.sleep(random.uniform(0.2, 1) * pause_s)
-    return Server(config.bind, config.public_key, config.private_key, config.agent_public_key)
+    return Server(config.bind, *keys)
 
 
 def serve(server: Server, paths: RunPaths, store: RunStore, config: CollectorConfig) -> None:

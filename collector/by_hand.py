@@ -25,7 +25,11 @@ def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, ma
     keys = derive_keys(secret, rdzv_id)
     try:
         server = Server(
-            bind, keys.collector.public.decode(), keys.collector.private.decode(), keys.agent.public.decode()
+            bind,
+            keys.collector.public.decode(),
+            keys.collector.private.decode(),
+            keys.agent.public.decode(),
+            keys.viewer.public.decode(),
         )
     except zmq.ZMQError as error:
         raise UsageError(f"--bind: expected an address that is free, found {bind}: {error}") from error

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.records import GpuCounters, GpuHealth, NodeSignal, Xid
-from ..core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage
+from ..core.wire.messages import AgentBody, ranks_of
 
 _MAX_CLAIMS = 1 << 20
 """Of all nodes and attempts together."""
@@ -24,7 +23,7 @@ class Claims:
 
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
         """Whether a node that said hello with so many ranks may say this. Binds ranks that nobody has spoken of."""
-        spoken_of = _ranks(body)
+        spoken_of = ranks_of(body)
         if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
             return False
         for attempt, rank in dict.fromkeys(spoken_of):
@@ -36,14 +35,3 @@ class Claims:
             self._ranks_of_node[attempt, node] = known + 1
             self._node_of_rank[attempt, rank] = node
         return True
-
-
-def _ranks(body: AgentBody) -> list[tuple[int, int]]:
-    """(attempt, rank) of all that a message is about."""
-    if isinstance(body, Beat):
-        return [(state.attempt, state.rank) for state in body.ranks]
-    if isinstance(body, Definitions | PageMessage):
-        return [(body.attempt, body.rank)]
-    if isinstance(body, EventMessage) and not isinstance(body.event, NodeSignal | Xid | GpuCounters | GpuHealth):
-        return [(body.event.where.attempt, body.event.where.rank)]
-    return []

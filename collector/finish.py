@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -89,6 +91,20 @@ def write_report(paths: RunPaths, report: Report) -> str | None:
     except OSError as error:
         return f"the report could not be written: {error}"
     return None
+
+
+def write_where_there_is_room(paths: RunPaths, store: RunStore, report: Report) -> tuple[RunPaths, str | None]:
+    """`write_report` in the run's folder, else beside the store, else in a new temporary folder. Returns where."""
+    trouble = write_report(paths, report)
+    if trouble and store.path.parent != paths.folder:
+        paths = RunPaths(store.path.parent)
+        trouble = write_report(paths, report)
+    if trouble:
+        with suppress(OSError):
+            last = RunPaths(Path(tempfile.mkdtemp(prefix="gpuwatch-report-")))
+            if write_report(last, report) is None:
+                return last, None
+    return paths, trouble
 
 
 def open_store(

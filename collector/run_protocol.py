@@ -28,6 +28,7 @@ from ..core.wire.messages import (
     Stop,
     Want,
     Welcome,
+    life_of,
     node_of,
 )
 from .asking import AskedAll, text_of
@@ -115,6 +116,8 @@ class RunProtocol:
     strangers: int = 0
     """Agents that were turned away."""
     on_hang: Literal["report", "abort"] = "report"
+    replays: int = 0
+    """Hellos that were heard before, with other contents or of an agent that another has replaced."""
     by_hand: bool = False
     """No launch started this collector, so none can tell it that the job is over."""
     _wanted: dict[tuple[int, str, int], list[Want]] = field(default_factory=dict)
@@ -136,8 +139,11 @@ class RunProtocol:
             return [Send(agent, Ack(0, resend=True))] if message.n else []
         node.heard = now
         node.lost = False
-        believed = self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
-        if not believed:
+        replayed = isinstance(message.body, Hello) and message.body != node.hello
+        believed = not replayed and self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
+        if replayed:
+            self.replays += 1
+        elif not believed:
             self.disbelieved += 1
         actions: list[Action] = []
         if node.restored:
@@ -206,6 +212,11 @@ class RunProtocol:
             )
         if hello.agent != agent:
             return "its hello is another agent's"
+        if hello.run not in ("", self.run_id):
+            return f"this is run {self.run_id}, and the node was taken into run {hello.run} before"
+        if any(node_of(other) == node_of(agent) and life_of(other) >= life_of(agent) for other in self.nodes):
+            self.replays += 1
+            return "a later agent of its launch was here before"
         present = {
             node_of(name)
             for name, node in self.nodes.items()

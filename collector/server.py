@@ -6,7 +6,6 @@ messages is counted and not answered.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -31,13 +30,13 @@ from ..core.wire.messages import (
     encode,
 )
 from ..core.wire.pipe import Notice, PreflightOver, StageLine
+from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
-from .finish import build, stamp, write_report
+from .finish import build, stamp, write_where_there_is_room
 from .paths import RunPaths
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
-from .report.timeline import utc
 from .run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .store import RunStore
 
@@ -52,22 +51,6 @@ _BATCH = 512
 """Messages that are taken in one transaction of the store."""
 
 
-class _OnlyThisKey:
-    """ZAP callback: the one client key of the job; others are counted."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-        self.refused = 0
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        allowed = key == self._key
-        if not allowed:
-            self.refused += 1
-            if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th ...: one who knocks for ever fills no disk
-                print(f"{utc(time.time())} refused a stranger with another key, {self.refused} so far", file=sys.stderr)
-        return allowed
-
-
 class ReportFailed(Exception):
     """The report could not be made; every agent has been told so."""
 
@@ -75,12 +58,14 @@ class ReportFailed(Exception):
 class Server:
     """Listens from the moment it is made. Raises zmq.ZMQError when the address cannot be bound."""
 
-    def __init__(self, bind: str, public_key: str, private_key: str, agent_public_key: str) -> None:
+    def __init__(
+        self, bind: str, public_key: str, private_key: str, agent_public_key: str, viewer_public_key: str = ""
+    ) -> None:
         self._context = zmq.Context()
-        self._credentials = _OnlyThisKey(agent_public_key.encode())
+        self._doorkeeper = Doorkeeper(agent_public_key, viewer_public_key)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._credentials)
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._doorkeeper)
         self._socket = self._context.socket(zmq.ROUTER)
         try:
             self._socket.linger = _LINGER_MS
@@ -100,7 +85,6 @@ class Server:
             raise
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.malformed = 0
-        self.handshakes_failed = 0
         self._lines = StageLines()
 
     def run(
@@ -156,14 +140,17 @@ class Server:
         """What has come, without what is malformed; a bounded number, so that the store is written in between."""
         for _ in range(_BATCH):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            if not self._doorkeeper.may_speak(parts[-1]):
+                continue
             if len(parts) != 2:
                 self.malformed += 1
                 continue
+            sender, data = parts[0].bytes, parts[1].bytes
             try:
-                yield parts[0].decode(), decode_agent(parts[1]), parts[1]
+                yield sender.decode(), decode_agent(data), data
             except (WireError, UnicodeDecodeError):
                 self.malformed += 1
 
@@ -187,15 +174,17 @@ class Server:
     def _count_failed_handshakes(self) -> None:
         while self._monitor.poll(0):
             self._monitor.recv_multipart()
-            self.handshakes_failed += 1
+            self._doorkeeper.handshake_failed()
 
     def _finish(self, paths: RunPaths, store: RunStore, run_protocol: RunProtocol) -> Report:
         """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
         counters = {
-            "refused": self._credentials.refused + run_protocol.strangers,
-            "failed_handshakes": self.handshakes_failed,
+            "refused": self._doorkeeper.refused + run_protocol.strangers,
+            "failed_handshakes": self._doorkeeper.failed_handshakes,
+            "from_viewers": self._doorkeeper.from_viewers,
+            "replayed": run_protocol.replays,
             "malformed": self.malformed,
             "disbelieved": run_protocol.disbelieved,
         }
@@ -243,13 +232,10 @@ class Server:
 
 
 def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore) -> None:
-    """In a thread: build the report and write it; where the run's folder takes no file, beside the store."""
+    """In a thread: build the report and write it."""
     try:
         report = build(store, paths.run_id)
-        trouble = write_report(paths, report)
-        if trouble and store.path.parent != paths.folder:
-            paths = RunPaths(store.path.parent)
-            trouble = write_report(paths, report)
+        paths, trouble = write_where_there_is_room(paths, store, report)
         text = render_text(report)
         text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"
         made.set_result((report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))))

@@ -82,11 +82,13 @@ class RunStore:
         except GpuwatchError:
             if self._fallback is None:
                 raise
-            db = None
-        if db is not None and not moved:
-            return db
+            with suppress(GpuwatchError):  # what is in it can be read on a full disk, too
+                self._older.append(self._open(self.path, False))
+        else:
+            if not moved:
+                return db
+            self._older.append(db)
         assert self._fallback is not None
-        self._older += [db] if db is not None else []
         return self._open_other(self._fallback)
 
     def _open_other(self, folder: Path) -> sqlite3.Connection:

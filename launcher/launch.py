@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -50,7 +51,7 @@ from .node_agent import NodeAgent
 from .overflows import Overflows
 from .say import say
 from .scheduler.job import Job
-from .scratch import RESCUED, keep_rescued, lack_of_room, make_scratch, remove_scratch
+from .scratch import KEPT_ATTEMPTS, RESCUED, keep_rescued, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
 
@@ -122,11 +123,9 @@ class _Launch:
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
-        self._scratch = make_scratch(self._nproc)
+        attempts = 1 + min(self._args.max_restarts, KEPT_ATTEMPTS)
+        self._scratch = make_scratch(self._nproc * attempts, say)
         self._overflows = Overflows(self._scratch)
-        lack = lack_of_room(self._scratch, self._nproc)
-        if lack:
-            say(lack)
         try:
             outcome = self._until_it_ends()
             with self._finishing:
@@ -195,6 +194,7 @@ class _Launch:
             public_key=self._keys.collector.public.decode(),
             private_key=self._keys.collector.private.decode(),
             agent_public_key=self._keys.agent.public.decode(),
+            viewer_public_key=self._keys.viewer.public.decode(),
             runs_dir=str(Path(self._args.runs_dir).absolute()),
             rdzv_id=plan.job,
             max_frames=self._args.max_frames,
@@ -434,13 +434,9 @@ def _ignore_signals(*numbers: signal.Signals) -> None:
 
 
 def _aborted(recorder: Path) -> bool:
-    try:
-        reader = RecorderReader(recorder)
-    except (OSError, NotReady):
-        return False
-    code = reader[Field.ABORT]
-    reader.close()
-    return code != 0
+    with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
+        return reader[Field.ABORT] != 0
+    return False
 
 
 def _relative(path: str) -> str:

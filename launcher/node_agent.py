@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..core.own_clock import OwnClock
-from ..core.wire.pipe import AgentConfig, Notice, StopRequest, Verdict, read_from_agent, write_line
+from ..core.wire.pipe import AgentConfig, Notice, StopRequest, Verdict, Welcomed, read_from_agent, write_line
 from .children import Child, Lives
 
 SILENT_S = 120.0
@@ -110,6 +110,8 @@ class NodeAgent:
             self._say(message.text)
         elif isinstance(message, StopRequest):
             self._stop(message.reason)
+        elif isinstance(message, Welcomed):
+            self._config = replace(self._config, run=message.run)
         elif isinstance(message, Verdict):
             self.verdict = message
             self._over.set()

@@ -3,6 +3,7 @@ its collector and its disk."""
 
 from __future__ import annotations
 
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ..core.exits import RANK_OVERFLOW
@@ -24,15 +25,9 @@ class Overflows:
     def look(self, attempt: int, codes: dict[int, int | None]) -> None:
         """The ranks of this attempt have ended with these codes: look into their recorders."""
         for rank, code in codes.items():
-            try:
-                reader = RecorderReader(self._folder / file_name(rank, attempt))
-            except (OSError, NotReady):
-                if code == RANK_OVERFLOW:
-                    self._seen[attempt, rank] = None
-                continue
-            if reader.overflow_seen or code == RANK_OVERFLOW:
-                self._seen[attempt, rank] = reader.first_anomaly()
-            reader.close()
+            seen, first = _first_of(self._folder / file_name(rank, attempt))
+            if seen or code == RANK_OVERFLOW:
+                self._seen[attempt, rank] = first
 
     @property
     def sentence(self) -> str:
@@ -50,3 +45,10 @@ class Overflows:
         if len(ranks) == 1:
             return f"{ranks_text(ranks)} saw an overflow: {place}"
         return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"
+
+
+def _first_of(recorder: Path) -> tuple[bool, Anomaly | None]:
+    """Whether a rank says that it saw an overflow, and the first one, as far as its recorder can be read."""
+    with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
+        return reader.overflow_seen, reader.first_anomaly()
+    return False, None

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,34 +15,63 @@ from ..core.recorder.layout import file_bytes
 
 _PREFIX = "gpuwatch-"
 _SHARED_MEMORY = Path("/dev/shm")
+_DISK = Path("/var/tmp")
 _OWNER = "owner"
+KEPT_ATTEMPTS = 2
+"""Recorders of so many attempts that have ended are kept."""
 RESCUED = "rescued"
 """Folder in the scratch for what the runs' folder took no more of."""
 
 
-def make_scratch(ranks: int) -> Path:
-    """Make the folder for `ranks` recorders. Takes at most half of what is free in shared memory, else a disk."""
+def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence: None) -> Path:
+    """Make the folder for so many recorders: in shared memory, of which they take half of what is free, else on a disk.
+
+    `say` is told why it is not in shared memory, and if no disk has the room either. Raises OSError when no folder can
+    be made at all.
+    """
     remove_stale()
-    base = Path(tempfile.gettempdir())
-    if _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK):
-        stat = os.statvfs(_SHARED_MEMORY)
-        if stat.f_bavail * stat.f_frsize > 2 * ranks * file_bytes():
-            base = _SHARED_MEMORY
+    size = recorders * file_bytes()
+    if _free(_SHARED_MEMORY) > 2 * size:
+        return _new_folder(_SHARED_MEMORY)
+    base = max(_disks(), key=lambda disk: min(_free(disk), size))  # the first that has the room, or the most of it
+    folder = _new_folder(base)
+    need = f"{recorders} recorders need {size >> 20} MiB"
+    say(
+        f"{_SHARED_MEMORY} has {_mib_free(_SHARED_MEMORY)}, and {need} and should leave as much to the script: they "
+        f"are in {base}, where a batch takes longer to record"
+    )
+    if _free(base) < size:
+        say(
+            f"{base} has {_mib_free(base)}, and {need}: ranks that find no room go on unwatched; make room in "
+            f"{_SHARED_MEMORY}, or set TMPDIR to a disk that has it"
+        )
+    return folder
+
+
+def _mib_free(base: Path) -> str:
+    return f"{max(0, _free(base)) >> 20} MiB free"
+
+
+def _new_folder(base: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=base))
     _sign(folder)
     return folder
 
 
-def lack_of_room(folder: Path, ranks: int) -> str:
-    """What to tell the user when the folder cannot hold the recorders of so many ranks; "" when it can."""
-    stat_ = os.statvfs(folder)
-    free, needed = stat_.f_bavail * stat_.f_frsize, ranks * file_bytes()
-    if free >= needed:
-        return ""
-    return (
-        f"{folder.parent} has {free >> 20} MiB free, and the recorders of {ranks} ranks need {needed >> 20} MiB: ranks "
-        f"that find no room go on unwatched; make room in {_SHARED_MEMORY}, or set TMPDIR to a disk that has it"
-    )
+def _disks() -> list[Path]:
+    """Where else it may be. The first is often in memory, too."""
+    return [Path(tempfile.gettempdir()), _DISK]
+
+
+def _free(base: Path) -> int:
+    """Bytes that may be written there; -1 if nothing may."""
+    try:
+        if not os.access(base, os.W_OK | os.X_OK):
+            return -1
+        found = os.statvfs(base)
+    except OSError:
+        return -1
+    return found.f_bavail * found.f_frsize
 
 
 def _sign(folder: Path) -> None:
@@ -81,7 +111,7 @@ def keep_rescued(scratch: Path) -> Path | None:
 
 def remove_stale() -> None:
     """Remove folders of this user whose launch is gone (it and its agent were killed), as far as can be told here."""
-    for base in {_SHARED_MEMORY, Path(tempfile.gettempdir())}:
+    for base in {_SHARED_MEMORY, *_disks()}:
         for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
             try:
                 if not _is_ours(folder):

@@ -40,11 +40,13 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
         print_findings(console, report.preflight, [report.verdict.statement, *report.verdict.evidence])
         _clocks(console, report)
         _faults(console, report)
+        _turned_away(console, report)
         return _text_of(out)
     _ranks(console, report)
     _stacks(console, report)
     _clocks(console, report)
     _faults(console, report)
+    _turned_away(console, report)
     print_findings(console, report.preflight)
     print_notices(console, report)
     shown = _rank_to_show(report, rank)
@@ -185,6 +187,22 @@ def _faults(console: Console, report: Report) -> None:
         console.print(
             Text(f"{unwritten} messages could not be written to the run store (is the disk full?)", style="yellow")
         )
+
+
+_TURNED_AWAY = {
+    "refused": "clients with another key or of another run",
+    "from_viewers": "messages of viewers",
+    "replayed": "hellos that were heard before",
+    "disbelieved": "messages about another node's ranks",
+    "malformed": "messages that could not be read",
+}
+
+
+def _turned_away(console: Console, report: Report) -> None:
+    """What reached the collector and is not in this report."""
+    found = [f"{report.collector[key]} {what}" for key, what in _TURNED_AWAY.items() if report.collector.get(key)]
+    if found:
+        console.print(Text(f"the collector turned away: {', '.join(found)}", style="yellow"))
 
 
 def _number(number: int | None) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
+import os
+import stat
+import struct
 import time
+import weakref
 import zlib
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -21,7 +24,8 @@ _SEARCH_BYTES = 32 << 20
 """So many bytes are checked at most to find the next whole entry behind a damaged one."""
 _MAX_ENTRY = 64 << 10
 """What is longer is not found again behind a damaged entry."""
-
+_INTEGER = struct.Struct("<q")
+_SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
 
 _HOOKS: dict[int, Literal["none", "attached", "failed"]] = {
     HooksState.ATTACHED: "attached",
@@ -44,63 +48,95 @@ class HeldPage(NamedTuple):
     values: int
 
 
+class CutShort(OSError):
+    """The file has become shorter than it was."""
+
+
 class RecorderReader:
     """One recorder file, open for reading. Raises NotReady while its writer has not finished making it.
 
-    Any bytes may be in the file: what is whole is read, what is damaged is counted and left out.
+    Any bytes may be in the file: what is whole is read, what is damaged is counted and left out. It is read, not
+    mapped: behind the end of a file that was cut short, a mapping kills its process. Whatever reads here raises
+    CutShort then, or another OSError where the disk fails.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            if size < layout.HEADER_BYTES:
-                raise NotReady(f"{path} has {size} bytes")
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        self._bytes = memoryview(self._map)
-        self._fields = self._bytes[: layout.HEADER_BYTES].cast("q")
-        if self._fields[Field.MAGIC] != layout.MAGIC or self._fields[Field.VERSION] != layout.VERSION:
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._close = weakref.finalize(self, os.close, self._fd)
+        try:
+            self._open()
+        except BaseException:
             self.close()
-            raise NotReady(f"{path} is not a recorder of version {layout.VERSION}")
-        self._log_at = layout.HEADER_BYTES
-        self._log_bytes, self._segments = self._sizes(size)
-        self._segments_at = self._log_at + self._log_bytes
+            raise
+
+    def _open(self) -> None:
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size < layout.HEADER_BYTES:
+            raise NotReady(f"{self.path} has {found.st_size} bytes")
+        header = self._header()
+        if header[Field.MAGIC] != layout.MAGIC or header[Field.VERSION] != layout.VERSION:
+            raise NotReady(f"{self.path} is not a recorder of version {layout.VERSION}")
+        self._log_bytes, self._segments = self._sizes(header, found.st_size)
+        self._segments_at = layout.HEADER_BYTES + self._log_bytes
         self._log_read = 0
         self._searched = 0
         self._decoder: msgspec.msgpack.Decoder[LogEntry] = msgspec.msgpack.Decoder(LogEntry)
-        self.rank = self._fields[Field.RANK]
-        self.local_rank = self._fields[Field.LOCAL_RANK]
-        self.attempt = self._fields[Field.ATTEMPT]
-        self.pid = self._fields[Field.PID]
+        self.rank = header[Field.RANK]
+        self.local_rank = header[Field.LOCAL_RANK]
+        self.attempt = header[Field.ATTEMPT]
+        self.pid = header[Field.PID]
         self.roots: dict[int, RootDef] = {}
         self.modules: dict[int, ModuleDef] = {}
         self.damaged = 0
         """Log entries that could not be read: the writer died in the middle of one, or is of a later version."""
 
-    def _sizes(self, size: int) -> tuple[int, int]:
+    def _sizes(self, header: memoryview, size: int) -> tuple[int, int]:
         """(bytes of the log, segments), as the header says, or as the file's size has it where that is damaged."""
-        log_bytes, segments = self._fields[Field.LOG_BYTES], self._fields[Field.SEGMENTS]
+        log_bytes, segments = header[Field.LOG_BYTES], header[Field.SEGMENTS]
         if log_bytes >= 0 and segments >= 0 and layout.file_bytes(log_bytes, segments) == size:
             return log_bytes, segments
         if size == layout.file_bytes():
             return layout.LOG_BYTES, layout.SEGMENTS
         raise NotReady(f"{self.path} has {size} bytes, which are not those of a recorder")
 
+    def _read(self, at: int, size: int) -> bytes:
+        data = os.pread(self._fd, size, at)
+        if len(data) < size:
+            raise CutShort(f"it was cut short at {at + len(data)} bytes")
+        return data
+
+    def _header(self) -> memoryview:
+        """All of it, as it is now."""
+        return memoryview(self._read(0, layout.HEADER_BYTES)).cast("q")
+
     def __getitem__(self, field: Field) -> int:
-        return self._fields[field]
+        (number,) = _INTEGER.unpack(self._read(8 * field, 8))
+        return int(number)
 
     # -- the log ------------------------------------------------------------------------------------------------
+
+    def _log_end(self) -> int:
+        """Read twice: a copy of a number that is being written may hold half of the new one."""
+        end = self[Field.LOG_END]
+        while (again := self[Field.LOG_END]) != end:
+            end = again
+        return end
 
     def new_entries(self) -> tuple[list[Definition], list[WorkerEvent]]:
         """What was appended to the log since the last call."""
         definitions: list[Definition] = []
         events: list[WorkerEvent] = []
-        end = min(self._fields[Field.LOG_END], self._log_bytes)
+        end = min(self._log_end(), self._log_bytes)
+        if self._log_read + layout.ENTRY.size > end:
+            return definitions, events
+        log = _Log(self._read(layout.HEADER_BYTES + self._log_read, end - self._log_read), self._log_read)
         while self._log_read + layout.ENTRY.size <= end:
-            payload = self._entry(self._log_read, end)
+            payload = log.entry(self._log_read)
             if payload is None:
                 self.damaged += 1
-                self._log_read = self._next_entry(self._log_read + 8, end)
+                self._log_read, searched = log.next_entry(self._log_read + 8, _SEARCH_BYTES - self._searched)
+                self._searched += searched
                 continue
             self._log_read += (layout.ENTRY.size + len(payload) + 7) & ~7
             try:
@@ -118,33 +154,14 @@ class RecorderReader:
                 events.append(entry)
         return definitions, events
 
-    def _entry(self, position: int, end: int) -> bytes | None:
-        """The payload at `position` in the log; None where there is no whole one."""
-        size, checksum = layout.ENTRY.unpack_from(self._bytes, self._log_at + position)
-        start = position + layout.ENTRY.size
-        if not size or start + size > end:
-            return None
-        payload = bytes(self._bytes[self._log_at + start : self._log_at + start + size])
-        return payload if zlib.crc32(payload) == checksum else None
-
-    def _next_entry(self, position: int, end: int) -> int:
-        """Where the next whole entry begins; the end of the log if none is found."""
-        while position + layout.ENTRY.size <= end and self._searched < _SEARCH_BYTES:
-            size, _ = layout.ENTRY.unpack_from(self._bytes, self._log_at + position)
-            if 0 < size <= _MAX_ENTRY:
-                self._searched += size
-                if self._entry(position, end) is not None:
-                    return position
-            position += 8
-        return end
-
     def first_anomaly(self) -> Anomaly | None:
         """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
-        if self._fields[Field.ANOMALY] != FirstAnomaly.WRITTEN:
+        header = self._read(0, layout.HEADER_BYTES)
+        if memoryview(header).cast("q")[Field.ANOMALY] != FirstAnomaly.WRITTEN:
             return None
-        size, checksum = layout.ENTRY.unpack_from(self._bytes, layout.ANOMALY_AT)
+        size, checksum = layout.ENTRY.unpack_from(header, layout.ANOMALY_AT)
         start = layout.ANOMALY_AT + layout.ENTRY.size
-        payload = bytes(self._bytes[start : min(start + size, layout.HEADER_BYTES)])
+        payload = header[start : start + size]
         if zlib.crc32(payload) != checksum:
             return None
         try:
@@ -156,23 +173,22 @@ class RecorderReader:
     @property
     def overflow_seen(self) -> bool:
         """Whether the rank says that it has seen an anomaly, readable or not."""
-        return self._fields[Field.ANOMALY] != FirstAnomaly.NONE
+        return self[Field.ANOMALY] != FirstAnomaly.NONE
 
     # -- where the rank is --------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> RankPhase:
         """What the rank is doing."""
-        number = self._fields[Field.PHASE]
-        return RankPhase(number) if number in RankPhase._value2member_map_ else RankPhase.STARTING
+        return _phase(self[Field.PHASE])
 
     def module(self) -> ModuleDef | None:
         """The innermost module that is running, or None between forwards."""
-        return self.modules.get(self._fields[Field.MODULE])
+        return self.modules.get(self[Field.MODULE])
 
     def movement(self) -> tuple[int, ...]:
         """Changes whenever the rank has recorded anything, or has entered another module or phase."""
-        fields = self._fields
+        fields = self._header()
         segment = fields[Field.SEGMENT]
         head = self._head(segment) if 0 <= segment < self._segments else []
         written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
@@ -180,14 +196,14 @@ class RecorderReader:
 
     def state(self) -> RankState:
         """A snapshot for a beat."""
-        fields = self._fields
-        module = self.module()
+        fields = self._header()
+        module = self.modules.get(fields[Field.MODULE])
         return RankState(
             rank=self.rank,
             local_rank=self.local_rank,
             attempt=self.attempt,
             pid=self.pid,
-            phase=self.phase.name.lower(),
+            phase=_phase(fields[Field.PHASE]).name.lower(),
             step=fields[Field.STEP],
             batch=fields[Field.BATCH],
             seq=fields[Field.SEQ],
@@ -203,15 +219,27 @@ class RecorderReader:
             age_s=max(0.0, (time.monotonic_ns() - fields[Field.MOVED_NS]) / 1e9),
             world_size=fields[Field.WORLD_SIZE],
             hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
-            overflow=self.overflow_seen,
+            overflow=fields[Field.ANOMALY] != FirstAnomaly.NONE,
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
 
     def last_page(self) -> PageMessage | None:
         """The newest page, finished or not."""
-        number = self._fields[Field.PAGE]
+        number = self[Field.PAGE]
         return self.page(number) if number >= 0 else None
+
+    def begun_after(self, segment: int) -> list[tuple[int, int]]:
+        """(segment, batch) of the segments that were begun after that one and are still there, counted from the run's
+        beginning. A few of them are quicker to look at than all that the ring holds."""
+        last = self[Field.SEGMENT]
+        first = max(segment + 1, last - self._segments + 1)
+        return [(number, self._head(number % self._segments)[SegmentField.BATCH]) for number in range(first, last + 1)]
+
+    @property
+    def segments(self) -> int:
+        """So many the ring has."""
+        return self._segments
 
     def held(self) -> list[HeldPage]:
         """What the ring holds something of, in the order in which the pages were begun. Copies no table."""
@@ -261,13 +289,13 @@ class RecorderReader:
 
     def _head(self, position: int) -> list[int]:
         at = self._segments_at + position * layout.SEGMENT_BYTES
-        return self._bytes[at : at + layout.SEGMENT_HEADER_BYTES].cast("q").tolist()
+        return list(_SEGMENT_FIELDS.unpack(self._read(at, _SEGMENT_FIELDS.size)))
 
     def _copy(self, position: int, head: list[int]) -> Segment | None:
         at = self._segments_at + position * layout.SEGMENT_BYTES
 
         def table(start: int, count: int, size: int) -> bytes:
-            return bytes(self._bytes[at + start : at + start + count * size])
+            return self._read(at + start, count * size)
 
         # Frames last were written, so they are read first: what they refer to is then there.
         segment = Segment(
@@ -281,11 +309,39 @@ class RecorderReader:
         return segment if self._head(position)[SegmentField.GENERATION] == head[SegmentField.GENERATION] else None
 
     def close(self) -> None:
-        """Unmap."""
-        if not self._map.closed:
-            self._fields.release()
-            self._bytes.release()
-            self._map.close()
+        """Let go of the file."""
+        self._close()
+
+
+class _Log:
+    """A stretch of the log; positions count from the log's beginning."""
+
+    def __init__(self, data: bytes, start: int) -> None:
+        self._data = data
+        self._start = start
+
+    def entry(self, position: int) -> bytes | None:
+        """The payload at `position`; None where there is no whole one."""
+        at = position - self._start
+        size, checksum = layout.ENTRY.unpack_from(self._data, at)
+        payload = self._data[at + layout.ENTRY.size : at + layout.ENTRY.size + size]
+        return payload if size and len(payload) == size and zlib.crc32(payload) == checksum else None
+
+    def next_entry(self, position: int, most: int) -> tuple[int, int]:
+        """(where the next whole entry begins, bytes that were checked). The end if none is found in so many bytes."""
+        searched = 0
+        while position - self._start + layout.ENTRY.size <= len(self._data) and searched < most:
+            size, _ = layout.ENTRY.unpack_from(self._data, position - self._start)
+            if 0 < size <= _MAX_ENTRY:
+                searched += size
+                if self.entry(position) is not None:
+                    return position, searched
+            position += 8
+        return self._start + len(self._data), searched
+
+
+def _phase(number: int) -> RankPhase:
+    return RankPhase(number) if number in RankPhase._value2member_map_ else RankPhase.STARTING
 
 
 _MOVING = (

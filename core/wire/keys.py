@@ -1,7 +1,8 @@
-"""CURVE keys from a shared secret: every node derives the same two key pairs, and nothing secret crosses the network.
+"""CURVE keys from a shared secret: every node derives the same key pairs, and nothing secret crosses the network.
 
-The private keys are scrypt (RFC 7914) of the secret, salted with the job's rendezvous, one for the collector and one
-for all agents. Without the secret, nobody can pose as the collector or connect to it.
+The private keys are scrypt (RFC 7914) of the secret, salted with the job's rendezvous: one for the collector, one for
+all agents, one for viewers. Without the secret, nobody can pose as the collector or connect to it. A viewer is given
+its own pair and not the secret: the collector lets it in and reads nothing that it sends.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ class KeyPair(NamedTuple):
 
 
 class JobKeys(NamedTuple):
-    """The two key pairs of a job."""
+    """The key pairs of a job."""
 
     collector: KeyPair
     agent: KeyPair
+    viewer: KeyPair
 
 
 def derive_keys(secret: str, job: str) -> JobKeys:
     """Keys of the job named `job` (its rendezvous) from `secret`."""
-    return JobKeys(_pair(secret, f"{job}/collector"), _pair(secret, f"{job}/agent"))
+    return JobKeys(*(_pair(secret, f"{job}/{role}") for role in JobKeys._fields))
 
 
 def _pair(secret: str, salt: str) -> KeyPair:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from ..errors import GpuwatchError
-from ..records import Definition, Event
+from ..records import Definition, Event, GpuCounters, GpuHealth, NodeSignal, Xid
 from .scheduler_job import SchedulerJob
 
 SCHEMA = 1
@@ -38,6 +38,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """`gpuwatch check`: there is a preflight and no script."""
     job: SchedulerJob | None = None
     """The scheduler's job that it runs in; None outside of one."""
+    run: str = ""
+    """The run that its launch was welcomed to before; "" at first. No other run's collector takes it."""
 
 
 class EventMessage(msgspec.Struct, frozen=True, tag="event"):
@@ -146,11 +148,32 @@ def node_of(agent: str) -> str:
     return agent.partition(".")[0]
 
 
+def life_of(agent: str) -> int:
+    """How many agents of the same launch were before it.
+
+    >>> life_of('8f3c.2')
+    2
+    """
+    life = agent.partition(".")[2]
+    return int(life) if life.isascii() and life.isdigit() and len(life) < 10 else 0
+
+
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The agent has the verdict. Not numbered."""
 
 
 AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye | Leaving
+
+
+def ranks_of(body: AgentBody) -> list[tuple[int, int]]:
+    """(attempt, rank) of all that a message is about."""
+    if isinstance(body, Beat):
+        return [(state.attempt, state.rank) for state in body.ranks]
+    if isinstance(body, Definitions | PageMessage):
+        return [(body.attempt, body.rank)]
+    if isinstance(body, EventMessage) and not isinstance(body.event, NodeSignal | Xid | GpuCounters | GpuHealth):
+        return [(body.event.where.attempt, body.event.where.rank)]
+    return []
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]

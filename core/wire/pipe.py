@@ -35,6 +35,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """Counts them: one that has ended is started again."""
     hang_timeout_s: float = 0.0
     """A rank that has not moved for so long is told of; 0: never."""
+    run: str = ""
+    """The run that the agent before it was welcomed to."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -95,7 +97,13 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     """The job is over, and the node agent is at work or waits for a verdict that is being made."""
 
 
-FromAgent = Notice | StopRequest | Verdict | Waiting
+class Welcomed(msgspec.Struct, frozen=True, tag="welcomed"):
+    """The collector has taken this node into its run."""
+
+    run: str
+
+
+FromAgent = Notice | StopRequest | Verdict | Waiting | Welcomed
 
 
 class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
@@ -105,6 +113,7 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     public_key: str
     private_key: str
     agent_public_key: str
+    viewer_public_key: str
     runs_dir: str
     rdzv_id: str
     max_frames: int = 21

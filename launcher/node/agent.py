@@ -28,6 +28,7 @@ from ...core.errors import GpuwatchError
 from ...core.exits import ExitCode
 from ...core.gpu_health.child import KILLED_S
 from ...core.own_clock import OwnClock
+from ...core.recorder.layout import file_name
 from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
 from ...core.wire.messages import (
     Ack,
@@ -49,6 +50,7 @@ from ...core.wire.messages import (
     WireError,
     decode_collector,
     encode,
+    ranks_of,
 )
 from ...core.wire.pipe import (
     AgentConfig,
@@ -57,6 +59,7 @@ from ...core.wire.pipe import (
     StopRequest,
     Verdict,
     Waiting,
+    Welcomed,
     WorkersEnded,
     WorkersStarted,
     read_config,
@@ -64,28 +67,30 @@ from ...core.wire.pipe import (
     write_line,
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
-from ..scratch import adopt_scratch, keep_rescued, remove_scratch
+from ..scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
 from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
 from .stall_watch import StallWatch
 
-TICK_S = 0.02
+TICK_S = 0.05
 BEAT_S = 0.5
 RESEND_S = 3.0
 LONGEST_RESEND_S = 60.0
 """Twice as long each time, while nothing is acknowledged."""
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
-KEPT_ATTEMPTS = 2
-"""Recorders of so many attempts that have ended are kept."""
 NEVER_CAME_S = 15.0
 """After the job has ended, so long is waited for a collector that was never heard."""
 GONE_S = 60.0
 """Silence after which, at the end, a collector that was heard before is given up: it may be started again."""
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
+
+
+class Forgotten(Exception):
+    """The collector does not know any more what it had acknowledged."""
 
 
 class Agent:
@@ -105,6 +110,8 @@ class Agent:
         self._gpus = GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
+        self._ends_told: set[tuple[int, int]] = set()
+        """(attempt, rank) whose end an agent before this one has told of."""
         self._done: LaunchDone | None = None
         self._said_goodbye = False
         self._launch_gone = False
@@ -133,18 +140,29 @@ class Agent:
                 trace_batches=config.trace_batches,
                 check_only=config.check_only,
                 job=config.job,
+                run=config.run,
             )
         )
         self._take_over()
 
     def _take_over(self) -> None:
-        """What an agent before this one has seen of the GPUs is in its spool, and nowhere else."""
+        """What no recorder has any more is in the spool of an agent before this one, and nowhere else.
+
+        That is what it has seen of the GPUs, and the ranks whose recorders were freed.
+        """
         for spool in self._spools()[:-1]:
             with suppress(GpuwatchError):
                 for message in read_spool(spool):
-                    body = message.body
-                    if isinstance(body, EventMessage) and isinstance(body.event, Xid | GpuCounters | GpuHealth):
-                        self._put(body)
+                    if self._is_only_there(message.body):
+                        self._put(message.body)
+
+    def _is_only_there(self, body: AgentBody) -> bool:
+        if isinstance(body, EventMessage) and isinstance(body.event, Xid | GpuCounters | GpuHealth):
+            return True
+        ranks = ranks_of(body)
+        if isinstance(body, EventMessage) and isinstance(body.event, WorkerExit):
+            self._ends_told.update(ranks)
+        return bool(ranks) and not any((self._folder / file_name(rank, attempt)).exists() for attempt, rank in ranks)
 
     def _spools(self) -> list[Path]:
         """Of all agents of this launch, in their order; the last is ours."""
@@ -250,8 +268,8 @@ class Agent:
 
     def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
         watch = self._ranks.get((rank, attempt))
-        if watch is not None and watch.was_removed and self._config.life:
-            watch.ended = True  # the agent before this one has told of its end
+        if watch is not None and watch.was_removed and (attempt, rank) in self._ends_told:
+            watch.ended = True
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
                 self._put(body)
@@ -346,13 +364,16 @@ class Agent:
             self._heard = now
             self._welcomed = True
             if isinstance(message, Welcome):
+                self._tell(Welcomed(message.run_id))
                 if self._told_unreachable:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
                 if self._outbox.acknowledged(message.n):
                     self._resend_s = RESEND_S
-                if message.resend:
+                if message.resend and self._outbox.is_forgotten(message.n):
+                    self._start_over()
+                elif message.resend:
                     self._outbox.send_again()
             elif isinstance(message, Want):
                 for watch in self._ranks.values():
@@ -367,6 +388,11 @@ class Agent:
             elif isinstance(message, Refused):
                 self._refused = True
                 self._tell(Notice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
+
+    def _start_over(self) -> None:
+        """The collector's store was lost. Another agent reads everything again; the launch starts it."""
+        if not self._launch_gone:
+            raise Forgotten
 
     def _send(self, now: float) -> None:
         if self._refused:
@@ -455,7 +481,11 @@ def main() -> int:
     config = read_config(0, AgentConfig)
     if config is None:
         return int(ExitCode.USAGE)
-    Agent(config, sys.stdout.buffer).run()
+    try:
+        Agent(config, sys.stdout.buffer).run()
+    except Forgotten:
+        write_line(sys.stdout.buffer, Notice("the collector has lost what it had received; this node tells it again"))
+        return 1
     return 0
 
 

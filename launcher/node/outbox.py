@@ -78,6 +78,10 @@ class Outbox:
                 self._page_bytes -= len(data)
         return news
 
+    def is_forgotten(self, number: int) -> bool:
+        """Whether a collector that has everything up to `number` has lost what it had acknowledged before."""
+        return number < self._acknowledged
+
     def send_again(self) -> None:
         """Whatever is not acknowledged may have been lost on the way."""
         self._sent = self._acknowledged

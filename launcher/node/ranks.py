@@ -59,6 +59,10 @@ class RankWatch:
         self._wanted: dict[tuple[str, int, int], _Wanted] = {}
         """by root class, ordinal, batch"""
         self._traced = frozenset(traced)
+        self._looked_at = -1
+        """The last segment that was looked at for a traced batch."""
+        self._traced_until = -1
+        """The segment that overwrites the last one that had some."""
         self._sent: dict[int, _Copy] = {}
         """by number of the page, as long as the ring holds something of it"""
         self._anomaly_sent = False
@@ -102,12 +106,16 @@ class RankWatch:
         self.ended = True
         bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
-        if reader is None or self._broken:
+        if reader is None:
             return [*messages, bare]
-        try:
-            return [*messages, *self._end(reader, code, by, now)]
-        except Exception as error:
-            return [*messages, self._give_up(error), bare]
+        if not self._broken:
+            try:
+                return [*messages, *self._end(reader, code, by, now)]
+            except Exception as error:
+                messages.append(self._give_up(error))
+        with suppress(Exception):  # whatever is damaged: the header may still say that the rank saw an overflow
+            messages += self._unlogged_anomaly(reader)
+        return [*messages, bare]
 
     def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
         messages = self._due_pages(reader, now)
@@ -135,8 +143,13 @@ class RankWatch:
         return [EventMessage(anomaly)]
 
     def state(self) -> RankState | None:
-        """Where the rank is, for a beat."""
-        return self._reader.state() if self._reader is not None and not self._broken else None
+        """Where the rank is, for a beat; None if that cannot be read."""
+        if self._reader is None or self._broken:
+            return None
+        try:
+            return self._reader.state()
+        except OSError:  # the next `poll` tells it
+            return None
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
@@ -184,7 +197,7 @@ class RankWatch:
             self._wanted.setdefault((*split_label(event.where.root), event.where.batch), _Wanted(now + PAGE_WAIT_S))
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
-        if not self._wanted and (self.ended or not self._traced):
+        if not self._wanted and (self.ended or not self._traced_in_ring(reader)):
             return []
         messages: list[AgentBody] = []
         held = reader.held()
@@ -204,6 +217,16 @@ class RankWatch:
         numbers = {page.number for page in held}
         self._sent = {number: copy for number, copy in self._sent.items() if number in numbers}
         return messages
+
+    def _traced_in_ring(self, reader: RecorderReader) -> bool:
+        """Whether the ring holds a batch that is traced."""
+        if not self._traced:
+            return False
+        for number, batch in reader.begun_after(self._looked_at):
+            self._looked_at = number
+            if batch in self._traced:
+                self._traced_until = number + reader.segments
+        return self._looked_at < self._traced_until
 
     def _last_pages(self, reader: RecorderReader) -> list[AgentBody]:
         """The page that was written last, and those that more was expected in."""

@@ -113,6 +113,7 @@ def test_an_agent_of_another_job_is_refused_and_counted(make):
         ("a9", {"schema": 99}, "version 99; install the same gpuwatch on every node"),
         ("a9", {"agent": "a1"}, "another agent's"),
         ("a9", {}, "all 2 nodes of this job are here already"),
+        ("a9", {"run": "yesterday's"}, "this is run run, and the node was taken into run yesterday's before"),
     ],
 )
 def test_a_hello_that_is_not_of_this_job_is_refused_and_ends_nothing(two, make, agent, hello, reason):
@@ -153,9 +154,26 @@ def test_a_node_speaks_of_no_more_ranks_than_it_said_hello_with(two, make):
     assert two.say("a0", again) != [], "in another attempt its ranks are others"
 
 
-def test_a_second_hello_of_an_agent_changes_nothing(two, make):
+def test_a_second_hello_of_an_agent_changes_nothing_and_is_counted(two, make):
     assert two.say("a0", make.hello("a0", "another host", 100, 1)) == []
     assert two.run_protocol.nodes["a0"].hello.host == "h0"
+    assert two.run_protocol.replays == 1
+
+
+def test_a_hello_that_is_sent_again_as_nobody_has_answered_is_no_replay(two):
+    first = AgentMessage(1, two.run_protocol.nodes["a0"].hello)
+    assert sent(two.run_protocol.hear("a0", first, 0), Welcome) != []
+    assert two.run_protocol.replays == 0
+
+
+def test_a_replayed_hello_of_an_earlier_agent_does_not_take_the_place_of_a_later_one(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol.hear("a.1", AgentMessage(1, make.hello("a.1")), 0)
+    ((_, refused),) = sent(run_protocol.hear("a.0", AgentMessage(1, make.hello("a.0")), 0), Refused)
+    assert "a later agent of its launch" in refused.reason
+    assert set(run_protocol.nodes) == {"a.1"}
+    assert not run_protocol.nodes["a.1"].replaced
+    assert run_protocol.replays == 1
 
 
 def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import threading
 import time
 
@@ -14,6 +16,7 @@ from gpuwatch.collector.exit_code import exit_code
 from gpuwatch.collector.facts import fold
 from gpuwatch.collector.paths import new_run
 from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.run_protocol import RunProtocol
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
@@ -35,6 +38,7 @@ class Running:
             KEYS.collector.public.decode(),
             KEYS.collector.private.decode(),
             KEYS.agent.public.decode(),
+            KEYS.viewer.public.decode(),
         )
         self.address = self.server.address
         self.protocol = RunProtocol(self.paths.run_id, str(self.paths.folder), "job")
@@ -78,20 +82,20 @@ def connect(running):
     context, sockets = zmq.Context(), []
 
     def make_socket(pair=KEYS.agent, identity=b"a0", server_key=KEYS.collector.public):
-        socket = context.socket(zmq.DEALER)
-        sockets.append(socket)
-        socket.identity = identity
-        socket.curve_serverkey = server_key
-        socket.curve_publickey, socket.curve_secretkey = pair.public, pair.private
-        socket.connect(running.address)
-        return socket
+        made = context.socket(zmq.DEALER)
+        sockets.append(made)
+        made.identity = identity
+        made.curve_serverkey = server_key
+        made.curve_publickey, made.curve_secretkey = pair.public, pair.private
+        made.connect(running.address)
+        return made
 
     yield make_socket
-    for socket in sockets:
-        if socket.closed:
+    for made in sockets:
+        if made.closed:
             continue
-        socket.disable_monitor()
-        socket.close(linger=0)
+        made.disable_monitor()
+        made.close(linger=0)
     context.destroy(linger=0)
 
 
@@ -167,6 +171,52 @@ def test_a_client_with_other_keys_is_refused_and_counted(running, connect, make)
     report = running.join()
     assert report.collector["refused"] >= 1
     assert "stranger" not in running.protocol.nodes
+
+
+def test_strangers_leave_a_line_in_the_collectors_log_and_not_one_for_each_knock(running, connect, make, capsys):
+    monitors = []
+    for number in range(5):
+        stranger = connect(STRANGER.agent, b"stranger %d" % number)
+        stranger.reconnect_ivl = -1
+        monitors.append(stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
+        assert monitors[-1].poll(WAIT_MS)
+    with socket.create_connection(("127.0.0.1", int(running.address.rpartition(":")[2]))) as no_zeromq:
+        no_zeromq.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            while no_zeromq.recv(100):  # until it is thrown out
+                pass
+    for monitor in monitors:
+        monitor.close()
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    say_goodbye(agent)
+    report = running.join()
+    assert report.collector["refused"] >= 5
+    lines = [line for line in capsys.readouterr().err.splitlines() if "refused a stranger with another key" in line]
+    assert lines[0].endswith("1 so far")
+    assert 0 < len(lines) < report.collector["refused"]
+    assert "clients with another key" in render_text(report)
+
+
+def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
+    viewer = connect(KEYS.viewer, b"a0")
+    for body in (make.hello(nproc=0), Bye("failed")):
+        viewer.send(encode(AgentMessage(1, body)))
+    viewer.send(b"\xff garbage")
+    until = time.monotonic() + WAIT_MS / 1000
+    while running.server._doorkeeper.from_viewers < 3:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not viewer.poll(0)
+    assert running.protocol.nodes == {}
+    viewer.close(linger=0)
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    say_goodbye(agent)
+    report = running.join()
+    assert (report.collector["from_viewers"], report.collector["malformed"]) == (3, 0)
+    assert report.nodes[0].state == "ok"
+    assert "the collector turned away: 3 messages of viewers" in render_text(report)
 
 
 def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(running, connect, make):

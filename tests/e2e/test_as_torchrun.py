@@ -112,3 +112,26 @@ def test_an_overflow_is_not_restarted(bench):
 
     assert run.code == 4
     assert run.report["run"]["attempts"] == 1
+
+
+@pytest.mark.parametrize(
+    "times",
+    [pytest.param(12, marks=pytest.mark.slow), pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])],
+)
+def test_many_restarts_in_a_row_end_as_under_torchrun(bench, times):
+    options = ("--nproc-per-node", "1", "--max-restarts", str(times), bench.script("restarts.py"))
+    commands = [("torch.distributed.run",), ("gpuwatch.cli.main", "launch", "--preflight", "off")]
+    plain, watched = (
+        [bench.finish(bench.start(*command, *options, str(last)), 3600) for last in (times, times + 1)]
+        for command in commands
+    )
+
+    assert [run.code for run in plain] == [run.code for run in watched] == [0, 1]
+    assert [run.stdout for run in plain] == [run.stdout for run in watched] == ["the last attempt\n", ""]
+    assert [run.stderr.count("(exitcode: 7)") for run in plain] == [
+        run.stderr.count("(exitcode: 7)") for run in watched
+    ]
+    assert "VERDICT  clean, established" in watched[0].stderr
+    assert watched[1].report["run"]["attempts"] == times + 1
+    assert watched[1].verdict["kind"] == "crash"
+    assert "started again" not in "".join(run.stderr for run in watched), "no helper has ended meanwhile"

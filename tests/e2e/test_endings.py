@@ -2,6 +2,8 @@
 
 import re
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -130,6 +132,26 @@ def test_no_room_for_a_recorder_means_training_unwatched(bench):
     assert (run.verdict["kind"], run.verdict["missing"]) == ("unknown", ["rank 0 had no recorder"])
     assert "goes on unwatched" in run.stderr
     assert "rank 0 step 9" in run.stdout
+
+
+@pytest.mark.slow
+def test_a_machine_with_little_shared_memory_says_so_and_records_on_a_disk(bench):
+    if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
+        pytest.skip("cannot mount a small /dev/shm: not root, or in a container without the right to")
+    mount = 'mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "$@"'
+    command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("clean.py")]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, "sh", *command],
+        cwd=bench.cwd,
+        env={**bench.environment, "TMPDIR": str(bench.cwd)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/dev/shm has 8 MiB free, and 2 recorders need 12 MiB" in done.stderr
+    assert done.stderr.index("/dev/shm has") < done.stderr.index("running under torchrun")
+    assert f"they are in {bench.cwd}" in done.stderr
+    assert "VERDICT  clean" in done.stderr
 
 
 @pytest.mark.slow

@@ -88,6 +88,7 @@ class Node:
             public_key=self.keys.collector.public.decode(),
             private_key=self.keys.collector.private.decode(),
             agent_public_key=self.keys.agent.public.decode(),
+            viewer_public_key=self.keys.viewer.public.decode(),
             runs_dir=str(self.runs),
             rdzv_id="job",
             fallback=str(self.scratch / "rescued"),

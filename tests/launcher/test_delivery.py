@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
 import time
 from collections import Counter
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,13 +18,14 @@ from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.records import Anomaly, Warned, Where
-from gpuwatch.core.wire.messages import EventMessage, Hello
-from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
+from gpuwatch.core.wire.messages import Definitions, EventMessage, Hello
+from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.scratch import keep_rescued
 
 from .conftest import Rank, until
 
 ANOMALY = Anomaly(Where(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
+ANOMALY_OF_ATTEMPT_4 = Anomaly(Where(1, 4, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "nan", "float32")
 
 
 def stored(node, kind) -> list:
@@ -97,6 +100,50 @@ def test_a_collector_that_is_killed_while_the_verdict_is_waited_for(node):
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
 
 
+def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
+    """Also what no recorder holds any more: the attempts whose recorders were freed."""
+    for attempt in range(1, 5):
+        node.agent.tell(WorkersEnded(attempt - 1, {rank.rank: 1 for rank in node.ranks}, [0]))
+        for rank in node.ranks:
+            rank.writer.close()
+        node.ranks = [Rank(node.scratch, rank, 2, attempt) for rank in range(2)]
+        node.agent.tell(WorkersStarted(attempt, {0: 1, 1: 1}, {0: 0, 1: 1}))
+    until(lambda: not list(node.scratch.glob("*.attempt-001.recorder")), "the oldest recorders are freed")
+    node.ranks[1].writer.append(ANOMALY_OF_ATTEMPT_4)
+    until(lambda: any(isinstance(body.event, Anomaly) for body in stored(node, EventMessage)), "the anomaly")
+    kill(node.collector, signal.SIGSTOP)
+    for path in node.run_dir.glob("run.sqlite*"):
+        path.unlink()
+    kill(node.collector)
+    node.heard("the collector has lost what it had received; this node tells it again")
+    node.end_ranks(4)
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    report = report_of(node)
+    assert (report["verdict"]["rank"], report["verdict"]["attempt"]) == (1, 4)
+    assert [attempt["attempt"] for attempt in report["attempts"]] == [0, 1, 2, 3]
+    assert [entry["state"] for entry in report["nodes"]] == ["ok"]
+    assert node.stops == []
+
+
+def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
+    """The head's launch was killed and the job started again there, on the same port, while this node lived on."""
+    until(lambda: stored(node, Hello), "the hello")
+    address = node.collector.answer.address
+    kill(node.collector, signal.SIGSTOP)
+    psutil.Process(node.collector.pid).kill()
+    node.collector.end(30.0)
+    later = make_node()
+    later.start_collector(address)
+    node.train(0)
+    node.end_ranks()
+    node.heard("refuses this node: this is run")
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (6, "unknown"), verdict.text
+    assert "this node's records are in" in verdict.text
+    assert stored(later, Hello) == []
+
+
 @pytest.mark.slow  # a collector that never came is given up after 15 s
 def test_without_any_collector_the_spools_make_the_very_report(make_node, tmp_path):
     """Two nodes; the address is of nobody."""
@@ -151,6 +198,23 @@ def test_recorders_of_old_attempts_are_freed_and_the_last_ones_kept(node):
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
 
 
+def test_an_agent_does_not_die_of_a_recorder_that_is_cut_short(node):
+    node.train(0, 1)
+    until(lambda: stored(node, Definitions), "the names in the store")
+    broken = node.ranks.pop()
+    broken.writer.close()
+    os.truncate(broken.writer.path, 5000)  # its own rank would be killed by SIGBUS
+    node.train(2)
+    node.ranks[0].finish()
+    node.agent.tell(WorkersEnded(0, {0: -signal.SIGTERM, 1: -signal.SIGBUS}, [1]))
+    node.agent.tell(LaunchDone("failed"))
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (5, "lost"), verdict.text
+    assert report_of(node)["verdict"]["rank"] == 1
+    assert report_of(node)["ranks"][0]["batch"] == 2
+    assert node.said == [], "nobody had to be started again"
+
+
 # -- a full disk --------------------------------------------------------------------------------------------------
 
 
@@ -185,9 +249,10 @@ def test_an_overflow_on_a_full_runs_folder_is_told_and_its_store_is_kept_elsewhe
 
 
 def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_the_verdict_stands(
-    small_disk, make_node
+    small_disk, make_node, tmp_path, monkeypatch
 ):
     """What is in memory only is in the report, too; and is not acknowledged, so the agents keep it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     node = make_node(small_disk / "runs")
     (node.scratch / "rescued").write_text("in the way")
     node.start_agent(node.start_collector())
@@ -199,6 +264,27 @@ def test_with_no_room_anywhere_nothing_is_acknowledged_that_cannot_be_read_and_t
     verdict = node.verdict()
     assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
     assert len(stored(node, EventMessage)) < 500
+    assert not (node.run_dir / "report.json").exists()
+    assert json.loads(Path(verdict.report).read_text())["verdict"]["kind"] == "overflow", "in a temporary folder"
+
+
+def test_a_collector_that_is_killed_while_its_disk_is_full_still_knows_what_it_had_acknowledged(small_disk, make_node):
+    node = make_node(small_disk / "runs")
+    node.start_agent(node.start_collector())
+    node.train(0)
+    node.ranks[1].writer.append(ANOMALY)
+    until(lambda: any(isinstance(body.event, Anomaly) for body in stored(node, EventMessage)), "the anomaly")
+    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(1024)):
+            pass
+    kill(node.collector)
+    node.heard("it was started again and goes on with what it had received")
+    node.train(1)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    assert "rank 1" in verdict.text
+    assert "`fc`" in verdict.text
 
 
 # -- helpers that are stopped -------------------------------------------------------------------------------------

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpuwatch.core.recorder.layout import file_bytes
 from gpuwatch.launcher import scratch
 
 
 @pytest.fixture
 def bases(tmp_path, monkeypatch):
-    """Two folders stand for /dev/shm and /tmp."""
+    """Two folders stand for /dev/shm and /tmp; there is no /var/tmp."""
     shared, temporary = tmp_path / "shm", tmp_path / "tmp"
     shared.mkdir()
     temporary.mkdir()
+    monkeypatch.setattr(scratch, "_DISK", tmp_path / "none")
     monkeypatch.setattr(scratch, "_SHARED_MEMORY", shared)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     return shared, temporary
@@ -43,8 +45,28 @@ def test_the_folder_is_private_and_in_shared_memory_where_there_is_room(bases):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_without_room_in_shared_memory_a_disk_takes_it(bases):
-    assert scratch.make_scratch(10**9).parent == bases[1]
+def test_without_room_in_shared_memory_a_disk_takes_it_and_that_is_said(bases, small_disk, monkeypatch):
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", small_disk)
+    said = []
+    assert scratch.make_scratch(2, said.append).parent == bases[1]
+    (sentence,) = said
+    assert f"{small_disk} has 0 MiB free, and 2 recorders need 12 MiB" in sentence
+    assert f"they are in {bases[1]}" in sentence
+
+
+def test_half_of_the_shared_memory_is_left_to_the_script(bases, monkeypatch):
+    needed = file_bytes()
+    for free, base in ((2 * needed + 1, bases[0]), (2 * needed, bases[1])):
+        monkeypatch.setattr(scratch, "_free", lambda path, free=free: free if path == bases[0] else 1 << 40)
+        assert scratch.make_scratch(1).parent == base
+
+
+def test_of_two_disks_the_first_with_room_takes_it(bases, small_disk, monkeypatch):
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", small_disk)
+    monkeypatch.setattr(scratch, "_DISK", bases[0])
+    assert scratch.make_scratch(1).parent == bases[1]
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    assert scratch.make_scratch(1).parent == bases[0]
 
 
 def test_without_shared_memory_a_disk_takes_it(bases):
@@ -159,10 +181,10 @@ def test_what_the_runs_folder_took_no_more_of_is_kept(bases):
     assert stat.S_IMODE(kept.stat().st_mode) == 0o700
 
 
-def test_a_disk_without_room_for_the_recorders_is_told_before_the_training_starts(small_disk, tmp_path):
-    folder = small_disk / "scratch"
-    folder.mkdir()
-    sentence = scratch.lack_of_room(folder, 8)
-    assert "has 0 MiB free, and the recorders of 8 ranks need 48 MiB" in sentence
-    assert "TMPDIR" in sentence
-    assert scratch.lack_of_room(tmp_path, 1) == ""
+def test_where_nothing_has_room_it_is_told_before_the_training_starts(bases, small_disk, monkeypatch):
+    monkeypatch.setattr(scratch, "_SHARED_MEMORY", small_disk)
+    monkeypatch.setattr(tempfile, "tempdir", str(small_disk))
+    said = []
+    assert scratch.make_scratch(8, said.append).parent == small_disk
+    assert "has 0 MiB free, and 8 recorders need 48 MiB: ranks that find no room go on unwatched" in said[1]
+    assert "TMPDIR" in said[1]

@@ -275,6 +275,28 @@ def test_spools_alone_make_a_report(make, tmp_path):
     assert merged_report([spool.path]).verdict.module == "head"
 
 
+def test_no_spool_is_so_short_that_an_overflow_in_it_becomes_clean(make, tmp_path):
+    """Also one of a single byte, and one whose writer had room for a single byte."""
+    seen = overflow(make)[1:-6]  # and went on: both ranks end well
+    bodies = [make.hello(nproc=2), *seen, *make.finished(0, batch=7), *make.finished(1, batch=7), make.Bye("ok")]
+    ends = []
+    spool = SpoolWriter(tmp_path / "agent-x.spool")
+    for n, body in enumerate(bodies, 1):
+        spool.append(encode(AgentMessage(n, body, n - 1)), is_page=False)
+        ends.append(spool.path.stat().st_size)
+    spool.close()
+    data = spool.path.read_bytes()
+    assert merged_report([spool.path]).verdict.kind == "overflow"
+    for size in (0, 1, 17, *(end - cut for end in ends for cut in (0, 1))):
+        spool.path.write_bytes(data[:size])
+        assert merged_report([spool.path]).verdict.kind != "clean", size
+    full = SpoolWriter(tmp_path / "agent-y.spool", max_bytes=1)
+    full.append(data, is_page=False)
+    full.close()
+    assert full.left_out == 1
+    assert merged_report([full.path]).verdict.kind == "unknown"
+
+
 @given(st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage_of_report_json_is_a_sentence_or_a_report(run, data):

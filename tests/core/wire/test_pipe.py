@@ -23,7 +23,7 @@ AGENT_CONFIG = pipe.AgentConfig(
     [0, 3],
     True,
 )
-COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "runs", "id", 5)
+COLLECTOR_CONFIG = pipe.CollectorConfig("tcp://*:1", "p", "k", "a", "v", "runs", "id", 5)
 TO_AGENT = [
     AGENT_CONFIG,
     pipe.WorkersStarted(1, {4: 101, 5: 102}, {4: 0, 5: 1}),
@@ -35,6 +35,7 @@ FROM_AGENT = [
     pipe.StopRequest("why"),
     pipe.Verdict(4, "overflow", "té\nxt", "r.json"),
     pipe.Waiting(),
+    pipe.Welcomed("20261122-1"),
 ]
 FROM_COLLECTOR = [
     pipe.Bound("tcp://0.0.0.0:1", "runs/x"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import NOTHING, Field, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Anomaly, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where, WorkerExit
+from gpuwatch.core.records import Anomaly, Fault, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where, WorkerExit
 from gpuwatch.core.values import Encoding
 from gpuwatch.core.wire.messages import AgentMessage, decode_agent, encode
 from gpuwatch.launcher.node.ranks import RankWatch
@@ -112,6 +113,25 @@ def test_behind_a_damaged_length_the_log_goes_on(whole, tmp_path):
 @pytest.mark.parametrize("size", [0, 1, 8, 4095, 4096, SIZE // 2, SIZE - 1])
 def test_a_file_that_was_cut(whole, tmp_path, size):
     read(tmp_path, whole[:size])
+
+
+@pytest.mark.parametrize("size", [0, 8, 4095, 4096, SIZE // 2, SIZE - 1])
+def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
+    """What a mapping would have killed its reader for. The log says nothing here: the header alone has the anomaly."""
+    path = tmp_path / file_name(0, 0)
+    path.write_bytes(with_number(whole, 8 * Field.LOG_END, 0))
+    watch = RankWatch(tmp_path, 0, 0, 0, 1, [1])
+    try:
+        assert anomalies(watch.poll(0)) == []
+        os.truncate(path, size)
+        watch.state()
+        bodies = [*watch.poll(100), *watch.end(-7, "itself", 101)]
+    finally:
+        watch.close()
+    assert isinstance(bodies[-1].event, WorkerExit)
+    told = any(isinstance(getattr(body, "event", None), Fault) for body in bodies)
+    assert told == (size < SIZE - 1), "that something is missing is said"
+    assert anomalies(bodies) == ([ANOMALY] if size >= layout.HEADER_BYTES else [])
 
 
 @given(
