@@ -56,7 +56,8 @@ static int watch_parameter(FrameWriter *self, PyObject *parameter, PyObject *inf
 
 static int parameter_rows(FrameWriter *self, Frame *frame, PyObject *info, PyObject *slots, PyObject *module, int64_t step)
 {
-    PyObject *parameters = PyObject_GetAttr(module, s__parameters), *name, *parameter;
+    /* not PyObject_GetAttr: that calls Module.__getattr__ through Python's own slot */
+    PyObject *parameters = PyObject_GenericGetAttr(module, s__parameters), *name, *parameter;
     Py_ssize_t position = 0;
     int good = parameters != NULL && PyDict_CheckExact(parameters);
     while (good && PyDict_Next(parameters, &position, &name, &parameter)) {
@@ -232,6 +233,7 @@ static int writer_traverse(FrameWriter *self, visitproc visit, void *arg)
 #define VISIT(NAME) Py_VISIT(self->NAME);
     EACH_OBJECT(VISIT)
     EACH_OPTIONAL(VISIT)
+    Py_VISIT(self->version);
     return 0;
 }
 
@@ -243,6 +245,7 @@ static int writer_clear(FrameWriter *self)
 #define CLEAR(NAME) Py_CLEAR(self->NAME);
     EACH_OBJECT(CLEAR)
     EACH_OPTIONAL(CLEAR)
+    Py_CLEAR(self->version);
     return 0;
 }
 
@@ -288,6 +291,17 @@ static int set_cursor(FrameWriter *self)
     return 0;
 }
 
+static int set_version(FrameWriter *self)
+{
+    PyObject *version = PyObject_GetAttr(self->tensor, s__version);
+    if (!expect(version, version != NULL && Py_IS_TYPE(version, &PyGetSetDescr_Type), "Tensor._version must be computed in C")) {
+        Py_XDECREF(version);
+        return 0;
+    }
+    self->version = (PyGetSetDescrObject *)version;
+    return 1;
+}
+
 /* The recorder's memory is borrowed anew for each frame: a map whose memory is lent could not be closed. */
 static int check_memory(FrameWriter *self)
 {
@@ -327,7 +341,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         expect(self->tensor, PyType_Check(self->tensor), "tensor must be a class") &&
         expect(self->numbers, PyType_Check(self->numbers), "numbers must be a class") &&
         expect(near, PyDict_Check(near), "near must be a dict") && set_near(self, near) &&
-        (self->exchange = exchange_of(exchange)) != NULL && check_memory(self) && set_cursor(self))
+        (self->exchange = exchange_of(exchange)) != NULL && check_memory(self) && set_cursor(self) && set_version(self))
         return (PyObject *)self;
     Py_DECREF(self);
     return NULL;

@@ -64,10 +64,14 @@ PyObject *new_gradient_hook(FrameWriter *writer, PyObject *info, PyObject *role,
 static int remember_local(FrameWriter *self, PyObject *gradient)
 {
     int64_t version = 0;
-    if (!integer_of(gradient, s__version, &version))
+    if (!version_of(self, gradient, &version))
         return 0;
     PyObject *ref = PyWeakref_NewRef(gradient, NULL);
-    PyObject *memory = ref != NULL ? Py_BuildValue("(NL)", ref, (long long)version) : NULL;
+    PyObject *memory = ref != NULL ? with_integers(PyTuple_New(2), 1, &version, 1) : NULL;
+    if (memory != NULL)
+        PyTuple_SET_ITEM(memory, 0, ref);
+    else
+        Py_XDECREF(ref);
     PyObject *key = PyLong_FromVoidPtr(gradient);
     const int good = memory != NULL && key != NULL && PyDict_SetItem(self->local, key, memory) == 0;
     Py_XDECREF(memory);

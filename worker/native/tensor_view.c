@@ -105,9 +105,10 @@ static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
     }
     *number = (uintptr_t)PyLong_AsVoidPtr(found);
     Py_DECREF(found);
-    const int good = !PyErr_Occurred();
+    if (*number != 0 || !PyErr_Occurred())
+        return 1;
     PyErr_Clear();
-    return good;
+    return 0;
 }
 
 int is_in_storage(PyObject *tensor, const TensorView *view)
@@ -128,14 +129,8 @@ int is_in_storage(PyObject *tensor, const TensorView *view)
 
 PyObject *dims_of(const TensorView *view)
 {
-    PyObject *dims = PyTuple_New(view->dl.ndim);
-    for (int i = 0; dims != NULL && i < view->dl.ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(view->dl.shape[i]);
-        if (size == NULL)
-            Py_CLEAR(dims);
-        else
-            PyTuple_SET_ITEM(dims, i, size);
-    }
-    PyErr_Clear();
+    PyObject *dims = with_integers(PyTuple_New(view->dl.ndim), 0, view->dl.shape, view->dl.ndim);
+    if (dims == NULL)
+        PyErr_Clear();
     return dims;
 }

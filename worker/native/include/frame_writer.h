@@ -22,6 +22,14 @@
    it has returned last for this parameter, version and step. */
 #define EACH_OPTIONAL(DO) DO(device_value) DO(device_weight)
 
+/* A shape, and its id in `shapes`. */
+enum { RECENT_DIMS = 5, RECENT_SHAPES = 64 };
+typedef struct {
+    int64_t sizes[RECENT_DIMS];
+    int is_used, ndim;
+    uint32_t id;
+} RecentShape;
+
 #define AS_MEMBER(NAME) PyObject *NAME;
 typedef struct {
     PyObject_HEAD
@@ -32,6 +40,8 @@ typedef struct {
     const Exchange *exchange;
     int forward, with_weights, with_grads;
     int64_t near[FLOATS_END], largest[FLOATS_END];
+    PyGetSetDescrObject *version;              /* Tensor._version */
+    RecentShape recent_shapes[RECENT_SHAPES]; /* by a hash of their sizes: a lookup in `shapes` needs a new tuple */
 } FrameWriter;
 
 /* Whether a tensor may be looked at: a mode would be shown it, and of what is being compiled nothing is known. */

@@ -19,6 +19,7 @@ typedef struct {
     int to_read, has_value; /* its numbers are to be read here; they are to be written here */
     int on_device;          /* its numbers are to be had from the device's reader, which writes them */
     int is_new, is_weight;  /* first seen in this page: to be remembered */
+    int is_known_new;       /* `known` is not what FrameWriter.weights holds */
     int is_output;
     int same;               /* the earlier row about the same elements, or NO_ROW */
     int64_t version, low, high, meta;
@@ -34,6 +35,10 @@ typedef struct {
 } Frame;
 
 void clear_frame(Frame *frame);
+
+/* The in-place changes of a tensor that is exactly a Tensor or a Parameter; 0 for an inference tensor, with no exception
+   set. It calls torch's getter of `_version` directly: the lookup of the attribute takes as long as the getter. */
+int version_of(FrameWriter *self, PyObject *tensor, int64_t *version);
 
 /* Gather. Each is 0 if there is a row that is not an ordinary one. `slots`: role -> slot of the module. `depth`: how deep in
    the arguments or in what was returned. */
