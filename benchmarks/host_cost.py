@@ -42,7 +42,7 @@ from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks.forward import Hooks
 from gpuwatch.worker.record import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
-from gpuwatch.worker.stats.notable import Limits, NotableValue
+from gpuwatch.worker.stats.notable import Limits, Notable
 from gpuwatch.worker.stats.tensor_stats import TensorStats
 from overhead import PEER, Peer, Plain, Task, interval, machine, one_of, parameters, shared_memory
 from rich.console import Console
@@ -219,7 +219,7 @@ def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
 
     hooks.rows.device_value, hooks.rows.device_weight = value, weight  # type: ignore[method-assign,assignment]
     settings = hooks.progress.settings
-    notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
+    notable = Notable(Limits(settings.near_overflow, settings.underflow_share))
     real = native_writer.late_device
     native_writer.late_device = lambda: LateDevice(0)
     try:

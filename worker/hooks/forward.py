@@ -40,7 +40,7 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
-from ..stats.notable import NotableValue
+from ..stats.notable import Notable
 from ..without_modes import without_modes
 from .backward import Gradients
 from .grad_scaler import Scalers
@@ -93,7 +93,7 @@ class Hooks:
         selection = Selection(settings.modules, settings.ignore)
         self.progress = Progress(recorder, settings, rank)
         self._roots = Roots(recorder, selection)
-        notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
+        notable = Notable(Limits(settings.near_overflow, settings.underflow_share))
         self.rows = Rows(recorder, selection, notable, self._fault)
         self.judging = Judging(self.progress, self.rows)
         self.frames = Frames(self.progress, self.judging)
