@@ -137,7 +137,7 @@ def native_writer_of(progress: Progress, rows: Rows, notable: Notable, gradients
             hook_dict=OrderedDict,
             handle=RemovableHandle,
             leaves_of=leaves_of,
-            next_segment=progress.recorder._continue_segment,
+            next_segment=progress.recorder.continue_segment,
             exchange=exchange,
             near=notable.near,
             forward="forward" in settings.watch,

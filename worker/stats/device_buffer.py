@@ -259,7 +259,7 @@ class DeviceStatsBuffer:
             without_modes(self._send, self._recorder.cursor[0] + layout.VALUES_AT, self._queued_page, is_end=False)
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Flush, and wait until all numbers have arrived, at most `timeout_s` seconds. See `pages_pending()`.
+        """Flush, and wait until all numbers have arrived, at most `timeout_s` seconds. See `pending()`.
 
         While the user captures a graph it neither flushes nor waits.
         """
@@ -427,10 +427,6 @@ class DeviceStatsBuffer:
     def pending(self, page: int) -> bool:
         """Whether a value of the page is outstanding."""
         return self._of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
-
-    def pages_pending(self) -> bool:
-        """Whether a value of any page is outstanding."""
-        return self._queued > 0 or bool(self._of_page)
 
     @property
     def flying(self) -> int:
