@@ -35,7 +35,6 @@ from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks.forward import Hooks
 from gpuwatch.worker.record import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
-from gpuwatch.worker.stats.notable import Limits, Notable
 from gpuwatch.worker.stats.tensor_stats import TensorStats
 from overhead import PEER, Peer, Plain, Task, machine, one_of, parameters
 from rich.console import Console
@@ -202,12 +201,10 @@ def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
         return recorder.value(0, 0, PENDING), pending
 
     hooks.rows.device_value, hooks.rows.device_weight = value, weight  # type: ignore[method-assign,assignment]
-    settings = hooks.progress.settings
-    notable = Notable(Limits(settings.near_overflow, settings.underflow_share))
     real = native_writer.late_device
     native_writer.late_device = lambda: LateDevice(0)
     try:
-        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, notable, hooks._gradients)
+        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, hooks._gradients)
     finally:
         native_writer.late_device = real
     hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer

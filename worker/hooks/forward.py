@@ -112,7 +112,7 @@ class Hooks:
             self.frames,
             self._gradients,
         )
-        self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, notable, self._gradients)
+        self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:

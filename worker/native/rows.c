@@ -97,7 +97,7 @@ static int place_of(FrameWriter *self, Row *row)
     return 1;
 }
 
-/* Whether its numbers are to be had from a device's reader: 1 or 0, or -1 if it is to be left to the Python path. */
+/* Whether a device's reader reads it: 1 or 0, or -1 if the tensor is left to Python. */
 static int is_for_device(FrameWriter *self, const Row *row)
 {
     if (row->view.is_host && self->reads_host)
@@ -113,7 +113,7 @@ static int is_empty(const DLTensor *tensor)
     return 0;
 }
 
-/* Its numbers are to be read, if it has memory. 0 if it is to be left to the Python path. */
+/* Plan to read its numbers, if it has memory. 0 if the tensor is left to Python. */
 static int plan_to_read(FrameWriter *self, Row *row)
 {
     if (is_empty(&row->view.dl)) {
@@ -183,7 +183,7 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
         return 0;
     if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
         is_for_device(self, row) == 1)
-        return 0; /* changed in place: the Python path shows what it was before */
+        return 0; /* changed in place: Python also records the numbers it had before */
     if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
         row->dtype < FLOATS_END) {
         row->address = row->view.address;
@@ -211,13 +211,13 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     return plan_to_read(self, row);
 }
 
-/* Whatever is neither None nor a tensor, and holds none */
+/* An object that is not a tensor and holds none */
 static int is_scalar(PyObject *leaf)
 {
     return PyBool_Check(leaf) || PyLong_CheckExact(leaf) || PyFloat_CheckExact(leaf) || PyUnicode_CheckExact(leaf);
 }
 
-/* A leaf that is not opened any further */
+/* The row of a leaf */
 static int closed_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int is_output)
 {
     PyObject *cls = (PyObject *)Py_TYPE(leaf);
@@ -236,7 +236,7 @@ static int closed_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject
     return 1;
 }
 
-/* The leaves of a list, a mapping, a dataclass and what else Python knows how to open */
+/* The rows of the leaves of a list, a mapping, a dataclass or another container that Python can open */
 static int open_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *value, int depth,
                      int is_output)
 {
@@ -262,7 +262,7 @@ int leaf_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, 
     return open_rows(self, frame, slots, role, leaf, depth, is_output);
 }
 
-/* The numbers of a weight that were read since the last optimizer step; 0 if the Python path has to see them. */
+/* Use the numbers of a weight that were read since the last optimizer step; 0 if they are left to Python. */
 static int from_known(FrameWriter *self, PyObject *known, Row *row)
 {
     PyObject *stats = PyTuple_GET_ITEM(known, 3);
@@ -331,13 +331,13 @@ static int is_near_overflow(const FrameWriter *self, const Row *row)
     return row->dtype < FLOATS_END && self->near[row->dtype] <= row->high && row->high < self->largest[row->dtype];
 }
 
-/* Zeros and subnormals of low precision are counted in one batch of so many, by the Python path. */
+/* Whether zeros and subnormals are counted, which Python does: for low precision, in one of COUNT_EVERY batches. */
 static int is_counted(const Frame *frame, const Row *row)
 {
     return (row->dtype == DTYPE_FLOAT16 || row->dtype == DTYPE_BFLOAT16) && frame->batch % COUNT_EVERY == 0;
 }
 
-/* Smallest and largest absolute value; 0 if it holds what the Python path has to see */
+/* Smallest and largest absolute value; 0 if the tensor is left to Python, as a non-finite one is */
 static int read_here(Row *row)
 {
     const TensorView *view = &row->view;
@@ -352,7 +352,7 @@ static int read_here(Row *row)
     return row->high < inf_bits[row->dtype];
 }
 
-/* Those in host memory: 0 if one of them has to be seen by the Python path */
+/* Read the tensors in host memory; 0 if one of them is left to Python */
 static int read_host_rows(FrameWriter *self, Frame *frame)
 {
     for (int i = 0; i < frame->used; i++) {
@@ -394,7 +394,7 @@ static PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject 
     return known;
 }
 
-/* Also (ref, version, step, numbers), for the next frame of this weight, if there are numbers */
+/* The same for a weight. Also makes `known`, for the next frame of this weight, if there are numbers */
 static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, int64_t step)
 {
     PyObject *before = row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None, *known = NULL;
@@ -505,6 +505,6 @@ void remember(FrameWriter *self, Frame *frame)
         if (PyDict_SetItem(self->seen, row->key, row->seen) < 0 ||
             (row->place != NULL && PyDict_SetItem(self->by_memory, row->place, row->seen) < 0) ||
             (row->is_known_new && PyDict_SetItem(self->weights, row->key, row->known) < 0))
-            PyErr_Clear(); /* no memory: it will be looked at again */
+            PyErr_Clear(); /* no memory: the tensor will be read again */
     }
 }

@@ -17,7 +17,7 @@ const Exchange *exchange_of(PyObject *capsule)
     return exchange;
 }
 
-/* How many elements lie at the address without a gap, an expanded dimension once; 0 for another layout. */
+/* The number of elements at the address without a gap; 0 for another layout. An expanded dimension counts once. */
 static int64_t dense(const DLTensor *tensor, int *is_in_order)
 {
     int64_t count = 1, sizes[MOST_DIMS], strides[MOST_DIMS];
@@ -56,7 +56,7 @@ static int64_t dense(const DLTensor *tensor, int *is_in_order)
     return count;
 }
 
-/* The code of a dtype in core/values.py; 0 for one that is not known */
+/* The code of a dtype in core/values.py; 0 for an unknown one */
 static uint8_t code_of(const DLTensor *tensor)
 {
     if (tensor->dtype.lanes != 1)
