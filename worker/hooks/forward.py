@@ -40,6 +40,7 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
+from ..stats.device import is_on_device
 from ..stats.notable import NotableValue
 from ..without_modes import without_modes
 from .backward import Gradients
@@ -453,12 +454,15 @@ class Hooks:
         if page is None:
             return
         rows: list[Row] = []
+        later: list[tuple[str, torch.Tensor]] = []
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 role = role_of_parameter(name)
                 if self._grads and parameter.requires_grad:
                     self._gradients.watch_parameter(parameter, info, role)
-                if self._weights:
+                if self._weights and is_on_device(parameter):
+                    later.append((role, parameter))  # whether it is read again depends on the other rows
+                elif self._weights:
                     rows.append(self.rows.weight(info, role, parameter, self.progress.step))
         weights = len(rows)
         if self._forward:
@@ -480,6 +484,7 @@ class Hooks:
                     self._read_arguments_again(info, arguments, rows, weights)
                 if self.rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
+        rows[:0] = [self.rows.weight(info, role, parameter, self.progress.step) for role, parameter in later]
         self.frames.put(
             page, info, self._phase, rows, parent=self._parent(), depth=len(self._stack) - 1, entered=info.seq
         )
