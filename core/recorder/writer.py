@@ -174,6 +174,11 @@ class RecorderWriter:
         return self._seg[_VALUES] - 1
 
     @property
+    def value_count(self) -> int:
+        """Values so far in the page that is being written; 0 while there is none."""
+        return self._seg[_VALUE_BASE] + self._seg[_VALUES] if self.page is not None else 0
+
+    @property
     def frame_count(self) -> int:
         """Frames so far in the page that is being written; 0 while there is none."""
         return self._seg[_FRAME_BASE] + self._seg[_FRAMES] if self.page is not None else 0

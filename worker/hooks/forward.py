@@ -390,6 +390,8 @@ class Hooks:
             info = stack[-1]
         error = sys.exc_info()[1] if output is None else None
         raised = error is not None and error is not self._outer_exception
+        if self.rows.device_buffer is not None:
+            without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
             if info.is_wrapper:
                 self._leave_wrapper(info, module, args, kwargs, output, raised)

@@ -7,6 +7,7 @@ does not change which row is the first alarm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...core.errors import OverflowDetected
@@ -79,6 +80,8 @@ class Judging:
         self._recorded_note = ""
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
+        self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
+        """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
         rows.expect = self.expect
         rows.on_device_buffer = self._begin
 
@@ -173,6 +176,8 @@ class Judging:
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
         if found.alarm is not None:
+            if frame.phase == "optimizer" and not judged.alarmed and self.on_bad_weight is not None:
+                self.on_bad_weight(page, frame, found.alarm.role)
             self.alarm(NonFiniteRow(page, frame, found.alarm))
 
     # -- non-finite ---------------------------------------------------------------------------------------------

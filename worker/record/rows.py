@@ -21,6 +21,7 @@ from ..stats.notable import NotableValue
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
 from ..without_modes import without_modes
 from .collectives import issued
+from .leaves import inputs_of
 from .roots import ModuleInfo
 from .selection import Selection
 
@@ -112,12 +113,17 @@ class Rows:
         self._late = late_device()
         self._seq = -1
         """Collectives issued before a tensor on a device was last read."""
+        self._seq_of_call = -1
+        """Collectives issued before the last call ended whose arguments were checked."""
+        self._first_after = 0
+        """The first value of the page that was read after the last collective."""
 
     def begin_page(self, batch: int) -> None:
         """Forget the tensors of the page before, and decide whether this batch is counted."""
         self.seen.clear()
         self.by_memory.clear()
         self.changed.clear()
+        self._first_after = 0
         if len(self.weights) > self._many:  # a forward that makes modules adds weights in every call
             for gone in [key for key, known in self.weights.items() if known[0]() is None]:
                 del self.weights[gone]
@@ -190,6 +196,28 @@ class Rows:
         if numbers.kind != _MEASURED or not numbers.meta & 0xFF:
             return None
         return self._row(self.slot(info, role), leaf, 0, numbers)._replace(notable=False)
+
+    def forget_changed_arguments(self, args: Any, kwargs: Any) -> None:
+        """Read arguments on a device again if a collective was issued since they were read.
+
+        A collective writes into a tensor without a new version. `read_again` does the same for host memory.
+        """
+        if self.device_buffer is None:
+            return
+        seq = issued()
+        if seq != self._seq_of_call:
+            self._seq_of_call = seq
+            self._first_after = self._recorder.value_count
+        if self._first_after:
+            for _, leaf in inputs_of(args, kwargs):
+                known = self.seen.get(id(leaf))
+                if known is not None and known[2] < self._first_after:
+                    del self.seen[id(leaf)]
+                if type(leaf) is _TENSOR and leaf.layout is torch.strided:
+                    place = leaf.data_ptr(), leaf.numel(), CODES.get(leaf.dtype, 0)
+                    known = self.by_memory.get(place)
+                    if known is not None and known[2] < self._first_after:
+                        del self.by_memory[place]
 
     def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """The row of an argument in `changed`, with the numbers it had before the call."""

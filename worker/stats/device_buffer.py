@@ -416,6 +416,11 @@ class DeviceStatsBuffer:
         return self._queued > 0 or bool(self._of_page)
 
     @property
+    def is_capturing(self) -> bool:
+        """Whether the user captures a graph, so that the host must not wait for the device."""
+        return self._driver.is_capturing()
+
+    @property
     def flying(self) -> int:
         """The number of outstanding copies."""
         return self._of_page.total()
