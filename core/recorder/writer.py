@@ -120,8 +120,9 @@ class RecorderWriter:
         """The definitions so far, for whoever reads pages in this process."""
         self.page: OpenPage | None = None
         """The page that is being written."""
-        self.cursor = array("q", [-1])
-        """Offset in the file of the segment that is being written, -1 while there is none.
+        self.cursor = array("q", [-1, 0])
+        """Offset in the file of the segment that is being written, -1 while there is none; and the thread that alone
+        may write, 0 while any may.
 
         With the counts in that segment's own header it is all that another writer of rows in this process (the
         worker's compiled one) needs to know, and what that one has written is not to be told here.

@@ -95,7 +95,8 @@ class Hooks:
         self.progress = Progress(recorder, settings, rank)
         self._roots = Roots(recorder, selection)
         notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
-        self.rows = Rows(recorder, selection, notable, self._fault)
+        self._lock = self.progress.lock
+        self.rows = Rows(recorder, selection, notable, self._fault, self._lock)
         self.judging = Judging(self.progress, self.rows)
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
@@ -181,14 +182,15 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
-        self._graphs.take()
-        self._recorder.pause_page()
-        if self._cost is not None:
-            cost = self._cost.result(self.progress.where())
-            if cost is not None:
-                self._recorder.append(cost)
-                self._cost = None
-        everything = self.judging.collect()
+        with self._lock:
+            self._graphs.take()
+            self._recorder.pause_page()
+            if self._cost is not None:
+                cost = self._cost.result(self.progress.where())
+                if cost is not None:
+                    self._recorder.append(cost)
+                    self._cost = None
+            everything = self.judging.collect()
         return self._scalers.collect() and everything
 
     # -- the hooks ----------------------------------------------------------------------------------------------
@@ -240,8 +242,9 @@ class Hooks:
         if _is_compiling():
             return None
         try:
-            self._graphs.take()
-            self.judging.collect()
+            with self._lock:
+                self._graphs.take()
+                self.judging.collect()
         except Exception as error:
             self._fault("before the optimizer step", error)
         return self._steps.before(optimizer, args, kwargs)
@@ -267,7 +270,8 @@ class Hooks:
         if output is None or inferred_shapes or self._cost is not None:
             return
         try:
-            without_modes(self._record_skipped, module, args, kwargs, output)
+            with self._lock:
+                without_modes(self._record_skipped, module, args, kwargs, output)
         except Exception as error:
             self._fault("forward hook", error)
         self.judging.raise_pending()
@@ -312,7 +316,8 @@ class Hooks:
                 return  # a second thread within one forward: its calls have no order relative to the first thread's
             info = known if known is not None else self._roots.child(module, root, stack[-1])
         else:
-            opened = self._enter_root(module)
+            with self._lock:
+                opened = self._enter_root(module)
             if opened is None:
                 return
             info = opened
@@ -394,7 +399,8 @@ class Hooks:
             without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
             if info.is_wrapper:
-                self._leave_wrapper(info, module, args, kwargs, output, raised)
+                with self._lock:
+                    self._leave_wrapper(info, module, args, kwargs, output, raised)
             elif info.watched and not (
                 self.writer is not None
                 and output is not None
@@ -412,20 +418,22 @@ class Hooks:
                     self.progress.step,
                 )
             ):
-                without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
+                with self._lock:
+                    without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
         finally:
             stack.pop()
         fields = self._fields
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
-        self._graphs.take()
-        page = self._recorder.page
-        self._recorder.pause_page()
-        self.rows.flush()
-        self.judging.collect()
-        if page is not None:
-            self.judging.forward_ends(page)
+        with self._lock:
+            self._graphs.take()
+            page = self._recorder.page
+            self._recorder.pause_page()
+            self.rows.flush()
+            self.judging.collect()
+            if page is not None:
+                self.judging.forward_ends(page)
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
@@ -562,7 +570,8 @@ class Hooks:
     def look_at(self, tensor: Any, name: str) -> None:
         """Record a tensor that the script names (`gpuwatch.detect_overflow`). May raise OverflowDetected."""
         try:
-            without_modes(self._record_named, tensor, name)
+            with self._lock:
+                without_modes(self._record_named, tensor, name)
         except Exception as error:
             self._fault("detect_overflow", error)
         self.judging.raise_pending()

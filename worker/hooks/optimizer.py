@@ -83,7 +83,8 @@ class Steps:
     def _check_gradients(self, optimizer: Any) -> None:
         if self._guard or (self._grads and not self._progress.skipped):
             try:
-                bad = without_modes(self._record_gradients, optimizer)
+                with self._progress.lock:
+                    bad = without_modes(self._record_gradients, optimizer)
                 if bad and self._guard and self._continues:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated
             except Exception as error:
@@ -176,10 +177,12 @@ class Steps:
         progress.fields[Field.STEP] = progress.step
         if self._weights and not progress.skipped:
             try:
-                without_modes(self._record_weights, optimizer)
+                with self._progress.lock:
+                    without_modes(self._record_weights, optimizer)
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
-        self._recorder.pause_page()
+        with self._progress.lock:
+            self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
         self._judging.raise_pending()
 

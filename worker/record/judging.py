@@ -121,6 +121,10 @@ class Judging:
 
     def collect(self) -> bool:
         """Judge the frames whose numbers have arrived. True when no number is outstanding. Does not wait."""
+        with self._progress.lock:
+            return self._collect()
+
+    def _collect(self) -> bool:
         buffer = self._rows.device_buffer
         if buffer is None:
             return True
@@ -149,8 +153,9 @@ class Judging:
         """Wait for all outstanding numbers and judge them."""
         buffer = self._rows.device_buffer
         if buffer is not None and self._late:
-            buffer.finish()
-            self.collect()
+            with self._progress.lock:
+                buffer.finish()
+                self._collect()
 
     def _advance(self, page: OpenPage, *, everything: bool) -> None:
         """Judge the next frames of a page, up to the first one with outstanding numbers.

@@ -22,6 +22,7 @@ from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, 
 from ..without_modes import without_modes
 from .collectives import issued
 from .leaves import inputs_of
+from .recorder_lock import RecorderLock
 from .roots import ModuleInfo
 from .selection import Selection
 
@@ -86,7 +87,9 @@ class Rows:
         selection: Selection,
         notable: NotableValue,
         on_fault: Callable[[str, Exception], None],
+        lock: RecorderLock,
     ) -> None:
+        self._lock = lock
         self._recorder = recorder
         self.notable = notable
         self._selection = selection
@@ -397,13 +400,15 @@ class Rows:
 
     def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
         """For the native writer: the index of the value of a tensor on a device, None if it cannot be measured."""
-        self.count = count
-        return without_modes(self._device_value, tensor)
+        with self._lock:
+            self.count = count
+            return without_modes(self._device_value, tensor)
 
     def device_weight(self, parameter: torch.Tensor, numbers: Any, count: bool) -> tuple[int | None, Any]:
         """For the native writer: (index of the value, the `numbers` to pass in for this weight the next time)."""
-        self.count = count
-        return without_modes(self._weight_on_device, parameter, numbers)
+        with self._lock:
+            self.count = count
+            return without_modes(self._weight_on_device, parameter, numbers)
 
     def _device_value(self, tensor: torch.Tensor) -> int | None:
         buffer = self._buffer_for(tensor.device)
