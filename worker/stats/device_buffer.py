@@ -26,7 +26,8 @@ from ...core.recorder.layout import Field, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
 from ..without_modes import without_modes
-from .device import Device, StreamKey, device_for
+from .device import device_for
+from .device_interface import Device, StreamKey
 from .device_reader import Earlier, Reader, Source, TorchReader, fresh_rows, source_of
 from .file_system import file_system_of
 from .notable import Notable

@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from .device import StreamKey
+from .device_interface import StreamKey
 
 POISON = 0x6B6B_6B6B_6B6B_6B6B
 """The content of freed device memory."""

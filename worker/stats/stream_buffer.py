@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .device import StreamKey
+from .device_interface import StreamKey
 
 
 class DeviceRow:
