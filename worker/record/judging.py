@@ -126,15 +126,16 @@ class Judging:
 
     def _collect(self) -> bool:
         buffer = self._rows.device_buffer
+        unseen = self._rows.captured_unseen or (buffer is not None and buffer.not_seen_in_graphs > 0)
+        if unseen and not self._graph_fault_recorded:
+            self._graph_fault_recorded = True
+            message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
+            self._recorder.append(Fault(self._progress.where(), "graph", message))
         if buffer is None:
             return True
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
-        if buffer.not_seen_in_graphs and not self._graph_fault_recorded:
-            self._graph_fault_recorded = True
-            message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
-            self._recorder.append(Fault(self._progress.where(), "graph", message))
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)

@@ -15,7 +15,7 @@ from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
 from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
-from ..stats.device import has_reader, is_on_device, late_device
+from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import NotableValue
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
@@ -112,6 +112,8 @@ class Rows:
         self.on_device_buffer: Callable[[DeviceStatsBuffer], None] | None = None
         self.expect: Callable[[OpenPage], None] | None = None
         """Called with the current page when a value is added whose numbers arrive later."""
+        self.captured_unseen = False
+        """The user captured a graph before anything on a device was read."""
         self._device_failed = False
         self._late = late_device()
         self._seq = -1
@@ -432,6 +434,9 @@ class Rows:
             if self._device_failed or not has_reader(device):
                 return None
             try:
+                if device_for(device).is_capturing():  # the driver must not be asked to register memory now
+                    self.captured_unseen = True
+                    return None
                 self.device_buffer = DeviceStatsBuffer(self._recorder, device)
             except Exception as error:
                 self._device_failed = True

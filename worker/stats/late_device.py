@@ -209,6 +209,7 @@ class LateDevice:
 
     def register(self, address: int, size: int, device: torch.device) -> str:
         """See `Device`."""
+        self._not_in_a_capture()
         if not self._refuses:
             self._direct = address, address + size
         return self._refuses
