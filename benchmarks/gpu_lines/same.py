@@ -22,7 +22,8 @@ def bits(device: torch.device) -> Iterator[Row]:
     deterministic()
     dtypes: tuple[DType, ...] = ("bf16", "fp16")
     for dtype in dtypes:
-        for way in ("eager",) if dtype == "bf16" and device.type == "cpu" else ("eager", "compiled"):
+        # On the CPU a compiled kernel rounds to 16 bits only what leaves it, and what is watched leaves it earlier.
+        for way in ("eager",) if device.type == "cpu" else ("eager", "compiled"):
             what = f"same bits, {way}, {dtype}"
             try:
                 digests = {how: _digest(dtype, way, device, how) for how in (PLAIN, "again", ALL)}
