@@ -86,6 +86,8 @@ class Hooks:
         """The skipped root runs for torch's shape inference and is not a batch."""
         self._phase = Phase.FORWARD
         self._first_root: int | None = None
+        self._sharded: dict[int, bool] = {}
+        """id of a root -> see `_is_sharded`."""
         self._faults = 0
         self._sync = settings.sync
         self._forward = "forward" in settings.watch
@@ -395,7 +397,7 @@ class Hooks:
             info = stack[-1]
         error = sys.exc_info()[1] if output is None else None
         raised = error is not None and error is not self._outer_exception
-        if self.rows.device_buffer is not None:
+        if self.rows.device_buffer is not None and not self._is_sharded(stack[0]):
             without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
             if info.is_wrapper:
@@ -542,6 +544,15 @@ class Hooks:
         for role, leaf in arguments if unclear else ():
             if id(leaf) in unclear:
                 rows.append(self.rows.before(info, role, leaf))
+
+    def _is_sharded(self, root: ModuleInfo) -> bool:
+        """Whether FSDP gathers weights between the calls of this root. Those collectives write into no argument."""
+        known = self._sharded.get(root.root.id)
+        if known is None:
+            module = root.ref()
+            classes = {cls.__name__ for part in (module.modules() if module else ()) for cls in type(part).__mro__}
+            known = self._sharded[root.root.id] = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
+        return known
 
     def _parent(self) -> int:
         """The id of the module whose code made this call: the nearest one on the stack that is not a wrapper."""
