@@ -22,6 +22,8 @@ HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "train.py"
 EXAMPLE = HERE.parents[1] / "examples" / "train_transformer.py"
 _TIMEOUT_S = 240
+_EXAMPLE_S = 1400
+"""On a late device each of its steps takes seconds."""
 _OVERFLOW = 4
 PREFLIGHT_MOST_S = 10.0
 
@@ -49,12 +51,18 @@ class Job:
         return first_line(f"exit code {self.code}: {statement}")
 
 
-def launch(*options: str, script: Path = SCRIPT, arguments: tuple[str, ...] = (), nproc: int = 1) -> Job:
+def launch(
+    *options: str,
+    script: Path = SCRIPT,
+    arguments: tuple[str, ...] = (),
+    nproc: int = 1,
+    timeout_s: float = _TIMEOUT_S,
+) -> Job:
     """Run a job in an empty folder."""
     with tempfile.TemporaryDirectory(prefix="gpuwatch-acceptance-") as folder:
         command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(nproc)]
         began = time.monotonic()
-        done = _run([*command, *options, str(script), *arguments], folder)
+        done = _run([*command, *options, str(script), *arguments], folder, timeout_s)
         seconds = time.monotonic() - began
         file = Path(folder, "gpuwatch-runs", "latest", "report.json")
         report = json.loads(file.read_text()) if file.is_file() else {}
@@ -71,9 +79,9 @@ def torchrun(*arguments: str, nproc: int = 1) -> str:
     return done.stdout
 
 
-def _run(command: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+def _run(command: list[str], folder: str, timeout_s: float = _TIMEOUT_S) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_s)
 
 
 # -- an overflow, named ---------------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ def fsdp2(device: torch.device) -> Iterator[Row]:
 def example(device: torch.device) -> Iterator[Row]:
     """examples/train_transformer.py overflows by its learning rate; where depends on the device."""
     nproc = min(2, torch.cuda.device_count()) if device.type == "cuda" else 2
-    job = launch("--preflight", "off", script=EXAMPLE, nproc=nproc)
+    job = launch("--preflight", "off", script=EXAMPLE, nproc=nproc, timeout_s=_EXAMPLE_S)
     verdict = job.verdict
     good = job.code == _OVERFLOW and verdict.get("value") == "+inf" and "feed_forward" in (verdict.get("module") or "")
     what = f"examples/train_transformer.py, {nproc} ranks"

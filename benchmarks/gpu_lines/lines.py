@@ -44,5 +44,5 @@ LINES = (
     Line("preflight", "jobs:preflight", "seconds of the preflight", late=True),
     Line("ddp", "jobs:ddp", "DistributedDataParallel", late=True),
     Line("fsdp2", "jobs:fsdp2", "FSDP2", late=True),
-    Line("example", "jobs:example", "the example of the README", late=True),
+    Line("example", "jobs:example", "the example of the README", late=True, limit_s=1500),
 )

@@ -58,7 +58,7 @@ def explain_step(
         cls=frame.cls,
         phase="optimizer" if made else "weight",
         source="made" if made else "weight",
-        notes=tuple(_state(frame, row.parsed_role.name)),
+        notes=tuple(_state(frames, frame, row.parsed_role.name)),
     )
 
 
@@ -85,10 +85,14 @@ def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
     return got or local_gradients(frames, frame, role)
 
 
-def _state(frame: Frame, name: str) -> list[str]:
-    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state."""
+def _state(frames: list[Frame], frame: Frame, name: str) -> list[str]:
+    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state.
+
+    It stands in the frame of the weight, or on a device in a later frame, which was written when its numbers arrived.
+    """
     found = []
-    for row in frame.rows:
+    of_module = [f for f in frames if f.phase == "optimizer" and f.module == frame.module and f.index >= frame.index]
+    for row in (row for other in of_module for row in other.rows):
         role = row.parsed_role
         if role.kind is RoleKind.STATE and role.name == name and row.kind == "measured":
             smallest, largest = format_number(row.abs_min).strip(), format_number(row.abs_max).strip()

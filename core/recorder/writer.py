@@ -120,8 +120,9 @@ class RecorderWriter:
         """The definitions so far, for whoever reads pages in this process."""
         self.page: OpenPage | None = None
         """The page that is being written."""
-        self.cursor = array("q", [-1])
-        """Offset in the file of the segment that is being written, -1 while there is none.
+        self.cursor = array("q", [-1, 0])
+        """Offset in the file of the segment that is being written, -1 while there is none; and the thread that alone
+        may write, 0 while any may.
 
         With the counts in that segment's own header it is all that another writer of rows in this process (the
         worker's compiled one) needs to know, and what that one has written is not to be told here.
@@ -172,6 +173,11 @@ class RecorderWriter:
     def value_position(self) -> int:
         """Position of the last value in its segment."""
         return self._seg[_VALUES] - 1
+
+    @property
+    def value_count(self) -> int:
+        """Values so far in the page that is being written; 0 while there is none."""
+        return self._seg[_VALUE_BASE] + self._seg[_VALUES] if self.page is not None else 0
 
     @property
     def frame_count(self) -> int:

@@ -99,14 +99,21 @@ class RegionPages:
     ) -> None:
         info = frame.info
         rows: list[Row] = []
-        module = info.ref()
-        if module is not None and self._progress.watches_weights:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    rows.append(self._rows.weight(info, role_of_parameter(name), parameter, self._progress.step))
+        bad = False
         for traced in frame.rows:
             row = self._row(frame, traced, seen)
-            rows.append(row if parse_role(traced.role).kind is RoleKind.OUTPUT else row._replace(notable=False))
+            returned = parse_role(traced.role).kind is RoleKind.OUTPUT
+            bad = bad or (returned and row.flags != 0)
+            rows.append(row if returned else row._replace(notable=False))
+        module = info.ref()
+        if module is not None and self._progress.watches_weights:
+            read = self._rows.weight_again if bad else self._rows.weight
+            step = self._progress.step
+            rows[:0] = [
+                read(info, role_of_parameter(name), parameter, step)
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
         parent = frame.parent or under
         self._frames.put(
             page,

@@ -141,8 +141,9 @@ class Gradients:
         if gradient is None or not self._attached or _is_compiling():
             return
         try:
-            self._page = page
-            without_modes(self.take, info, role, page, gradient)
+            with self._progress.lock:
+                self._page = page
+                without_modes(self.take, info, role, page, gradient)
         except Exception as error:
             self._on_fault("gradient hook", error)
         if self._sync:
@@ -154,13 +155,14 @@ class Gradients:
         if not self._attached or gradient is None or self._progress.skipped or _is_compiling():
             return
         try:
-            if self.before_parameter is not None:
-                self.before_parameter(info)
-            page = self._page or info.root.page
-            if page is None:
-                return
-            without_modes(self.take, info, role, page, gradient)
-            self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
+            with self._progress.lock:
+                if self.before_parameter is not None:
+                    self.before_parameter(info)
+                page = self._page or info.root.page
+                if page is None:
+                    return
+                without_modes(self.take, info, role, page, gradient)
+                self.local[id(gradient)] = (weakref.ref(gradient), version_of(gradient))
         except Exception as error:
             self._on_fault("parameter hook", error)
         if self._sync:

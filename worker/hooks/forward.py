@@ -40,6 +40,7 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
+from ..stats.device import is_on_device
 from ..stats.notable import Notable
 from ..without_modes import without_modes
 from .backward import Gradients
@@ -85,6 +86,8 @@ class Hooks:
         """The skipped root runs for torch's shape inference and is not a batch."""
         self._phase = Phase.FORWARD
         self._first_root: int | None = None
+        self._sharded: dict[int, bool] = {}
+        """id of a root -> see `_is_sharded`."""
         self._faults = 0
         self._sync = settings.sync
         self._forward = "forward" in settings.watch
@@ -94,7 +97,8 @@ class Hooks:
         self.progress = Progress(recorder, settings, rank)
         self._roots = Roots(recorder, selection)
         notable = Notable(Limits(settings.near_overflow, settings.underflow_share))
-        self.rows = Rows(recorder, selection, notable, self._fault)
+        self._lock = self.progress.lock
+        self.rows = Rows(recorder, selection, notable, self._fault, self._lock)
         self.judging = Judging(self.progress, self.rows)
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
@@ -180,14 +184,15 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
-        self._graphs.take()
-        self._recorder.pause_page()
-        if self._cost is not None:
-            cost = self._cost.result(self.progress.where())
-            if cost is not None:
-                self._recorder.append(cost)
-                self._cost = None
-        everything = self.judging.collect()
+        with self._lock:
+            self._graphs.take()
+            self._recorder.pause_page()
+            if self._cost is not None:
+                cost = self._cost.result(self.progress.where())
+                if cost is not None:
+                    self._recorder.append(cost)
+                    self._cost = None
+            everything = self.judging.collect()
         return self._scalers.collect() and everything
 
     # -- the hooks ----------------------------------------------------------------------------------------------
@@ -239,8 +244,9 @@ class Hooks:
         if _is_compiling():
             return None
         try:
-            self._graphs.take()
-            self.judging.collect()
+            with self._lock:
+                self._graphs.take()
+                self.judging.collect()
         except Exception as error:
             self._fault("before the optimizer step", error)
         return self._steps.before(optimizer, args, kwargs)
@@ -266,7 +272,8 @@ class Hooks:
         if output is None or inferred_shapes or self._cost is not None:
             return
         try:
-            without_modes(self._record_skipped, module, args, kwargs, output)
+            with self._lock:
+                without_modes(self._record_skipped, module, args, kwargs, output)
         except Exception as error:
             self._fault("forward hook", error)
         self.judging.raise_pending()
@@ -303,7 +310,8 @@ class Hooks:
             if stack and not self._still_running():
                 stack.clear()  # an interrupt ended the last forward without its hooks
             if not stack:
-                info = self._enter_root(module)
+                with self._lock:
+                    info = self._enter_root(module)
             elif _this_thread() == self._thread:
                 info = self._roots.child(module, stack[0].root, stack[-1])
             else:
@@ -387,9 +395,12 @@ class Hooks:
         raised = output is None and sys.exc_info()[1] not in (None, self._outer_exception)
         writer, page = self.writer, self._recorder.page
         depth = len(stack) - 1
+        if self.rows.device_buffer is not None and not self._is_sharded(stack[0]):
+            without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
             if info.is_wrapper:
-                self._leave_wrapper(info, module, args, kwargs, output, raised)
+                with self._lock:
+                    self._leave_wrapper(info, module, args, kwargs, output, raised)
             elif info.watched:
                 caller = stack[depth - 1]
                 parent = self._parent() if caller.is_wrapper or not depth else caller.id
@@ -401,20 +412,22 @@ class Hooks:
                         info, module, args, kwargs, output, page, parent, depth, self._phase, self.progress.step
                     )
                 ):
-                    without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
+                    with self._lock:
+                        without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
         finally:
             stack.pop()
         fields = self._fields
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
-        self._graphs.take()
-        page = self._recorder.page
-        self._recorder.pause_page()
-        self.rows.flush()
-        self.judging.collect()
-        if page is not None:
-            self.judging.forward_ends(page)
+        with self._lock:
+            self._graphs.take()
+            page = self._recorder.page
+            self._recorder.pause_page()
+            self.rows.flush()
+            self.judging.collect()
+            if page is not None:
+                self.judging.forward_ends(page)
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
@@ -445,12 +458,15 @@ class Hooks:
         if page is None:
             return
         rows: list[Row] = []
+        later: list[tuple[str, torch.Tensor]] = []
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 role = role_of_parameter(name)
                 if self._grads and parameter.requires_grad:
                     self._gradients.watch_parameter(parameter, info, role)
-                if self._weights:
+                if self._weights and is_on_device(parameter):
+                    later.append((role, parameter))  # whether it is read again depends on the other rows
+                elif self._weights:
                     rows.append(self.rows.weight(info, role, parameter, self.progress.step))
         weights = len(rows)
         if self._forward:
@@ -472,6 +488,7 @@ class Hooks:
                     self._read_arguments_again(info, arguments, rows, weights)
                 if self.rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
+        rows[:0] = [self.rows.weight(info, role, parameter, self.progress.step) for role, parameter in later]
         self.frames.put(
             page, info, self._phase, rows, parent=self._parent(), depth=len(self._stack) - 1, entered=info.seq
         )
@@ -520,6 +537,15 @@ class Hooks:
             if id(leaf) in unclear:
                 rows.append(self.rows.before(info, role, leaf))
 
+    def _is_sharded(self, root: ModuleInfo) -> bool:
+        """Whether FSDP gathers weights between the calls of this root. Those collectives write into no argument."""
+        known = self._sharded.get(root.root.id)
+        if known is None:
+            module = root.ref()
+            classes = {cls.__name__ for part in (module.modules() if module else ()) for cls in type(part).__mro__}
+            known = self._sharded[root.root.id] = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
+        return known
+
     def _parent(self) -> int:
         """The id of the module whose code made this call: the nearest one on the stack that is not a wrapper."""
         stack = self._stack
@@ -547,7 +573,8 @@ class Hooks:
     def look_at(self, tensor: Any, name: str) -> None:
         """Record a tensor that the script names (`gpuwatch.detect_overflow`). May raise OverflowDetected."""
         try:
-            without_modes(self._record_named, tensor, name)
+            with self._lock:
+                without_modes(self._record_named, tensor, name)
         except Exception as error:
             self._fault("detect_overflow", error)
         self.judging.raise_pending()

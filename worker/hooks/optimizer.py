@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ...core.frames import Mark, Phase
-from ...core.recorder.layout import Field, RankPhase
+from ...core.frames import Frame, Mark, Phase
+from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import OpenPage
 from ..record.collectives import ranks
 from ..record.frames import Frames
@@ -57,6 +58,13 @@ class Steps:
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
 
+        self._last_step: dict[int, tuple[Callable[[], Any], dict[tuple[int, int], ModuleInfo]]] = {}
+        """id of an optimizer -> weak reference to it, (page, frame) -> module, for the frames of its last step.
+
+        Only for frames whose numbers arrive later.
+        """
+        judging.on_bad_weight = self._record_state
+
     # -- before -------------------------------------------------------------------------------------------------
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -67,6 +75,7 @@ class Steps:
         if torch.compiler.is_compiling():
             return None
         self._progress.enter(RankPhase.OPTIMIZER)
+        self._last_step.pop(id(optimizer), None)
         self.found_inf = getattr(optimizer, "found_inf", None)
         self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
@@ -74,7 +83,8 @@ class Steps:
     def _check_gradients(self, optimizer: Any) -> None:
         if self._guard or (self._grads and not self._progress.skipped):
             try:
-                bad = without_modes(self._record_gradients, optimizer)
+                with self._progress.lock:
+                    bad = without_modes(self._record_gradients, optimizer)
                 if bad and self._guard and self._continues:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated
             except Exception as error:
@@ -167,19 +177,25 @@ class Steps:
         progress.fields[Field.STEP] = progress.step
         if self._weights and not progress.skipped:
             try:
-                without_modes(self._record_weights, optimizer)
+                with self._progress.lock:
+                    without_modes(self._record_weights, optimizer)
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
-        self._recorder.pause_page()
+        with self._progress.lock:
+            self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
         self._judging.raise_pending()
 
     def _record_weights(self, optimizer: Any) -> None:
         self._rows.forget()  # an optimizer may change parameters without raising their version
+        self._last_step = {key: last for key, last in self._last_step.items() if last[0]() is not None}
+        written: dict[tuple[int, int], ModuleInfo] = {}
         for info, parameters in self._by_module(optimizer).items():
             page = self._resume(info)
             if page is None:
                 continue
+            if self._rows.device_buffer is not None:
+                written[page.number, self._recorder.frame_count] = info
             if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
                 continue
             rows: list[Row] = []
@@ -189,12 +205,39 @@ class Steps:
                 if row.flags:
                     rows += self._state_rows(info, name, optimizer, parameter)
             self._frames.put(page, info, Phase.OPTIMIZER, rows)
+        if written:
+            self._last_step[id(optimizer)] = weakref.ref(optimizer), written
         self._rows.flush()
 
     def _state_rows(self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor) -> Iterator[Row]:
         for key, value in dict(optimizer.state.get(parameter, {})).items():
             if isinstance(value, torch.Tensor):
-                yield self._rows.gradient(info, f"state {key} {name}", value)
+                yield self._rows.gradient(info, f"state {key} {name}", value, numbers=measure(value))
+
+    def _record_state(self, page: OpenPage, frame: Frame, role: str) -> None:
+        """The numbers of a weight have arrived, and its step made it non-finite: record the optimizer's state.
+
+        The state is still that of this step if the optimizer has not begun another one. This waits for the device.
+        """
+        buffer = self._rows.device_buffer
+        if buffer is None or buffer.is_capturing:
+            return
+        for reference, written in self._last_step.values():
+            optimizer, info = reference(), written.get((page.number, frame.index))
+            if optimizer is not None and info is not None:
+                without_modes(self._put_state, page, frame, optimizer, info, role)
+
+    def _put_state(self, page: OpenPage, frame: Frame, optimizer: Any, info: ModuleInfo, role: str) -> None:
+        current = self._recorder.page
+        self._recorder.resume_page(page)
+        parameters = [parameter for name, parameter in self._by_module(optimizer).get(info, ()) if name == role]
+        packed = [row.packed for parameter in parameters for row in self._state_rows(info, role, optimizer, parameter)]
+        if packed:
+            self._recorder.frame(info.id, NOTHING, 0, Phase.OPTIMIZER, frame.seq, packed)
+        if current is None:
+            self._recorder.pause_page()
+        else:
+            self._recorder.resume_page(current)
 
     # -- both ---------------------------------------------------------------------------------------------------
 

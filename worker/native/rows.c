@@ -415,19 +415,21 @@ static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, i
     return good;
 }
 
-/* Those on a device: their reader takes values of the page itself. 0 if it fails. */
+/* Those on a device: their reader takes values of the page itself. 0 if it fails. Weights come last: if something else of
+   the frame is non-finite, a weight is read that would keep its earlier numbers. */
 static int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
 {
     PyObject *count = frame->batch % COUNT_EVERY == 0 ? Py_True : Py_False;
     int any = 0;
-    for (int i = 0; i < frame->used; i++) {
-        Row *row = &frame->rows[i];
-        if (!row->on_device)
-            continue;
-        if (!(row->is_weight ? read_weight_on_device(self, row, count, step) : read_on_device(self, row, count)))
-            return 0;
-        any = 1;
-    }
+    for (int weights = 0; weights < 2; weights++)
+        for (int i = 0; i < frame->used; i++) {
+            Row *row = &frame->rows[i];
+            if (!row->on_device || row->is_weight != weights)
+                continue;
+            if (!(weights ? read_weight_on_device(self, row, count, step) : read_on_device(self, row, count)))
+                return 0;
+            any = 1;
+        }
     return !any || follow_segment(self, frame);
 }
 

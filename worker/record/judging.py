@@ -7,6 +7,7 @@ does not change which row is the first alarm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...core.errors import OverflowDetected
@@ -77,6 +78,8 @@ class Judging:
         self._recorded_note = ""
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
+        self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
+        """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
         rows.expect = self.expect
 
     # -- frames -------------------------------------------------------------------------------------------------
@@ -111,16 +114,21 @@ class Judging:
 
     def collect(self) -> bool:
         """Judge the frames whose numbers have arrived. True when no number is outstanding. Does not wait."""
+        with self._progress.lock:
+            return self._collect()
+
+    def _collect(self) -> bool:
         buffer = self._rows.device_buffer
+        unseen = self._rows.captured_unseen or (buffer is not None and buffer.not_seen_in_graphs > 0)
+        if unseen and not self._graph_fault_recorded:
+            self._graph_fault_recorded = True
+            message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
+            self._recorder.append(Fault(self._progress.where(), "graph", message))
         if buffer is None:
             return True
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
-        if buffer.not_seen_in_graphs and not self._graph_fault_recorded:
-            self._graph_fault_recorded = True
-            message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
-            self._recorder.append(Fault(self._progress.where(), "graph", message))
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)
@@ -139,8 +147,9 @@ class Judging:
         """Wait for all outstanding numbers and judge them."""
         buffer = self._rows.device_buffer
         if buffer is not None and self._late:
-            buffer.finish()
-            self.collect()
+            with self._progress.lock:
+                buffer.finish()
+                self._collect()
 
     def _advance(self, page: OpenPage, *, everything: bool) -> None:
         """Judge the next frames of a page, up to the first one with outstanding numbers.
@@ -166,6 +175,8 @@ class Judging:
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
         if found.alarm is not None:
+            if frame.phase == "optimizer" and not judged.alarmed and self.on_bad_weight is not None:
+                self.on_bad_weight(page, frame, found.alarm.role)
             self.alarm(NonFiniteRow(page, frame, found.alarm))
 
     # -- non-finite ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.records import Where
 from ...core.settings import WorkerSettings
 from .collectives import clock, issued
+from .recorder_lock import RecorderLock
 from .roots import RootInfo
 
 
@@ -19,6 +20,7 @@ class Progress:
     def __init__(self, recorder: RecorderWriter, settings: WorkerSettings, rank: int) -> None:
         self.recorder = recorder
         self.fields = recorder.fields
+        self.lock = RecorderLock(recorder.cursor)
         self.settings = settings
         self.rank = rank
         self.step = 0

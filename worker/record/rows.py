@@ -15,12 +15,14 @@ from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
 from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
-from ..stats.device import has_reader, is_on_device, late_device
+from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import Notable
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
 from ..without_modes import without_modes
 from .collectives import issued
+from .leaves import inputs_of
+from .recorder_lock import RecorderLock
 from .roots import ModuleInfo
 from .selection import Selection
 
@@ -65,7 +67,7 @@ _Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int]
 
 
 _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
-"""Weak reference to the parameter, its version, the step, and its numbers or the device row that holds them."""
+"""Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -85,7 +87,9 @@ class Rows:
         selection: Selection,
         notable: Notable,
         on_fault: Callable[[str, Exception], None],
+        lock: RecorderLock,
     ) -> None:
+        self._lock = lock
         self._recorder = recorder
         self.notable = notable
         self._selection = selection
@@ -107,16 +111,23 @@ class Rows:
         self.device_buffer: DeviceStatsBuffer | None = None
         self.expect: Callable[[OpenPage], None] | None = None
         """Called with the current page when a value is added whose numbers arrive later."""
+        self.captured_unseen = False
+        """The user captured a graph before anything on a device was read."""
         self._device_failed = False
         self._late = late_device()
         self._seq = -1
         """Collectives issued before a tensor on a device was last read."""
+        self._seq_of_call = -1
+        """Collectives issued before the last call ended whose arguments were checked."""
+        self._first_after = 0
+        """The first value of the page that was read after the last collective."""
 
     def begin_page(self, batch: int) -> None:
         """Forget the tensors of the page before, and decide whether this batch is counted."""
         self.seen.clear()
         self.by_memory.clear()
         self.changed.clear()
+        self._first_after = 0
         if len(self.weights) > self._many:  # a forward that makes modules adds weights in every call
             for gone in [key for key, known in self.weights.items() if known[0]() is None]:
                 del self.weights[gone]
@@ -189,6 +200,28 @@ class Rows:
         if numbers.kind != _MEASURED or not numbers.meta & 0xFF:
             return None
         return self._row(self.slot(info, role), leaf, 0, numbers)._replace(notable=False)
+
+    def forget_changed_arguments(self, args: Any, kwargs: Any) -> None:
+        """Read arguments on a device again if a collective was issued since they were read.
+
+        A collective writes into a tensor without a new version. `read_again` does the same for host memory.
+        """
+        if self.device_buffer is None:
+            return
+        seq = issued()
+        if seq != self._seq_of_call:
+            self._seq_of_call = seq
+            self._first_after = self._recorder.value_count
+        if self._first_after:
+            for _, leaf in inputs_of(args, kwargs):
+                known = self.seen.get(id(leaf))
+                if known is not None and known[2] < self._first_after:
+                    del self.seen[id(leaf)]
+                if type(leaf) is _TENSOR and leaf.layout is torch.strided:
+                    place = leaf.data_ptr(), leaf.numel(), CODES.get(leaf.dtype, 0)
+                    known = self.by_memory.get(place)
+                    if known is not None and known[2] < self._first_after:
+                        del self.by_memory[place]
 
     def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """The row of an argument in `changed`, with the numbers it had before the call."""
@@ -299,7 +332,10 @@ class Rows:
         return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
-        """The row of a weight. A weight is read once per optimizer step, and every page holds its numbers."""
+        """The row of a weight. A weight is read once per optimizer step, and every page holds its numbers.
+
+        A weight on a device comes after the other rows of its frame: see `DeviceStatsBuffer.weight`.
+        """
         slot = info.slots.get(name)
         if slot is None:
             slot = self.slot(info, name)
@@ -311,20 +347,19 @@ class Rows:
             packed = (slot, seen[2], seen[3], seen[4], seen[5], mark)
             return _new(Row, (packed, seen[6], False, seen[7], seen[8], seen[6] != 0))
         known = self.weights.get(key)
-        numbers: TensorStats | DeviceRow | None
-        if known is not None and known[1] == version and known[2] == step and known[0]() is parameter:
-            reference = known[0]
-            row = self._row(slot, parameter, mark, known[3])
+        if known is not None and not (known[1] == version and known[2] == step and known[0]() is parameter):
+            known = None
+        reference = known[0] if known is not None else _ref(parameter)
+        numbers: TensorStats | DeviceRow | None = known[3] if known is not None else None
+        if is_on_device(parameter):
+            index, numbers = self._weight_on_device(parameter, numbers)
+            row = self._device_row(slot, parameter, mark, index)
         else:
-            reference = _ref(parameter)
-            if is_on_device(parameter):
-                row = self._row(slot, parameter, mark)
-                numbers = self.device_buffer.last() if self.device_buffer and row[0][1] != NOTHING else None
-            else:
+            if not isinstance(numbers, TensorStats):
                 numbers = measure(parameter)
-                row = self._row(slot, parameter, mark, numbers)
-            if numbers is not None:
-                self.weights[key] = (reference, version, step, numbers)
+            row = self._row(slot, parameter, mark, numbers)
+        if numbers is not None:
+            self.weights[key] = (reference, version, step, numbers)
         packed = row.packed
         self.seen[key] = (reference, version, packed[1], packed[2], packed[3], packed[4], row[1], row[3], row[4])
         return row
@@ -343,66 +378,74 @@ class Rows:
         packed = (slot, value, self._shape(tensor), code, 0, mark)
         return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
-    def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | DeviceRow | None = None) -> Row:
-        value, flags, high, meta = NOTHING, 0, 0, 0
+    def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | None = None) -> Row:
+        if numbers is None and is_on_device(tensor):
+            return self._device_row(slot, tensor, mark, self._device_value(tensor))
+        value, flags = NOTHING, 0
         code = CODES.get(tensor.dtype, 0)
-        kind: int
-        if isinstance(numbers, DeviceRow):
-            assert self.device_buffer is not None
-            again = self.device_buffer.again(numbers)
-            value, kind = (NOTHING, RowKind.NOT_MEASURABLE) if again is None else (again, RowKind.MEASURED)
-            if numbers.numbers is not None:  # they have arrived since
-                _, high, meta = numbers.numbers
-                flags = meta & 0xFF
-            elif again is not None:
-                meta = PENDING
-                self._expect(again)
-        elif numbers is None and is_on_device(tensor):
-            index = self._device_value(tensor)
-            value = NOTHING if index is None else index
-            kind = RowKind.NOT_MEASURABLE if index is None else RowKind.MEASURED
-            meta = 0 if index is None else PENDING
-        else:
-            low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)
-            if kind == _MEASURED:
-                value = self._recorder.value(low, high, meta)
-                flags = meta & 0xFF
+        low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)
+        if kind == _MEASURED:
+            value = self._recorder.value(low, high, meta)
+            flags = meta & 0xFF
         packed = (slot, value, self._shape(tensor), code, int(kind), mark)
-        notable = meta != PENDING and kind == _MEASURED and self.notable.value(code, high, meta)
+        notable = kind == _MEASURED and self.notable.value(code, high, meta)
         return _new(Row, (packed, flags, True, high, meta, notable))
+
+    def _device_row(self, slot: int, tensor: torch.Tensor, mark: int, index: int | None) -> Row:
+        """The row of a tensor on a device whose value has this index; None: it cannot be measured."""
+        value, kind, meta = (
+            (NOTHING, RowKind.NOT_MEASURABLE, 0) if index is None else (index, RowKind.MEASURED, PENDING)
+        )
+        packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
+        return _new(Row, (packed, 0, True, 0, meta, False))
 
     def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
         """For the native writer: the index of the value of a tensor on a device, None if it cannot be measured."""
-        self.count = count
-        return without_modes(self._device_value, tensor)
+        with self._lock:
+            self.count = count
+            return without_modes(self._device_value, tensor)
 
     def device_weight(self, parameter: torch.Tensor, numbers: Any, count: bool) -> tuple[int | None, Any]:
         """For the native writer: (index of the value, the `numbers` to pass in for this weight the next time)."""
-        if isinstance(numbers, DeviceRow) and self.device_buffer is not None:
-            index = self.device_buffer.again(numbers)
-            self._expect(index)
-            return index, numbers
-        index = self.device_value(parameter, count)
-        return index, self.device_buffer.last() if index is not None and self.device_buffer is not None else None
+        with self._lock:
+            self.count = count
+            return without_modes(self._weight_on_device, parameter, numbers)
 
     def _device_value(self, tensor: torch.Tensor) -> int | None:
+        buffer = self._buffer_for(tensor.device)
+        if buffer is None:
+            return None
+        index = buffer.measure(tensor, self.count)
+        self._expect(index)
+        return index
+
+    def _weight_on_device(self, parameter: torch.Tensor, numbers: Any) -> tuple[int | None, DeviceRow | None]:
+        buffer = self._buffer_for(parameter.device)
+        if buffer is None:
+            return None, None
+        found = buffer.weight(parameter, self.count, numbers if isinstance(numbers, DeviceRow) else None)
+        self._expect(found[0])
+        return found
+
+    def _buffer_for(self, device: torch.device) -> DeviceStatsBuffer | None:
+        """The buffer for tensors on a device; None if they cannot be read."""
         if self.device_buffer is None:
-            if self._device_failed or not has_reader(tensor.device):
+            if self._device_failed or not has_reader(device):
                 return None
             try:
-                self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device, notable=self.notable)
+                if device_for(device).is_capturing():  # the driver must not be asked to register memory now
+                    self.captured_unseen = True
+                    return None
+                self.device_buffer = DeviceStatsBuffer(self._recorder, device, notable=self.notable)
             except Exception as error:
                 self._device_failed = True
                 self._on_fault("device", error)
                 return None
-        buffer = self.device_buffer
         seq = issued()
         if seq != self._seq:  # a collective was issued since and may hang: send now what was read before it
             self._seq = seq
-            buffer.flush()
-        index = buffer.measure(tensor, self.count)
-        self._expect(index)
-        return index
+            self.device_buffer.flush()
+        return self.device_buffer
 
     def close(self) -> None:
         """Release the recorder's memory. Waits for outstanding numbers of a device."""

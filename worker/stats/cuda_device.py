@@ -1,4 +1,4 @@
-"""CUDA as a `Device` (device.py)."""
+"""CUDA as a `Device` (device_interface.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .device import StreamKey
+from .device_interface import StreamKey
 
 _PORTABLE = 1  # cudaHostRegisterPortable: valid in the contexts of all devices
 _LONGEST_SLEEP_S = 1e-3

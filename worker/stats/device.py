@@ -1,71 +1,17 @@
-"""The interface to a kind of device: streams, copies to the host, events.
-
-CudaDevice is the real one. LateDevice is a fake on CPU memory for tests.
-"""
+"""Which kind of device holds a tensor of this process: CUDA, or the late device on the CPU that tests switch on."""
 
 from __future__ import annotations
 
 import functools
 import os
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
 
 import torch
 
+from .cuda_device import CudaDevice
+from .device_interface import Device
+
 LATE_DEVICE = "GPUWATCH_LATE_DEVICE"
 """For tests: every CPU tensor is treated as a tensor of a LateDevice with this seed."""
-
-StreamKey = tuple[int, int]
-"""(index of the device, number of the stream on it)"""
-
-
-class Device(Protocol):
-    """What DeviceStatsBuffer needs of one kind of device. Only `wait` and `synchronize` wait for the device."""
-
-    type: str
-    """The `type` of the torch.device of its tensors."""
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on a device of this kind."""
-
-    def stream_key(self, device: torch.device) -> StreamKey:
-        """The current stream of a device."""
-
-    def stream(self, device: torch.device) -> Any:
-        """The current stream of a device as an object that keeps the stream alive."""
-
-    def is_capturing(self) -> bool:
-        """Whether the user captures a graph on the current stream. Nothing may be launched or queried then."""
-
-    def use(self, key: StreamKey, stream: Any) -> AbstractContextManager[Any]:
-        """Make the stream and its device current, to launch, allocate or record on it."""
-
-    def rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The tensor to use in place of these new rows on the device."""
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start a copy to the host on the current stream. The caller keeps both alive until an event after it."""
-
-    def record(self, stream: Any) -> Any:
-        """An event that is done when everything started on the stream so far is done."""
-
-    def query(self, event: Any) -> bool:
-        """Whether an event is done. Raises RuntimeError if the device has failed. Not to be called during a capture."""
-
-    def wait(self, event: Any, timeout_s: float | None) -> bool:
-        """Wait until an event is done; False after `timeout_s` seconds (None: no limit)."""
-
-    def synchronize(self, stream: Any) -> None:
-        """Wait for everything that was started on a stream."""
-
-    def register(self, address: int, size: int, device: torch.device) -> str:
-        """Allow copies directly into a range of host memory. Returns the reason if this is refused, else ""."""
-
-    def unregister(self, address: int, device: torch.device) -> None:
-        """Undo `register`."""
-
-    def staging(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that can be copied into without waiting, whether `register` succeeded or not."""
 
 
 @functools.cache
@@ -74,11 +20,9 @@ def late_device() -> Device | None:
     seed = os.environ.get(LATE_DEVICE, "")
     if not seed:
         return None
-    from .late_device import LateDevice
-
     if not seed.isdecimal():
         raise ValueError(f"expected a whole number as the seed in {LATE_DEVICE}, found {seed!r}")
-    return LateDevice(int(seed))
+    return _new_late_device(int(seed))
 
 
 def is_on_device(tensor: torch.Tensor) -> bool:
@@ -94,14 +38,13 @@ def has_reader(device: torch.device) -> bool:
 def device_for(device: torch.device) -> Device:
     """The `Device` for tensors on `device`. Raises TypeError for an unknown kind."""
     if device.type == "cuda":
-        from .cuda_device import CudaDevice
-
         return CudaDevice()
     if device.type != "cpu":
         raise TypeError(f"expected a tensor on CUDA or on the CPU, found {device.type}")
-    late = late_device()
-    if late is not None:
-        return late
-    from .late_device import LateDevice
+    return late_device() or _new_late_device(None)
 
-    return LateDevice()
+
+def _new_late_device(seed: int | None) -> Device:
+    from .late_device import LateDevice  # only tests pay for its import
+
+    return LateDevice(seed)

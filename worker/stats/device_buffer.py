@@ -23,12 +23,13 @@ import torch
 
 from ...core.judge import Limits
 from ...core.recorder import layout
-from ...core.recorder.layout import Field
+from ...core.recorder.layout import Field, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
 from ..without_modes import without_modes
-from .device import Device, StreamKey, device_for
-from .device_reader import Reader, Source, TorchReader, fresh_rows, source_of
+from .device import device_for
+from .device_interface import Device, StreamKey
+from .device_reader import Earlier, Reader, Source, TorchReader, fresh_rows, source_of
 from .file_system import file_system_of
 from .notable import Notable
 from .stream_buffer import Block, Copy, StreamBuffer, runs
@@ -144,6 +145,26 @@ class DeviceStatsBuffer:
 
         Gradients must be off. `count`: also count zeros and subnormals, if the dtype is of low precision.
         """
+        return self._measure(tensor, count)
+
+    def weight(
+        self, tensor: torch.Tensor, count: bool = False, earlier: DeviceRow | None = None
+    ) -> tuple[int | None, DeviceRow | None]:
+        """Start to read a weight. Returns (index of its value in the page or None, the row to pass in the next time).
+
+        With the row of an `earlier` reading the weight keeps the numbers of that reading, unless something that was
+        read in this segment is non-finite. Then it is read again: something other than the optimizer may have changed
+        it. The device decides that. So a frame's other tensors must be read before its weights.
+        """
+        index = self._measure(tensor, count, earlier)
+        if index is None or self._last is None:
+            return None, None
+        buffer, position = self._last
+        row = DeviceRow(buffer, position)
+        buffer.remembered.append(row)
+        return index, row
+
+    def _measure(self, tensor: torch.Tensor, count: bool, earlier: DeviceRow | None = None) -> int | None:
         if not self._driver.holds(tensor):
             return None
         if self._driver.is_capturing():  # the read would become a part of the user's graph
@@ -159,7 +180,7 @@ class DeviceStatsBuffer:
         index = self._next_value()
         position = self._recorder.value_position
         self._last = (buffer, position)
-        self._read(source, buffer, position, count)
+        self._read(source, buffer, position, count, self._numbers_of(earlier, buffer))
         buffer.positions.append(position)
         self._queued += 1
         limit = self._notable.wide_limit(tensor.dtype)
@@ -167,37 +188,14 @@ class DeviceStatsBuffer:
             buffer.limits[position] = limit
         return index
 
-    def last(self) -> DeviceRow:
-        """The row that was measured last, for `again`."""
-        assert self._last is not None
-        buffer, position = self._last
-        row = DeviceRow(buffer, position, buffer.limits.get(position))
-        buffer.remembered.append(row)
-        return row
-
-    def again(self, row: DeviceRow) -> int | None:
-        """Add the numbers of an earlier row to this page, too. Returns the value's index, or None: see `measure`.
-
-        Nothing is launched here. The next flush gathers the rows whose numbers have not arrived.
-        """
-        if row.numbers is not None:
-            index = self._recorder.value(*row.numbers)
-            if row.is_notable:
-                assert self._recorder.page is not None
-                self._notable_pages.add(self._recorder.page.number)
-            return index
-        if row.is_lost:
+    def _numbers_of(self, earlier: DeviceRow | None, buffer: StreamBuffer) -> Earlier | None:
+        """The numbers of an earlier reading that a weight may keep; None if it must be read."""
+        if earlier is None or earlier.buffer is not buffer:  # another stream: its numbers may not be there yet
             return None
-        if self._driver.is_capturing():
-            self.not_seen_in_graphs += 1
-            return None
-        index = self._next_value()
-        position = self._recorder.value_position
-        row.buffer.repeats.append((position, row))
-        self._queued += 1
-        if row.limit is not None:
-            row.buffer.limits[position] = row.limit
-        return index
+        at = self._recorder.cursor[0] // 8
+        if self._numbers[at + SegmentField.FRAMES] == 0 and self._numbers[at + SegmentField.VALUE_BASE] > 0:
+            return None  # the rest of this frame may be in the segment before, whose rows are reset
+        return earlier.packed
 
     def _buffer(self, device: torch.device) -> StreamBuffer:
         """The StreamBuffer of the current stream, with rows to read into."""
@@ -223,14 +221,14 @@ class DeviceStatsBuffer:
         self._queued_page = self._recorder.page.number
         return index
 
-    def _read(self, source: Source, buffer: StreamBuffer, position: int, count: bool) -> None:
+    def _read(self, source: Source, buffer: StreamBuffer, position: int, count: bool, earlier: Earlier | None) -> None:
         assert buffer.rows is not None
         with self._driver.use(buffer.key, buffer.stream):
             try:
-                self._reader.read(source, buffer.rows, position, count)
+                self._reader.read(source, buffer.rows, position, count, earlier)
             except Exception as error:
                 reader = self._other_reader(error)
-                reader.read(source, buffer.rows, position, count)
+                reader.read(source, buffer.rows, position, count, earlier)
                 self._fall_back(reader, error)
 
     def _other_reader(self, error: Exception) -> Reader:
@@ -301,7 +299,7 @@ class DeviceStatsBuffer:
         self._queued = 0
         first_error: Exception | None = None  # the rows of the other streams must still be sent for this segment
         for buffer in self._buffers.values():
-            if buffer.has_rows:
+            if buffer.positions:
                 with self._driver.use(buffer.key, buffer.stream):
                     try:
                         if not self._driver.is_capturing():
@@ -309,7 +307,7 @@ class DeviceStatsBuffer:
                         elif is_end:  # a graph is captured on this stream, while another one is current
                             self._fields[Field.ROWS_LOST] += buffer.drop()
                         else:
-                            self._queued += len(buffer.positions) + len(buffer.repeats)
+                            self._queued += len(buffer.positions)
                     except Exception as error:
                         first_error = first_error or error
         if first_error is not None:
@@ -318,71 +316,37 @@ class DeviceStatsBuffer:
     def _send_stream(self, buffer: StreamBuffer, copy: Copy, lost: bool) -> None:
         """Start the copies of one stream, which must be current."""
         positions, buffer.positions = buffer.positions, []
-        repeats, buffer.repeats = buffer.repeats, []
-        copy.remembered, buffer.remembered = buffer.remembered, []
+        remembered, buffer.remembered = buffer.remembered, []
         copy.limits, buffer.limits = buffer.limits, {}
         started = False
         try:
-            if positions:
-                copy.blocks.append(self._pack(buffer, positions, copy.remembered))
+            block = self._pack(buffer, positions)
+            for row in remembered:
+                row.packed = block.source, row.position - positions[0]
             if not lost:
-                repeats = self._known(copy, repeats)
-                if repeats:
-                    copy.blocks.append(self._gather(repeats))
-                started = bool(copy.blocks)
-                for block in copy.blocks:
-                    self._start(block, copy.values_at)
-                if started:
-                    copy.event = self._driver.record(buffer.stream)
+                copy.block, started = block, True
+                self._start(block, copy.values_at)
+                copy.event = self._driver.record(buffer.stream)
         finally:
             if started:  # an error does not stop copies that were started
                 buffer.flying.append(copy)
                 self._of_segment[copy.values_at] += 1
                 self._of_page[copy.page] += 1
             else:
-                self._fields[Field.ROWS_LOST] += len(positions) + len(repeats)
+                self._fields[Field.ROWS_LOST] += len(positions)
 
-    def _pack(self, buffer: StreamBuffer, positions: list[int], remembered: list[DeviceRow]) -> Block:
+    def _pack(self, buffer: StreamBuffer, positions: list[int]) -> Block:
         rows, buffer.rows = buffer.rows, None  # after an error they are not reset, and must not be read into
         assert rows is not None
         first, end = positions[0], positions[-1] + 1
         try:
-            try:
-                packed = self._reader.pack(rows[first:end], end - first)
-            except Exception as error:
-                reader = self._other_reader(error)
-                packed = reader.pack(rows[first:end], end - first)
-                self._fall_back(reader, error)
-        except BaseException:
-            for row in remembered:
-                row.is_lost = True
-            raise
+            packed = self._reader.pack(rows[first:end], end - first)
+        except Exception as error:
+            reader = self._other_reader(error)
+            packed = reader.pack(rows[first:end], end - first)
+            self._fall_back(reader, error)
         buffer.rows = rows  # they were reset by `pack`
-        for row in remembered:
-            row.packed = (packed, row.position - first)
-        return Block(packed, [position - first for position in positions], positions, self._staging(packed))
-
-    def _known(self, copy: Copy, repeats: list[tuple[int, DeviceRow]]) -> list[tuple[int, DeviceRow]]:
-        """Write the numbers that have arrived in the meantime into the segment. Returns the other rows."""
-        others = []
-        for position, row in repeats:
-            if row.numbers is not None:
-                layout.VALUE.pack_into(self._memory, copy.values_at + position * layout.VALUE.size, *row.numbers)
-                if row.is_notable:
-                    self._notable_pages.add(copy.page)
-            elif row.packed is not None:
-                others.append((position, row))
-            else:
-                self._fields[Field.ROWS_LOST] += 1
-        return others
-
-    def _gather(self, repeats: list[tuple[int, DeviceRow]]) -> Block:
-        """Gather all rows in one launch, on the stream that measured them, so that no stream waits for another."""
-        gathered = torch.stack(
-            [packed[at] for packed, at in (row.packed for _, row in repeats if row.packed is not None)]
-        )
-        positions = [position for position, _ in repeats]
-        return Block(gathered, list(range(len(positions))), positions, self._staging(gathered))
+        return Block(packed, positions, self._staging(packed))
 
     def _staging(self, source: torch.Tensor) -> torch.Tensor | None:
         return None if self._registered else self._driver.staging(*source.shape, dtype=source.dtype)
@@ -391,12 +355,10 @@ class DeviceStatsBuffer:
         if block.staging is not None:
             self._driver.copy(block.source, block.staging)
             return
-        at = 0
+        begin = block.positions[0]
         for first, end in runs(block.positions):
-            row = block.rows[at]
-            at += end - first
             target = self._file.as_strided((end - first, 3), (3, 1), values_at // 8 + first * 3)
-            self._driver.copy(block.source[row : row + end - first], target)
+            self._driver.copy(block.source[first - begin : end - begin], target)
 
     def _avoid_busy_segments(self) -> None:
         """Have the recorder pass over the segments with outstanding copies."""
@@ -427,6 +389,11 @@ class DeviceStatsBuffer:
     def pending(self, page: int) -> bool:
         """Whether a value of the page is outstanding."""
         return self._of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the user captures a graph, so that the host must not wait for the device."""
+        return self._driver.is_capturing()
 
     @property
     def flying(self) -> int:
@@ -476,19 +443,19 @@ class DeviceStatsBuffer:
         """
         self._add_note(f"the device does not bring its numbers any more: {_first_line(error)}")
         for copy in buffer.flying:
-            self._fields[Field.ROWS_LOST] += len(copy.positions)
+            self._fields[Field.ROWS_LOST] += len(copy.block.positions)
             self._page_copy_done(copy.page)
         buffer.flying.clear()
 
     def _copy_arrived(self, copy: Copy) -> None:
         self._segment_copy_done(copy.values_at)
         self._page_copy_done(copy.page)
-        for block in copy.blocks:
-            if block.staging is not None:
-                at = copy.values_at // 8
-                staged = block.staging.numpy()
-                target = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
-                target[block.positions] = staged[block.rows]
+        block = copy.block
+        if block.staging is not None:
+            at = copy.values_at // 8
+            staged = block.staging.numpy()
+            target = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
+            target[block.positions] = staged[[position - block.positions[0] for position in block.positions]]
 
     def _segment_copy_done(self, values_at: int) -> None:
         self._of_segment[values_at] -= 1
@@ -502,20 +469,13 @@ class DeviceStatsBuffer:
 
     def _filter(self, copies: list[Copy]) -> None:
         """Find the notable pages and rows. All copies are checked at once, and one by one only if that finds any."""
-        parts = [self._values_of(copy, copy.positions) for copy in copies]
+        parts = [self._values_of(copy, copy.block.positions) for copy in copies]
         limited = any(copy.limits for copy in copies)
         notable = limited or self._notable.any(numpy.concatenate(parts))
         for copy, values in zip(copies, parts, strict=True):
             here = notable and (self._notable.any(values) or self._is_over_limit(copy, copy.limits))
             if here:
                 self._notable_pages.add(copy.page)
-            for row in copy.remembered:
-                numbers = layout.VALUE.unpack_from(self._memory, copy.values_at + row.position * layout.VALUE.size)
-                row.arrive(numbers, here and self._is_notable_row(copy, row))
-
-    def _is_notable_row(self, copy: Copy, row: DeviceRow) -> bool:
-        limits = {row.position: row.limit} if row.limit is not None else {}
-        return self._notable.any(self._values_of(copy, [row.position])) or self._is_over_limit(copy, limits)
 
     def _is_over_limit(self, copy: Copy, limits: dict[int, int]) -> bool:
         values = self._values_of(copy, list(limits))

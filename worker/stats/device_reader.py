@@ -17,6 +17,7 @@ from .tensor_stats import FLOATS, LOW_PRECISION, has_memory, to_plain
 
 COLUMNS = 6
 LARGEST = (1 << 63) - 1
+_NON_FINITE = int(NonFinite.NAN | NonFinite.POSINF | NonFinite.NEGINF)
 _CHUNK = 1 << 22
 """Elements that torch's operations read at once, so that no temporary is as large as a tensor."""
 
@@ -123,11 +124,21 @@ def _runs(tensor: torch.Tensor) -> Source | None:
     return Source(tensor, inner * outer, inner, stride)
 
 
+Earlier = tuple[torch.Tensor, int]
+"""Packed rows on the device, (n, 3), and the number of a row in them."""
+
+
 class Reader(Protocol):
     """Reads tensors into rows on one stream."""
 
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
-        """Write the numbers of a tensor into a fresh row."""
+    def read(
+        self, source: Source, rows: torch.Tensor, position: int, count: bool, earlier: Earlier | None = None
+    ) -> None:
+        """Write the numbers of a tensor into a fresh row.
+
+        With the numbers of an `earlier` reading of the tensor, write those instead, and read the tensor only if a row
+        before `position` is non-finite.
+        """
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The first `count` rows as (count, 3) for the recorder. Resets them to fresh rows."""
@@ -143,8 +154,10 @@ def fresh_rows(count: int, device: torch.device) -> torch.Tensor:
 class TorchReader:
     """A `Reader` of torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
 
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
-        """See `Reader`."""
+    def read(
+        self, source: Source, rows: torch.Tensor, position: int, count: bool, earlier: Earlier | None = None
+    ) -> None:
+        """See `Reader`. The host does not know whether an `earlier` reading is good, so the tensor is always read."""
         flat = _flat(source)
         counted = count and flat.dtype in LOW_PRECISION
         parts = [_numbers(flat[at : at + _CHUNK], counted) for at in range(0, source.elements, _CHUNK)]
@@ -154,7 +167,12 @@ class TorchReader:
         meta = nan * int(NonFinite.NAN) + posinf * int(NonFinite.POSINF) + neginf * int(NonFinite.NEGINF)
         meta = meta + (_encoding(flat.dtype) << 8)
         total = torch.full_like(zeros, source.elements if counted else 0)
-        rows[position].copy_(torch.stack((low, high, meta, zeros, small, total)))
+        found = torch.stack((low, high, meta, zeros, small, total))
+        if earlier is not None:
+            packed, at = earlier
+            bad = (rows[:position, 2] & _NON_FINITE).any()
+            found = torch.where(bad, found, torch.cat((packed[at], torch.zeros_like(found[3:]))))
+        rows[position].copy_(found)
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """See `Reader`."""

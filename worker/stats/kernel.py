@@ -36,6 +36,8 @@ RUNS = tl.constexpr(1)
 MANY_RUNS = tl.constexpr(2)
 
 COLUMNS = tl.constexpr(6)
+ROWS = tl.constexpr(256)  # the power of two from VALUES_PER_SEGMENT on: rows of one buffer
+NON_FINITE = tl.constexpr(7)
 LARGEST = tl.constexpr(0x7FFF_FFFF_FFFF_FFFF)
 QUIET_NAN = tl.constexpr(0x7FC0_0000)
 COUNTED = tl.constexpr(1 << 48)
@@ -190,6 +192,7 @@ def _offsets(index, inner, stride, LAYOUT: tl.constexpr):
 def read(
     source,
     rows,
+    earlier,
     position,
     count,
     inner,
@@ -199,14 +202,23 @@ def read(
     LAYOUT: tl.constexpr,
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
     """Merge `count` elements into the row at `position`.
+
+    KEEP: merge the three numbers at `earlier` instead, unless a row before `position` is non-finite.
 
     A block is DEEP x WIDE elements: each thread issues DEEP loads at a time and reduces over them.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     total = tl.cast(count, tl.int64)
+    kept = False
+    if KEEP:
+        above = tl.arange(0, ROWS)
+        metas = tl.load(rows + above * COLUMNS + 2, mask=above < position, other=0)
+        kept = tl.max(metas & NON_FINITE, axis=0) == 0
+        total = tl.where(kept, 0, total)
     inner = tl.cast(inner, tl.int64)
     stride = tl.cast(stride, tl.int64)
     row = rows + position * COLUMNS
@@ -246,7 +258,7 @@ def read(
     most = tl.cast(tl.max(high, axis=0), tl.int64)
     meta = tl.cast(0, tl.int64)
     if program == 0:
-        meta += _encoding(KIND) << 8
+        meta += _encoding(KIND) << 8  # KEEP: it is that of the earlier numbers, too
     if KIND != INTEGER and KIND != UINT64:
         if most >= _bad_from(KIND):
             # Only here memory is read a second time, and only this program's share.
@@ -262,6 +274,11 @@ def read(
     if KIND >= E4M3FN:
         least = _widened(least, KIND)
         most = _widened(most, KIND)
+    if KEEP:
+        first = kept & (program == 0)
+        least = tl.where(first, tl.load(earlier, mask=first, other=0), least)
+        most = tl.where(first, tl.load(earlier + 1, mask=first, other=0), most)
+        meta = tl.where(first, tl.load(earlier + 2, mask=first, other=0), meta)
     tl.atomic_min(row, least, sem="relaxed")
     tl.atomic_max(row + 1, most, sem="relaxed")
     tl.atomic_or(row + 2, meta, mask=meta != 0, sem="relaxed")
@@ -271,7 +288,7 @@ def read(
         number = tl.sum(small.to(tl.int64), axis=0) - number
         tl.atomic_add(row + 4, number, mask=number != 0, sem="relaxed")
         if program == 0:
-            tl.store(row + 5, total)
+            tl.store(row + 5, total)  # KEEP: the shares are in the earlier numbers, and this is 0
 
 
 @triton.jit

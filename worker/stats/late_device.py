@@ -19,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from .device import StreamKey
+from .device_interface import StreamKey
 
 POISON = 0x6B6B_6B6B_6B6B_6B6B
 """The content of freed device memory."""
@@ -209,6 +209,7 @@ class LateDevice:
 
     def register(self, address: int, size: int, device: torch.device) -> str:
         """See `Device`."""
+        self._not_in_a_capture()
         if not self._refuses:
             self._direct = address, address + size
         return self._refuses

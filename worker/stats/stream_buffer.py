@@ -7,45 +7,30 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .device import StreamKey
+from .device_interface import StreamKey
 
 
 class DeviceRow:
-    """The numbers of a tensor that was measured before, on the device or arrived. See `DeviceStatsBuffer.again`."""
+    """The numbers on the device of a weight that was measured before. See `DeviceStatsBuffer.weight`."""
 
-    __slots__ = ("buffer", "is_lost", "is_notable", "limit", "numbers", "packed", "position")
+    __slots__ = ("buffer", "packed", "position")
 
-    def __init__(self, buffer: StreamBuffer, position: int, limit: int | None) -> None:
+    def __init__(self, buffer: StreamBuffer, position: int) -> None:
         self.buffer = buffer
         """The stream that measured it."""
         self.position = position
         """Its position in the segment in which it was measured."""
-        self.limit = limit
-        """See `Notable.wide_limit`."""
         self.packed: tuple[torch.Tensor, int] | None = None
-        """(n, 3) on the device, and its row in it, while its copy is outstanding."""
-        self.numbers: tuple[int, int, int] | None = None
-        """low, high, meta, once they have arrived."""
-        self.is_notable = False
-        """The numbers that arrived are notable."""
-        self.is_lost = False
-        """Its copy could not be started."""
-
-    def arrive(self, numbers: tuple[int, int, int], is_notable: bool) -> None:
-        """Keep the numbers that arrived, and release the memory on the device."""
-        self.numbers = numbers
-        self.is_notable = is_notable
-        self.packed = None
+        """(n, 3) on the device, and its row in it: low, high, meta. None until they are packed, or if that failed."""
 
 
 class Block(NamedTuple):
     """Rows that are being copied to the values `positions` of one segment."""
 
     source: torch.Tensor
-    """(n, 3) on the device. Kept until the copy has arrived."""
-    rows: list[int]
-    """The row in `source` of each position. Both are ascending."""
+    """(n, 3) on the device, for the first to the last position. Kept until the copy has arrived."""
     positions: list[int]
+    """Ascending"""
     staging: torch.Tensor | None
     """(n, 3) in pinned host memory, if the device cannot copy directly into the file."""
 
@@ -53,27 +38,21 @@ class Block(NamedTuple):
 class Copy:
     """An outstanding copy of rows of one segment and one stream."""
 
-    __slots__ = ("blocks", "event", "limits", "page", "remembered", "values_at")
+    __slots__ = ("block", "event", "limits", "page", "values_at")
 
     def __init__(self, page: int, values_at: int) -> None:
         self.page = page
         self.values_at = values_at
-        self.blocks: list[Block] = []
-        self.remembered: list[DeviceRow] = []
+        self.block: Block
         self.limits: dict[int, int] = {}
         """Position -> see `Notable.wide_limit`."""
         self.event: Any = None
-
-    @property
-    def positions(self) -> list[int]:
-        """The positions of all its values."""
-        return [position for block in self.blocks for position in block.positions]
 
 
 class StreamBuffer:
     """One stream's rows of the current segment, and its outstanding copies."""
 
-    __slots__ = ("device", "flying", "key", "limits", "positions", "remembered", "repeats", "rows", "stream")
+    __slots__ = ("device", "flying", "key", "limits", "positions", "remembered", "rows", "stream")
 
     def __init__(self, key: StreamKey, device: torch.device, stream: Any) -> None:
         self.key = key
@@ -83,25 +62,17 @@ class StreamBuffer:
         """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
         self.positions: list[int] = []
         """Positions in the segment that were read into rows and whose copy was not started yet."""
-        self.repeats: list[tuple[int, DeviceRow]] = []
-        """Positions for the numbers of a row that this stream has measured before."""
         self.remembered: list[DeviceRow] = []
+        """The weights among them."""
         self.limits: dict[int, int] = {}
         self.flying: deque[Copy] = deque()
 
     def drop(self) -> int:
         """Drop the values whose copy was not started. Returns their number."""
-        dropped = len(self.positions) + len(self.repeats)
-        for row in self.remembered:
-            row.is_lost = True
+        dropped = len(self.positions)
         self.rows = None
-        self.positions, self.repeats, self.remembered, self.limits = [], [], [], {}
+        self.positions, self.remembered, self.limits = [], [], {}
         return dropped
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether there is something to copy."""
-        return bool(self.positions or self.repeats)
 
 
 def runs(positions: list[int]) -> list[tuple[int, int]]:

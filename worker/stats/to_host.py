@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ..without_modes import without_modes
-from .device import Device, device_for, is_on_device
+from .device import device_for, is_on_device
+from .device_interface import Device
 
 
 class ToHost:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .device_reader import KINDS, Kind, Source
+from .device_reader import KINDS, Earlier, Kind, Source
 from .tensor_stats import LOW_PRECISION
 
 _OLDEST, _NEWEST = (3, 3), (3, 7)
@@ -38,7 +38,9 @@ class TritonReader:
         self._programs: dict[torch.device, int] = {}
         self.interpreted: bool = kernel.INTERPRETED
 
-    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+    def read(
+        self, source: Source, rows: torch.Tensor, position: int, count: bool, earlier: Earlier | None = None
+    ) -> None:
         """See `Reader`. The device must be the current one."""
         tensor, elements, inner, stride = source
         dtype = tensor.dtype
@@ -58,15 +60,18 @@ class TritonReader:
             layout,
             deep,
             kind.wide,
+            earlier is not None,
         )
         address, target = tensor.data_ptr(), rows.data_ptr()
-        key = read_key(tensor.device, kind, address, target, *numbers)
+        known = target if earlier is None else earlier[0].data_ptr() + 24 * earlier[1]
+        key = read_key(tensor.device, kind, address, target, known, *numbers)
         compiled = self._compiled.get(key)
         if compiled is not None:
-            compiled[programs, 1, 1](address, target, *numbers)
+            compiled[programs, 1, 1](address, target, known, *numbers)
             return
         view = tensor if kind.read_as is dtype else tensor.view(kind.read_as)
-        self._keep(key, self._kernel.read[(programs,)](view, rows, *numbers))
+        before = rows if earlier is None else earlier[0][earlier[1]]
+        self._keep(key, self._kernel.read[(programs,)](view, rows, before, *numbers))
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """See `Reader`."""
@@ -102,6 +107,7 @@ def read_key(
     kind: Kind,
     address: int,
     target: int,
+    earlier: int,
     position: int,
     elements: int,
     inner: int,
@@ -115,7 +121,7 @@ def read_key(
     """
     wide = position >= _INT32 or elements >= _INT32 or inner >= _INT32 or stride >= _INT32
     sizes = (elements < _INT32, inner < _INT32, stride < _INT32) if wide else None
-    return device, kind.read_as, address % 16 == 0, target % 16 == 0, sizes, constants
+    return device, kind.read_as, address % 16 == 0, target % 16 == 0, earlier % 16 == 0, sizes, constants
 
 
 def _release(version: str) -> tuple[int, int]:

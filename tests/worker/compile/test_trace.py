@@ -334,3 +334,20 @@ def test_a_row_that_a_rule_covers_is_counted_in_a_graph_too(watch, monkeypatch, 
     assert watched.anomalies == []
     assert watched.reader[Field.IGNORED] > 0
     assert ("block.up", "output") in {(event.module, event.role) for event in watched.of(Ignored)}
+
+
+def test_a_weight_that_something_else_has_changed_is_read_again(watch):
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = torch.compile(model, backend="aot_eager")
+    for batch in range(3):
+        if batch == 2:
+            model.block.up.weight.data[0, 0] = math.inf
+        step(torch.ones(2, 16)).sum().backward()
+        if batch < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    watched.hooks.settle()
+    anomaly = watched.anomalies[0]
+    assert (anomaly.module, anomaly.role, anomaly.value) == ("block.up", "weight", "+inf")

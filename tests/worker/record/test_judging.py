@@ -33,6 +33,19 @@ def test_a_graph_that_was_captured_is_told_once(watch, late):
     assert [(fault.part, fault.message[:15]) for fault in watched.faults] == [("graph", "graph: not seen")]
 
 
+def test_a_graph_that_is_captured_before_anything_was_read(watch, late):
+    """Registering memory with the driver would break the capture."""
+    watched = watch(on_overflow="continue")
+    model = nn.Linear(4, 4)
+    late.capturing = True
+    model(torch.randn(2, 4))
+    late.capturing = False
+    assert [(fault.part, fault.message[:15]) for fault in watched.faults] == [("graph", "graph: not seen")]
+    model(torch.randn(2, 4))
+    assert watched.row("", "output").kind == "measured"
+    assert len(watched.faults) == 1
+
+
 def test_under_sync_the_traceback_points_at_the_failing_module(watch, late):
     from gpuwatch.core.errors import OverflowDetected
 

@@ -258,15 +258,15 @@ BOTH = Notable(Limits(1.0, 0.1))
 def test_pages_near_overflow_are_told(recorder, device, values, dtype, told, again):
     pages = device_buffer(recorder, device, notable=NEAR)
     page = recorder.begin_page(0, 0, 0)
-    pages.measure(torch.tensor(values, device=device).to(dtype))
-    row = pages.last()
+    weight = torch.tensor(values, device=device).to(dtype)
+    _, row = pages.weight(weight)
     pages.measure(torch.ones(2, device=device))
     recorder.end_page(page)
     assert arrived(pages) == [0] * told
     assert arrived(pages) == []
     if again:
         page = recorder.begin_page(0, 1, 0)
-        pages.again(row)
+        pages.weight(weight, earlier=row)
         recorder.end_page(page)
         assert arrived(pages) == [1] * told
 
@@ -305,44 +305,65 @@ def test_the_filter_misses_no_number_that_is_near_overflow(dtype, powers):
             assert notable.any(numpy.array([value])) or (limit is not None and value.high >= limit)
 
 
-# -- rows that are used again ---------------------------------------------------------------------------------------
+# -- weights that keep the numbers of an earlier reading ------------------------------------------------------------
+
+
+class CountsReads(TorchReader):
+    """Knows whether a weight might keep its numbers."""
+
+    def __init__(self):
+        self.may_keep = []
+
+    def read(self, source, rows, position, count, earlier=None):
+        self.may_keep.append(earlier is not None)
+        super().read(source, rows, position, count, earlier)
 
 
 @each_device
 @pytest.mark.parametrize("seen_to_arrive", [False, True])
-def test_a_row_in_a_later_page(recorder, device, seen_to_arrive):
-    pages = device_buffer(recorder, device, notable=BOTH)
-    weight = torch.tensor([40000.0, 0.0, 1e-7, INF], dtype=torch.float16)
+@pytest.mark.parametrize("something_is_bad", [False, True])
+def test_a_weight_is_read_again_only_where_something_is_non_finite(recorder, device, seen_to_arrive, something_is_bad):
+    pages = device_buffer(recorder, device)
+    weight = torch.tensor([40000.0, 0.0, 1e-7, 3.0], dtype=torch.float16, device=device)
     page = recorder.begin_page(0, 0, 0)
-    pages.measure(torch.ones(1, device=device))
-    pages.measure(weight.to(device), count=True)
-    row = pages.last()
+    index, row = pages.weight(weight, count=True)
+    assert index == 0
     recorder.end_page(page)
     if seen_to_arrive:
-        assert arrived(pages) == [0]
-    numbers = tuple(measure(weight, True)[:3])
-    assert row.numbers == (numbers if seen_to_arrive else None)
+        assert arrived(pages) == []
+    before = tuple(measure(weight.cpu(), True)[:3])
 
-    for _ in range(2):
+    weight.data[3] = INF  # a version counter that does not move, as when a bit flips
+    for number in (1, 2):
         page = recorder.begin_page(0, 1, 0)
-        assert pages.again(row) == 0
+        pages.measure(torch.tensor([1.0, NAN if something_is_bad else 2.0], device=device))
+        index, row = pages.weight(weight, count=True, earlier=row)
+        assert index == 1
+        pages.measure(torch.tensor(NAN, device=device))  # later: it says nothing about the weight
         recorder.end_page(page)
-    assert values_of(recorder, 1) == values_of(recorder, 2) == [numbers]
-    assert arrived(pages) == [1, 2] if seen_to_arrive else [0, 1, 2]
+        now = tuple(measure(weight.cpu(), True)[:3])
+        assert values_of(recorder, number)[1] == (now if something_is_bad else before)
+    assert arrived(pages) == [1, 2]
 
 
-@each_device
-def test_a_row_in_the_same_segment(recorder, device):
-    pages = device_buffer(recorder, device)
-    weight = torch.tensor([2.0, 0.0, 1e-7], dtype=torch.float16)
+@pytest.mark.parametrize("where", ["this stream", "another stream", "the first frame of a segment", "not yet packed"])
+def test_a_weight_is_read_where_its_earlier_numbers_do_not_help(recorder, where):
+    late, reader = LateDevice(), CountsReads()
+    pages = device_buffer(recorder, "cpu", driver=late, reader=reader)
+    weight = torch.tensor([1.0, -2.0])
     page = recorder.begin_page(0, 0, 0)
-    pages.measure(weight.to(device), count=True)
-    row = pages.last()
-    pages.measure(torch.ones(1, device=device))
-    assert pages.again(row) == 2
+    _, row = pages.weight(weight)
+    if where != "not yet packed":
+        pages.flush()
+    late.current = 1 if where == "another stream" else 0
+    if where == "the first frame of a segment":  # what the frame read before may be in the other segment
+        for number in range(layout.VALUES_PER_SEGMENT):
+            pages.measure(torch.tensor(float(number)))
+    pages.weight(weight, earlier=row)
+    assert reader.may_keep[-1] == (where == "this stream")
     recorder.end_page(page)
-    first, _, again = values_of(recorder, 0)
-    assert first == again == measure(weight, True)[:3]
+    pages.finish()
+    assert values_of(recorder, 0)[-1] == tuple(measure(weight)[:3])
 
 
 # -- a device that is far behind ------------------------------------------------------------------------------------
@@ -352,15 +373,10 @@ def test_each_stream_brings_its_own_rows(recorder):
     late = LateDevice()
     pages = device_buffer(recorder, "cpu", driver=late)
     page = recorder.begin_page(0, 0, 0)
-    rows = []
     late.held = {0, 2}
     for number in range(500):
         late.current = number % 7 % 3
         pages.measure(torch.tensor(number))
-        rows.append(pages.last())
-    late.current = 3
-    for row in rows[::2]:
-        pages.again(row)
     late.current = 1
     pages.measure(torch.tensor(NAN))
     recorder.end_page(page)
@@ -369,7 +385,7 @@ def test_each_stream_brings_its_own_rows(recorder):
     late.held = set()
     assert pages.collect() == []
     assert pages.flying == 0
-    assert [value.high for value in values_of(recorder, 0)][:-1] == [*range(500), *range(0, 500, 2)]
+    assert [value.high for value in values_of(recorder, 0)][:-1] == [*range(500)]
 
 
 def test_a_segment_is_not_used_again_before_its_copy_has_arrived(small):
@@ -420,11 +436,11 @@ def test_rows_wait_while_a_graph_is_captured(recorder):
     late = LateDevice()
     pages = device_buffer(recorder, "cpu", driver=late)
     first = recorder.begin_page(0, 0, 0)
-    pages.measure(torch.tensor(NAN))
-    row = pages.last()
+    weight = torch.tensor(NAN)
+    _, row = pages.weight(weight)
     late.capturing = True
     assert pages.measure(torch.tensor(1.0)) is None
-    assert pages.again(row) is None
+    assert pages.weight(weight, earlier=row) == (None, None)
     assert pages.not_seen_in_graphs == 2
     pages.flush()
     pages.finish()
@@ -465,16 +481,14 @@ def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(re
     assert [value.abs_max for value in values_of(recorder, 0)] == [0.0, 1.0]
 
     late.current = 1
-    pages.measure(torch.tensor(5.0))
-    row = pages.last()
+    _, row = pages.weight(torch.tensor(5.0))
     late.current, late.captured = 0, {1}
     recorder.end_page(page)
     assert recorder.fields[Field.ROWS_LOST] == 1
     late.captured = set()
     page = recorder.begin_page(0, 1, 0)
-    assert pages.again(row) is None
     late.current = 1
-    pages.measure(torch.tensor(2.0))
+    pages.weight(torch.tensor(2.0), earlier=row)
     recorder.end_page(page)
     pages.finish()
     assert [value.abs_max for value in values_of(recorder, 1)] == [2.0]
@@ -489,17 +503,15 @@ def test_a_default_device_of_the_scripts_does_not_matter(recorder):
         pages = device_buffer(recorder, "cpu", driver=late, notable=BOTH)
         page = recorder.begin_page(0, 0, 0)
         pages.measure(values)
-        pages.measure(weight, count=True)
-        row = pages.last()
-        pages.again(row)
+        _, row = pages.weight(weight, count=True)
         pages.flush()
+        pages.weight(weight, count=True, earlier=row)
         pages.finish()
-        pages.again(row)
         recorder.end_page(page)
         assert pages.collect() == [0]
     finally:
         torch.set_default_device(None)
-    assert values_of(recorder, 0) == [measure(values)[:3]] + 3 * [measure(weight, True)[:3]]
+    assert values_of(recorder, 0) == [measure(values)[:3]] + 2 * [measure(weight, True)[:3]]
 
 
 # -- flush and finish -----------------------------------------------------------------------------------------------
@@ -527,15 +539,15 @@ def test_what_was_flushed_is_not_copied_again(recorder):
     page = recorder.begin_page(0, 0, 0)
     pages.flush()
     assert late.copies == 0
-    pages.measure(torch.tensor(1.0))
-    row = pages.last()
+    weight = torch.tensor(1.0)
+    _, row = pages.weight(weight)
     pages.flush()
     pages.flush()
     assert late.copies == 1
-    pages.again(row)
+    pages.weight(weight, earlier=row)
     pages.measure(torch.tensor(2.0))
     recorder.end_page(page)
-    assert late.copies == 3
+    assert late.copies == 2
     assert [value.abs_max for value in values_of(recorder, 0)] == [1.0, 1.0, 2.0]
 
 
@@ -577,7 +589,7 @@ def test_a_flush_into_a_full_ring_waits_for_room(small):
 class Broken:
     """A Triton without a compiler: nothing is launched."""
 
-    def read(self, source, rows, position, count):
+    def read(self, source, rows, position, count, earlier=None):
         raise RuntimeError("Failed to find C compiler")
 
     def pack(self, rows, count):
@@ -589,7 +601,7 @@ class SometimesBroken(TorchReader):
 
     fails = ""
 
-    def read(self, source, rows, position, count):
+    def read(self, source, rows, position, count, earlier=None):
         if self.fails == "read":
             raise RuntimeError("no room")
         super().read(source, rows, position, count)
@@ -644,7 +656,7 @@ def test_where_torchs_operations_fail_as_well_the_kernel_is_not_to_blame(recorde
 class DeadReader:
     """What reads on a device that has failed."""
 
-    def read(self, source, rows, position, count):
+    def read(self, source, rows, position, count, earlier=None):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
@@ -695,10 +707,9 @@ def test_nothing_waits_for_the_device(recorder):
         for _ in range(5):
             page = recorder.begin_page(0, 0, 0)
             for tensor in tensors:
-                pages.measure(tensor, count=True)
-            row = pages.last()
+                _, row = pages.weight(tensor, count=True)
             page = recorder.begin_page(0, 0, 0)
-            pages.again(row)
+            pages.weight(tensor, earlier=row)
             recorder.end_page(page)
             pages.collect()
     finally:
@@ -714,12 +725,12 @@ def test_a_busy_stream_holds_up_no_other(recorder):
     tensor = torch.ones(100, device="cuda")
     page_with(recorder, pages, tensor)  # compiled now
     busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    weight = tensor * 2
     torch.cuda.synchronize()
     page = recorder.begin_page(0, 0, 0)
     with torch.cuda.stream(busy):
         torch.cuda._sleep(2_000_000_000)
-        pages.measure(tensor * 2)
-        row = pages.last()
+        _, row = pages.weight(weight)
     with torch.cuda.stream(free):
         pages.measure(tensor * NAN)
     recorder.end_page(page)
@@ -728,10 +739,12 @@ def test_a_busy_stream_holds_up_no_other(recorder):
     assert not busy.query()
     page = recorder.begin_page(0, 0, 0)
     with torch.cuda.stream(free):
-        pages.again(row)
+        pages.weight(weight, earlier=row)
     recorder.end_page(page)
-    assert [value.abs_max for value in values_of(recorder, 1)][:1] == [2.0]
+    free.synchronize()
+    assert not busy.query()
     assert values_of(recorder, 2)[0].abs_max == 2.0
+    assert [value.abs_max for value in values_of(recorder, 1)][:1] == [2.0]
 
 
 @pytest.mark.gpu

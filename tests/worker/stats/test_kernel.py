@@ -262,7 +262,7 @@ def test_many_runs_are_counted_in_64_bits(_):
 
     tensor = some(torch.float16, 30_000).view(100, 300)[:, 37:52]
     rows = fresh_rows(1, tensor.device)
-    kernel.read[(2,)](tensor, rows, 0, 1500, 15, 300, 3, False, 2, 1, 256)
+    kernel.read[(2,)](tensor, rows, rows, 0, 1500, 15, 300, 3, False, 2, 1, 256, False)
     assert tuple(rows[0, :3].tolist()) == expected(tensor, count=False)
 
 
@@ -326,10 +326,31 @@ def test_tensors_that_are_something_else_first(reader, device, kind):
         assert read(reader, tensor.to(device)) == expected(tensor)
 
 
+@each_reader
+@each_dtype
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("size", [3, 20_000])
+def test_earlier_numbers_are_kept_unless_a_row_before_is_non_finite(reader, device, dtype, bad, size):
+    maker = reader_of(reader)
+    weight = torch.ones(size, device=device).to(dtype)
+    rows = fresh_rows(4, weight.device)
+    maker.read(source_of(weight), rows, 2, True)
+    packed = maker.pack(rows, 4)
+    first = packed[2].tolist()
+
+    weight.view(torch.uint8 if dtype.itemsize == 1 else dtype)[size - 1] = 0
+    maker.read(source_of(torch.tensor([1.0, 2.0 if bad is None else bad], device=device)), rows, 1, False)
+    maker.read(source_of(weight), rows, 2, True, (packed, 2))
+    maker.read(source_of(torch.full((2,), math.nan, device=device)), rows, 3, False)  # after it
+    again = maker.pack(rows, 4)[2].tolist()
+    assert again == (first if bad is None else list(expected(weight)))
+    assert rows.tolist() == [[LARGEST, 0, 0, 0, 0, 0]] * 4
+
+
 # -- without a device -----------------------------------------------------------------------------------------------
 
 
-def compiled(tensor_type, code, count, layout, deep, wide):
+def compiled(tensor_type, code, count, layout, deep, wide, keep):
     """The kernel's PTX for an H100, which needs none to be there."""
     import triton
     from gpuwatch.worker.stats import kernel
@@ -337,8 +358,8 @@ def compiled(tensor_type, code, count, layout, deep, wide):
     from triton.compiler import ASTSource
 
     integers = dict.fromkeys(("position", "elements", "inner", "stride"), "i32")
-    signature = {"source": f"*{tensor_type}", "rows": "*i64", **integers}
-    constants = {"KIND": code, "COUNT": count, "LAYOUT": layout, "DEEP": deep, "WIDE": wide}
+    signature = {"source": f"*{tensor_type}", "rows": "*i64", "earlier": "*i64", **integers}
+    constants = {"KIND": code, "COUNT": count, "LAYOUT": layout, "DEEP": deep, "WIDE": wide, "KEEP": keep}
     signature |= dict.fromkeys(constants, "constexpr")
     signature = dict(zip(kernel.read.arg_names, signature.values(), strict=True))
     constexprs = {(list(signature).index(name),): value for name, value in constants.items()}
@@ -351,8 +372,9 @@ def compiled(tensor_type, code, count, layout, deep, wide):
 @pytest.mark.skipif(INTERPRETED, reason="compiles instead")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
 @pytest.mark.parametrize("layout", [0, 1, 2])
+@pytest.mark.parametrize("keep", [False, True])
 @each_dtype
-def test_it_compiles_for_a_gpu(dtype, layout, monkeypatch, tmp_path):
+def test_it_compiles_for_a_gpu(dtype, layout, keep, monkeypatch, tmp_path):
     """The interpreter takes what the compiler refuses; this needs ptxas, which is a part of Triton."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if layout and dtype not in (torch.float16, torch.int64):
@@ -362,7 +384,8 @@ def test_it_compiles_for_a_gpu(dtype, layout, monkeypatch, tmp_path):
     tensor_type = names.get(kind.read_as) or str(kind.read_as).removeprefix("torch.").replace("uint", "u").replace(
         "int", "i"
     )
-    ptx = compiled(tensor_type, kind.code, dtype in LOW_PRECISION, layout, kind.deep if layout == 0 else 1, kind.wide)
+    deep = kind.deep if layout == 0 else 1
+    ptx = compiled(tensor_type, kind.code, dtype in LOW_PRECISION, layout, deep, kind.wide, keep)
     assert "atom.global.gpu.relaxed.min.s64" in ptx
     if kind.read_as in names and layout == 0:
         assert ".v4.b32" in ptx or ".v2.b64" in ptx  # 16 bytes a load

@@ -160,7 +160,7 @@ class Schedule:
         self.buffer = DeviceStatsBuffer(self.recorder, torch.device("cpu"), driver=self.late)
         self.expected = {}
         self.pages = []
-        self.rows = []
+        self.weights = []
         self.number = 0
         self.told = set()
         self.copied = []
@@ -205,15 +205,15 @@ class Schedule:
         values = self.expected[page]
         if step == "measure":
             tensor = tensor_of(self.number)
-            index = self.buffer.measure(tensor, count)
+            index, row = self.buffer.weight(tensor, count)
             if index is not None:
                 values.append(numbers_of(tensor, count))
-                self.rows.append((self.buffer.last(), values[-1]))
-        elif step == "again" and self.rows:
-            row, numbers = self.rows[self.number % len(self.rows)]
-            index = self.buffer.again(row)
+                self.weights.append((tensor, count, row))
+        elif step == "again" and self.weights:
+            tensor, count, row = self.weights[self.number % len(self.weights)]
+            index, _ = self.buffer.weight(tensor, count, row)
             if index is not None:
-                values.append(numbers)
+                values.append(numbers_of(tensor, count))
         elif step == "host":
             index = self.recorder.value(self.number, self.number, 0)
             values.append((self.number, self.number, 0))

@@ -55,8 +55,9 @@ def test_the_second_launch_of_a_kind_is_direct_and_has_the_same_arguments(kernel
     assert (grid, direct_grid) == ((2,), (1, 1, 1))
     assert first[:2] == (tensors[0], rows)
     assert second[:2] == (tensors[1].data_ptr(), rows.data_ptr())
-    assert (first[2:6], second[2:6]) == ((0, 5000, 5000, 0), (1, 30, 30, 0))
-    assert first[6:] == second[6:] == (3, True, 0, 4, 1024)
+    assert (first[2], second[2]) == (rows, rows.data_ptr())  # no earlier numbers: nothing is read there
+    assert (first[3:7], second[3:7]) == ((0, 5000, 5000, 0), (1, 30, 30, 0))
+    assert first[7:] == second[7:] == (3, True, 0, 4, 1024, False)
     ((_, packing),) = kernel.pack.direct
     assert packing == (rows.data_ptr(), packed.data_ptr(), 2, 128)
 
@@ -105,8 +106,12 @@ def test_calls_with_one_key_are_one_specialisation_to_triton(data):
         size = st.sampled_from([0, 1, 16, 17, 5000, (1 << 31) - 1, 1 << 31, 1 << 33])
         numbers = [data.draw(st.integers(0, 239)), data.draw(size), data.draw(size), data.draw(size)]
         constants = [kind.code, data.draw(st.booleans()), data.draw(st.sampled_from([0, 1])), kind.deep, kind.wide]
-        key = read_key(tensor.device, kind, tensor.data_ptr(), rows.data_ptr(), *numbers, *constants)
-        _, specialisation, _ = bind(tensor.view(kind.read_as), rows, *numbers, *constants)
+        constants.append(data.draw(st.booleans()))
+        earlier = rows.view(-1)[data.draw(st.integers(0, 8)) :]
+        key = read_key(
+            tensor.device, kind, tensor.data_ptr(), rows.data_ptr(), earlier.data_ptr(), *numbers, *constants
+        )
+        _, specialisation, _ = bind(tensor.view(kind.read_as), rows, earlier, *numbers, *constants)
         return key, specialisation
 
     key, specialisation = call()

@@ -1,0 +1,151 @@
+"""Several threads run backward at the same time, as autograd does with one thread per device."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+import torch
+from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.stats.late_device import LateDevice
+from torch import nn
+
+THREADS, LAYERS, ROUNDS = 4, 6, 5
+
+
+@pytest.fixture(params=["host", "late device"])
+def driver(request, monkeypatch):
+    driver = LateDevice(3, longest=20) if request.param == "late device" else None
+    for name in ("stats.device", "record.rows", "record.native_writer"):
+        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+
+
+@pytest.fixture(params=["native", "python", "both"])
+def writer(request, monkeypatch):
+    """`both`: the native writer gives up every other frame, as it does with what it cannot record."""
+    if request.param == "python":
+        monkeypatch.setattr(native_writer, "FrameWriter", None)
+    return request.param
+
+
+@pytest.fixture
+def impatient():
+    """The interpreter changes the thread as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Parts(nn.Module):
+    """A part for each thread."""
+
+    def __init__(self, odd):
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.ModuleList(Scale(n * LAYERS + i, odd) for i in range(LAYERS)) for n in range(THREADS)
+        )
+
+    def forward(self, x):
+        return [sum(layer(x) for layer in part) for part in self.parts]
+
+
+class Scale(nn.Module):
+    """The gradient of its weight, and of its output, is a number that no other layer has."""
+
+    def __init__(self, number, odd):
+        super().__init__()
+        self.number = number + 1
+        dtype = torch.complex64 if odd and number % 2 else torch.float32  # the native writer reads no complex numbers
+        self.weight = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def forward(self, x):
+        return x * self.weight.real
+
+
+def test_threads_that_run_backward_at_once_write_whole_frames(watch, driver, writer, impatient):
+    watched = watch(on_overflow="continue", watch=("forward", "grads"))
+    model = Parts(writer == "both")
+    wrong: list[BaseException] = []
+    for round_ in range(ROUNDS):
+        losses = losses_of(model, round_)
+        start = threading.Barrier(THREADS)
+
+        def backward(loss, start=start):
+            try:
+                start.wait(60)
+                loss.backward()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        model.zero_grad(set_to_none=True)
+    assert wrong == []
+    assert watched.faults == []
+    for round_, page in enumerate(watched.pages):
+        found = {}
+        for frame in page.frames:
+            if frame.phase == "backward":
+                (row,) = frame.rows
+                found.setdefault(frame.module, {})[row.role] = (row.abs_min, row.abs_max)
+        expected = {}
+        for n, part in enumerate(model.parts):
+            for i, layer in enumerate(part):
+                number = float(layer.number + 100 * round_)
+                expected[f"parts.{n}.{i}"] = {"grad output": (number, number), "grad weight": (number, number)}
+        assert found == expected
+    assert len(watched.pages) == ROUNDS
+
+
+def losses_of(model, round_):
+    """A loss for each part, from one forward."""
+    factors = [[layer.number + 100 * round_ for layer in part] for part in model.parts]
+    outputs = {}
+    handles = [
+        layer.register_forward_hook(lambda module, args, out: outputs.__setitem__(id(module), out))
+        for part in model.parts
+        for layer in part
+    ]
+    model(torch.ones(3))
+    for handle in handles:
+        handle.remove()
+    return [
+        sum(factor * outputs[id(layer)].sum() for factor, layer in zip(row, part, strict=True))
+        for row, part in zip(factors, model.parts, strict=True)
+    ]
+
+
+@pytest.mark.skipif(native_writer.FrameWriter is None, reason="worker/native was not built")
+def test_the_native_writer_gives_up_while_another_thread_writes(watch):
+    watched = watch(on_overflow="continue")
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    hooks = watched.hooks
+    info, parameters = hooks._roots.owner_of(model.weight)[0], [("weight", model.weight)]
+    hooks.progress.resume(info.root.page)
+    held, written = threading.Event(), threading.Event()
+
+    def hold():
+        with hooks.progress.lock, hooks.progress.lock:
+            held.set()
+            written.wait(60)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(60)
+    before = watched.recorder.frame_count
+    assert not hooks.writer.weights(info, parameters, 1)
+    written.set()
+    other.join(60)
+    assert watched.recorder.frame_count == before
+    with hooks.progress.lock:  # this thread may write while it holds it
+        assert hooks.writer.weights(info, parameters, 1)
+    assert hooks.writer.weights(info, parameters, 1)
+    assert watched.recorder.frame_count == before + 2
