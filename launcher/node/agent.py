@@ -89,18 +89,26 @@ WAITING_S = 5.0
 class Agent:
     """The agent of one node. `now` is monotonic time in seconds."""
 
-    def __init__(self, config: AgentConfig, to_launch: IO[bytes]) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        to_launch: IO[bytes],
+        *,
+        gpus: GpuWatch | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        """`gpus` and `context` are made here unless they are given: many agents of one process share a context."""
         self._config = config
         self._to_launch = to_launch
         self._folder = Path(config.recorder_dir)
         self._name = config.agent or uuid.uuid4().hex
         self._id = f"{self._name}.{config.life}"
-        self._outbox = Outbox()
+        self.outbox = Outbox()
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
         self._time = OwnClock()
         self._now = self._time.now()
-        self._gpus = GpuWatch(self._now)
+        self._gpus = gpus if gpus is not None else GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._done: LaunchDone | None = None
         self._said_goodbye = False
@@ -113,7 +121,8 @@ class Agent:
         self._last_beat = self._last_waiting = 0.0
         self._resend_s = RESEND_S
         self._told_unreachable = False
-        self._context = zmq.Context()
+        self._own_context = context is None
+        self._context = context if context is not None else zmq.Context()
         self._socket = self._connect()
         self._put(
             Hello(
@@ -175,35 +184,45 @@ class Agent:
         if self._gpus.fd is not None:
             poller.register(self._gpus.fd, zmq.POLLIN)
         try:
-            while not self._finished(self._now):
+            while not self.finished(self._now):
                 ready = dict(poller.poll(int(TICK_S * 1000)))
                 now = self._now = self._time.now()
                 if launch.fd in ready:
                     for line in launch.lines():
-                        self._hear_launch(line, now)
+                        self.hear_launch(line, now)
                     if launch.closed:
                         poller.unregister(launch.fd)
                         self._launch_closed(now)
-                if self._socket in ready:
-                    self._hear_collector(now)
-                self._poll_ranks(now)
                 self._poll_gpus(poller, ready, now)
-                self._say_goodbye(now)
-                self._send(now)
-                self._say_waiting(now)
+                self.turn(now)
             self._conclude()
         finally:
-            for watch in self._ranks.values():
-                watch.close()
-            self._gpus.close(KILLED_S)
-            self._spool.close()
-            self._socket.close(linger=1000)
-            self._context.term()
+            self.close()
             if self._launch_gone:
                 keep_rescued(self._folder)
                 remove_scratch(self._folder)
 
-    def _finished(self, now: float) -> bool:
+    def turn(self, now: float) -> None:
+        """Hear the collector, read the ranks, and send what is due."""
+        self._now = now
+        self._hear_collector(now)
+        self._poll_ranks(now)
+        self._say_goodbye(now)
+        self._send(now)
+        self._say_waiting(now)
+
+    def close(self) -> None:
+        """Let go of the recorders, the child and the socket."""
+        for watch in self._ranks.values():
+            watch.close()
+        self._gpus.close(KILLED_S)
+        self._spool.close()
+        self._socket.close(linger=1000)
+        if self._own_context:
+            self._context.term()
+
+    def finished(self, now: float) -> bool:
+        """Whether the verdict is there, or nobody is left to give one."""
         if self._done is None:
             return False
         if self._final is not None or self._refused:
@@ -218,7 +237,8 @@ class Agent:
 
     # -- the launch ---------------------------------------------------------------------------------------------
 
-    def _hear_launch(self, line: bytes, now: float) -> None:
+    def hear_launch(self, line: bytes, now: float) -> None:
+        """A line of the launch's pipe."""
         message = read_to_agent(line)
         if isinstance(message, WorkersStarted):
             self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
@@ -305,7 +325,7 @@ class Agent:
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):
             self._note(body)
-        self._spool.append(self._outbox.put(body), is_page=isinstance(body, PageMessage))
+        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage))
 
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
@@ -342,10 +362,10 @@ class Agent:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                if self._outbox.acknowledged(message.n):
+                if self.outbox.acknowledged(message.n):
                     self._resend_s = RESEND_S
                 if message.resend:
-                    self._outbox.send_again()
+                    self.outbox.send_again()
             elif isinstance(message, Want):
                 for watch in self._ranks.values():
                     watch.want(message, now)
@@ -361,13 +381,13 @@ class Agent:
     def _send(self, now: float) -> None:
         if self._refused:
             return
-        if not self._outbox.empty and now - self._last_send > self._resend_s:
+        if not self.outbox.empty and now - self._last_send > self._resend_s:
             self._resend_s = min(2 * self._resend_s, LONGEST_RESEND_S)
-            self._outbox.send_again()
-        for number, data in self._outbox.due():
+            self.outbox.send_again()
+        for number, data in self.outbox.due():
             if not self._try_send(data):
                 break
-            self._outbox.sent(number)
+            self.outbox.sent(number)
             self._last_send = now
         if now - self._last_beat >= BEAT_S:
             self._last_beat = now
@@ -387,7 +407,7 @@ class Agent:
         clock = self._clock.best
         return Beat(
             states,
-            dict(self._outbox.pages_dropped),
+            dict(self.outbox.pages_dropped),
             time.time_ns(),
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
@@ -407,7 +427,7 @@ class Agent:
         if final is not None:
             self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
             return
-        more = self._outbox.unacknowledged() if self._spool.left_out else []
+        more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), self._name, more)
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None
