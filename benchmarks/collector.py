@@ -4,8 +4,8 @@
 
 Each rank sends N pages, R a second if the machine can. Then some ranks meet an overflow, one after another and each
 earlier in the training than the one before, so that the verdict moves each time: the time from the event to the
-verdict in the collector's log is measured. Then all ranks end, and the reports are made. The collector is the product's own
-process; its processor time and memory are those that the system has counted.
+verdict in the collector's log is measured. Then all ranks end, and the reports are made. The collector is the
+product's own process; its processor time and memory are those that the system has counted.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Collector:
             match = _VERDICT.match(line)
             if match is not None:
                 when = time.mktime(time.strptime(match[1][:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone
-                found.append((when + float(f"0{match[1][19:].rstrip('Z')}" or 0), int(match[2])))
+                found.append((when + float(f"0{match[1][19:].rstrip('Z')}"), int(match[2])))
         return found
 
 
@@ -242,7 +242,7 @@ def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, fo
         nodes.close()
         collector.end()
     figures.peak_rss = collector.peak_rss
-    said = dict((rank, when) for when, rank in reversed(collector.verdicts()))
+    said = {rank: when for when, rank in reversed(collector.verdicts())}
     took = sorted(said[rank] - when for when, rank in raised if rank in said)
     figures.latencies = len(took)
     if took:
@@ -275,8 +275,8 @@ def _run(command: list[str]) -> tuple[float, int]:
 def table(all_figures: list[Figures]) -> str:
     """Lines of a table in Markdown."""
     lines = [
-        "| ranks | pages/s | MB/s | collector CPU per page (ms) | cores at 1 page/s each | dropped | peak memory (MB) | "
-        "names (CPU s) | anomaly to verdict p50, p99 (s) | end to verdict (s; CPU s) | "
+        "| ranks | pages/s | MB/s | collector CPU per page (ms) | cores at 1 page/s each | dropped | "
+        "peak memory (MB) | names (CPU s) | anomaly to verdict p50, p99 (s) | end to verdict (s; CPU s) | "
         "report (s) | report --again (s; MB) | store (MB) | report.json (MB) |",
         "|" + "---|" * 14,
     ]
@@ -297,7 +297,9 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64", metavar="N,N", help="multiples of 8, from 8 to 8192 (8,64)")
     parser.add_argument("--pages", type=int, default=10, metavar="N", help="pages of each rank (10)")
     parser.add_argument("--rate", type=float, default=1.0, metavar="R", help="pages of a rank a second; 0: at once (1)")
-    parser.add_argument("--frames", type=int, default=1000, metavar="N", help="frames of a page, each with 3 rows (1000)")
+    parser.add_argument(
+        "--frames", type=int, default=1000, metavar="N", help="frames of a page, each with 3 rows (1000)"
+    )
     parser.add_argument("--anomalies", type=int, default=20, metavar="N", help="ranks that meet an overflow (20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for the store; removed afterwards")
@@ -305,7 +307,7 @@ def main() -> None:
     counts = [int(number) for number in options.ranks.split(",")]
     if any(count < 8 or count > 8192 or count % RANKS_PER_NODE for count in counts):
         sys.exit(f"--ranks: expected multiples of 8 from 8 to 8192, found {options.ranks}")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     done: list[Figures] = []
     for count in counts:

@@ -1,4 +1,4 @@
-"""Ranks without a training: what their recorders would hold was made beforehand. Everything after them is the product's.
+"""Ranks without a training: what their recorders would hold was made beforehand. All that comes after is the product's.
 
 A rank of this file stands where the node agent's `RankWatch` stands. It hands out the definitions of a model, a page
 of one batch after another, and an anomaly when it is asked for one.
@@ -13,9 +13,28 @@ from collections.abc import Callable, Iterator
 
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.records import Anomaly, Definition, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where, WorkerExit
+from gpuwatch.core.records import (
+    Anomaly,
+    Definition,
+    ModuleDef,
+    RootDef,
+    ScriptExit,
+    ShapeDef,
+    SlotDef,
+    Where,
+    WorkerExit,
+)
 from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
-from gpuwatch.core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Segment, Want
+from gpuwatch.core.wire.messages import (
+    AgentBody,
+    Beat,
+    Definitions,
+    EventMessage,
+    PageMessage,
+    RankState,
+    Segment,
+    Want,
+)
 
 FLOAT32 = Encoding.FLOAT32 << 8
 VARIANTS = 8
@@ -57,7 +76,9 @@ class Model:
             first = len(rows)
             for place, value in enumerate((weight, given, output)):
                 rows.append(
-                    layout.ROW.pack(3 * number + place, value, int(place == 0), DTYPE_CODES["float32"], RowKind.MEASURED, 0)
+                    layout.ROW.pack(
+                        3 * number + place, value, int(place == 0), DTYPE_CODES["float32"], RowKind.MEASURED, 0
+                    )
                 )
             parent, depth = (0, 1) if number else (layout.NOTHING, 0)
             index = len(frames)
@@ -86,7 +107,12 @@ def _cut(frames: list[bytes], rows: list[bytes], values: list[bytes]) -> Iterato
             shifted.append(layout.FRAME.pack(*fields))
         until = len(values) if at + each >= len(frames) else 1 + 2 * (at + len(some))
         yield Segment(
-            index, at, value_at, b"".join(shifted), b"".join(rows[3 * at : 3 * (at + len(some))]), b"".join(values[value_at:until])
+            index,
+            at,
+            value_at,
+            b"".join(shifted),
+            b"".join(rows[3 * at : 3 * (at + len(some))]),
+            b"".join(values[value_at:until]),
         )
         at, value_at, index = at + len(some), until, index + 1
 
@@ -125,7 +151,9 @@ class SimulatedRank:
         module = self._model.definitions[3 + self._model.bad_frame]
         assert isinstance(module, ModuleDef)
         index = self._model.bad_frame - 1
-        anomaly = Anomaly(where, index, module.name, module.cls, "forward", "output", "+inf", "float32", [8, 512], True, True, False)
+        anomaly = Anomaly(
+            where, index, module.name, module.cls, "forward", "output", "+inf", "float32", [8, 512], True, True, False
+        )
         self._due += [EventMessage(anomaly), self._model.page(self.rank, number, seq, bad=True)]
         self.pages += 1
         return where.time_ns
@@ -137,8 +165,17 @@ class SimulatedRank:
         """Where it is."""
         batch = self.pages - 1
         return RankState(
-            self.rank, self.local_rank, 0, 1, "finished" if final else "forward", batch, batch, batch,
-            world_size=self._world_size, hooks="attached", final=final,
+            self.rank,
+            self.local_rank,
+            0,
+            1,
+            "finished" if final else "forward",
+            batch,
+            batch,
+            batch,
+            world_size=self._world_size,
+            hooks="attached",
+            final=final,
         )
 
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
@@ -147,7 +184,12 @@ class SimulatedRank:
         batch = self.pages - 1
         where = Where(self.rank, 0, batch, batch, "Net", batch, batch, time.time_ns())
         exit_ = WorkerExit(where, 0, "itself", "finished")
-        return [*self.poll(now), EventMessage(ScriptExit(where, 0)), Beat([self.state(final=True)], {}), EventMessage(exit_)]
+        return [
+            *self.poll(now),
+            EventMessage(ScriptExit(where, 0)),
+            Beat([self.state(final=True)], {}),
+            EventMessage(exit_),
+        ]
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -14,7 +14,7 @@ from ..core.errors import GpuwatchError
 from ..core.wire.spool import agent_of, read_spool
 from .earlier import EarlierLife, earlier_lives
 from .exit_code import exit_code
-from .facts import fold
+from .fold import fold
 from .paths import RunPaths
 from .report.model import Report, build_report, to_json
 from .report.text import render_text

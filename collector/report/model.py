@@ -245,7 +245,7 @@ def _rank_report(
             state.rows_lost if state is not None else 0,
         ),
         attempt=rank.attempt,
-        traces=[page for _, page in sorted(rank.pages.items()) if page.batch in _traced(facts)],
+        traces=[page.whole() for _, page in sorted(rank.pages.items()) if page.batch in _traced(facts)],
         error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}
         if error is not None
         else None,

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.facts import fold
+from gpuwatch.collector.fold import fold
 from gpuwatch.core.records import Fault, NodeSignal, PreflightStage
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage, Segment
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 from gpuwatch.collector.exit_code import exit_code
-from gpuwatch.collector.facts import fold
+from gpuwatch.collector.fold import fold
 from gpuwatch.collector.paths import new_run
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.collector.run_protocol import RunProtocol
