@@ -119,6 +119,14 @@ class Collector:
         self._child.stdin.close()
         self._child.wait()
 
+    def await_verdict(self, rank: int) -> None:
+        """Until its log names the rank."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(named == rank for _, named in self.verdicts()):
+            if time.monotonic() > deadline:
+                sys.exit(f"the collector has named rank {rank} in no verdict within {PATIENCE_S:.0f} s")
+            time.sleep(0.02)
+
     def verdicts(self) -> list[tuple[float, int]]:
         """(time, rank) of the verdicts in its log."""
         found = []
@@ -228,12 +236,14 @@ def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, fo
 
         raised: list[tuple[float, int]] = []
         for number in range(min(anomalies, ranks)):
-            rank = nodes.ranks[number * (ranks // min(anomalies, ranks))]
-            raised.append((rank.overflow(1_000_000 - number) / 1e9, rank.rank))
+            bad = nodes.ranks[number * (ranks // min(anomalies, ranks))]
+            seq = 1_000_000 - number  # earlier in the training than the one before, whatever its batch
+            raised.append((bad.overflow(seq) / 1e9, bad.rank))
+            for rank in nodes.ranks:
+                if rank is not bad:
+                    rank.next_page(seq)
             nodes.settle()
-            if any(when for when, of in collector.verdicts() if of == rank.rank):
-                continue
-            time.sleep(0.1)
+            collector.await_verdict(bad.rank)
 
         began, cpu = time.monotonic(), collector.cpu_s()
         nodes.end()

@@ -11,8 +11,10 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
+import numpy
 from gpuwatch.core.frames import Phase, RowKind
-from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder import layout, tables
 from gpuwatch.core.records import (
     Anomaly,
     Definition,
@@ -61,6 +63,8 @@ class Model:
     def page(self, rank: int, number: int, seq: int, *, bad: bool = False) -> PageMessage:
         """Page `number` of a rank, whose batch and step have the same number."""
         segments = self._bad if bad else self._variants[(rank + number) % VARIANTS]
+        if seq:
+            segments = [_with_seq(segment, seq) for segment in segments]
         return PageMessage(rank, 0, number, 0, number, number, True, segments)
 
     def _segments(self, numbers: random.Random, bad: int) -> list[Segment]:
@@ -92,6 +96,13 @@ class Model:
             return layout.VALUE.pack(0, 0x7F80_0000, FLOAT32 | NonFinite.POSINF)
         (bits,) = struct.unpack("<I", struct.pack("<f", number))
         return layout.VALUE.pack(bits >> 1, bits, FLOAT32)
+
+
+def _with_seq(segment: Segment, seq: int) -> Segment:
+    """Its frames after so many collectives."""
+    frames = numpy.frombuffer(bytearray(segment.frames), tables.FRAMES)
+    frames["seq"] = seq
+    return msgspec.structs.replace(segment, frames=frames.tobytes())
 
 
 def _cut(frames: list[bytes], rows: list[bytes], values: list[bytes]) -> Iterator[Segment]:
@@ -139,9 +150,9 @@ class SimulatedRank:
         due, self._due = self._due, []
         return due
 
-    def next_page(self) -> None:
-        """A batch has ended."""
-        self._due.append(self._model.page(self.rank, self.pages, self.pages))
+    def next_page(self, seq: int = 0) -> None:
+        """A batch has ended, after `seq` collectives."""
+        self._due.append(self._model.page(self.rank, self.pages, seq))
         self.pages += 1
 
     def overflow(self, seq: int) -> int:

@@ -14,7 +14,7 @@ from ..core.errors import GpuwatchError
 from ..core.wire.spool import agent_of, read_spool
 from .earlier import EarlierLife, earlier_lives
 from .exit_code import exit_code
-from .fold import fold
+from .fold import Fold, fold
 from .paths import RunPaths
 from .report.model import Report, build_report, to_json
 from .report.text import render_text
@@ -33,17 +33,26 @@ def report_from_store(paths: RunPaths) -> Report:
         store.close()
 
 
-def build(store: RunStore, run_id: str, extra_counters: dict[str, int] | None = None) -> Report:
-    """The report of an open store."""
+def fold_store(store: RunStore) -> Fold:
+    """All that a store holds; its pages stay there."""
+    folded = Fold(store.page)
+    for agent, n, body in store.messages():
+        folded.add(agent, n, body)
+    return folded
+
+
+def build(store: RunStore, run_id: str, folded: Fold | None = None) -> Report:
+    """The report of an open store; `folded` holds what is in it, if that is in memory already."""
+    folded = folded if folded is not None else fold_store(store)
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
     max_frames = store.get("max_frames") or ""
     return build_report(
-        fold(store.messages(), _fact(store, "lost_agents", list[str], [])),
+        folded.facts(_fact(store, "lost_agents", list[str], [])),
         run_id=run_id,
         started=store.get("started"),
         ended=store.get("ended"),
         max_frames=int(max_frames) if re.fullmatch(r"[0-9]{1,6}", max_frames) else 21,
-        counters={**_fact(store, "counters", dict[str, int], {}), **(extra_counters or {}), **kept},
+        counters={**_fact(store, "counters", dict[str, int], {}), **kept},
         earlier=_fact(store, "earlier", list[EarlierLife], []),
     )
 

@@ -156,8 +156,12 @@ class Fold:
             if rank.anomalies:
                 continue
             for _, page in sorted(rank.pages.items()):
-                found = first_alarm(sorted(page.non_finite_frames, key=lambda frame: frame.index))
-                if found is not None:
+                if page.cleared_at == page.place_of_names:
+                    continue
+                found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index))
+                if found is None:
+                    page.cleared_at = page.place_of_names
+                else:
                     rank.anomalies = [anomaly_of(page.head, *found)]
                     self._inferred.add(key)
                     break

@@ -97,11 +97,12 @@ class KeptPage:
         "_names",
         "_root",
         "_shelf",
+        "_suspicious",
         "_weights_key",
         "attempt",
         "batch",
+        "cleared_at",
         "complete",
-        "non_finite",
         "num_frames",
         "number",
         "rank",
@@ -118,8 +119,7 @@ class KeptPage:
         self.step = message.step
         self.complete = message.complete
         self.num_frames = len(tables.frames)
-        self.non_finite = tables.non_finite
-        """Whether anything in it is nan or inf."""
+        self._suspicious: tuple[int, bool] = names.place, tables.suspicious(names.names)
         self._root = message.root
         self._first = tables.first_fields
         self._last_phase = tables.last_phase
@@ -128,6 +128,8 @@ class KeptPage:
         self._shelf = shelf
         self._key = next(shelf.keys)
         self._weights_key: tuple[int, bytes] | None = None
+        self.cleared_at = -1
+        """`place_of_names` when it was found to hold no alarm."""
 
     @property
     def root(self) -> str:
@@ -152,9 +154,13 @@ class KeptPage:
         return self._shelf.frames((self._key, self._names.place), lambda: self._tables.decode(self._names.names))
 
     @property
-    def non_finite_frames(self) -> list[Frame]:
-        """The frames in which something is nan or inf. Nothing else in a page can be an alarm."""
-        return self._tables.decode_non_finite(self._names.names) if self.non_finite else []
+    def suspicious_frames(self) -> list[Frame]:
+        """The frames in which more than an argument is nan or inf. Nothing else in a page can be an alarm."""
+        place, suspicious = self._suspicious
+        if suspicious and place != self._names.place:  # a slot that was not known then may be an argument's
+            suspicious = self._tables.suspicious(self._names.names)
+            self._suspicious = self._names.place, suspicious
+        return self._tables.decode_suspicious(self._names.names) if suspicious else []
 
     @property
     def lost_frames(self) -> int:

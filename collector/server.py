@@ -33,6 +33,8 @@ from ..core.wire.messages import (
 from ..core.wire.pipe import PreflightOver, StageLine
 from .exit_code import exit_code
 from .finish import build, stamp, write_report
+from .fold import Fold
+from .live_verdict import LiveVerdict
 from .paths import RunPaths
 from .report.model import Report
 from .report.stage_lines import StageLines
@@ -111,13 +113,18 @@ class Server:
         on_end: Callable[[float], None],
         end_fd: int | None,
         tell: Callable[[StageLine | PreflightOver], object] | None = None,
+        folded: Fold | None = None,
     ) -> Report:
         """Until the job is over; returns the report, which has been written and sent to every agent.
+
+        `folded` holds what a collector before this one has received.
 
         `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` is given the
         lines of the preflight while it runs.
         """
         self._tell = tell or (lambda line: None)
+        self._folded = folded if folded is not None else Fold(store.page)
+        self._verdict = LiveVerdict(self._folded, lambda line: print(line, file=sys.stderr))
         clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -137,6 +144,7 @@ class Server:
             self._count_failed_handshakes()
             for line in self._lines.due():
                 self._tell(line)
+            self._verdict.tick()
             if self._act(run_protocol.tick(now)):
                 return self._finish(paths, store, run_protocol)
 
@@ -149,6 +157,8 @@ class Server:
                         store.add(agent, message, data)
                     else:
                         store.beat(agent, data)
+                    self._folded.add(agent, message.n, message.body)
+                    self._verdict.hear(message.body)
                 else:
                     self._act([action])
 
@@ -200,7 +210,7 @@ class Server:
         store.set("counters", to_json(counters).decode())
         store.commit()
         made: Future[tuple[Report, Final]] = Future()
-        Thread(target=_make, args=(made, paths, store), name="gpuwatch-report").start()
+        Thread(target=_make, args=(made, paths, store, self._folded), name="gpuwatch-report").start()
         while not made.done():
             if self._socket.poll(TICK_MS):
                 for agent, message, _ in self._messages():
@@ -240,10 +250,10 @@ class Server:
         self._context.term()
 
 
-def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore) -> None:
+def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore, folded: Fold) -> None:
     """In a thread: build the report and write it; where the run's folder takes no file, beside the store."""
     try:
-        report = build(store, paths.run_id)
+        report = build(store, paths.run_id, folded)
         trouble = write_report(paths, report)
         if trouble and store.path.parent != paths.folder:
             paths = RunPaths(store.path.parent)

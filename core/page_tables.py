@@ -68,11 +68,6 @@ class PageTables:
         return int(self.frames["phase"][-1]) if len(self.frames) else -1
 
     @property
-    def non_finite(self) -> bool:
-        """Whether anything in it is nan or inf."""
-        return bool(self.flags.any())
-
-    @property
     def lost_frames(self) -> int:
         """Frames that were overwritten before they were read."""
         seen = numpy.unique(self.frames["index"])
@@ -94,10 +89,13 @@ class PageTables:
         """All frames, in their order in the page."""
         return self._decode(range(len(self.frames)), names)
 
-    def decode_non_finite(self, names: Names) -> list[Frame]:
-        """The frames with a row that is nan or inf."""
-        positions = self._positions()
-        bad = (positions >= 0) & (self.flags[positions] != 0) if len(self.flags) else numpy.zeros(len(positions), bool)
+    def suspicious(self, names: Names) -> bool:
+        """Whether anything but the arguments of calls is nan or inf. Nothing else can be an alarm."""
+        return bool(self.flags.any()) and bool(self._suspects(names).any())
+
+    def decode_suspicious(self, names: Names) -> list[Frame]:
+        """The frames with such a row."""
+        bad = self._suspects(names)
         starts, ends = self._bounds()
         sums = numpy.concatenate(([0], numpy.cumsum(bad)))
         return self._decode((int(place) for place in numpy.flatnonzero(sums[ends] > sums[starts])), names)
@@ -149,6 +147,15 @@ class PageTables:
         starts, ends = self._bounds()
         chosen = (sums[ends] > sums[starts]) & self._forward()
         return self._decode((int(place) for place in numpy.flatnonzero(chosen)), names)
+
+    def _suspects(self, names: Names) -> Any:
+        if not len(self.flags):
+            return numpy.zeros(len(self.rows), bool)
+        positions = self._positions()
+        found = numpy.flatnonzero((positions >= 0) & (self.flags[positions] != 0))
+        bad = numpy.zeros(len(self.rows), bool)
+        bad[found[~numpy.isin(self.rows["slot"][found], names.argument_slots)]] = True
+        return bad
 
     # -- inside -------------------------------------------------------------------------------------------------
 

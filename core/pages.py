@@ -29,7 +29,8 @@ class Names:
 
     def add(self, entries: Iterable[Definition]) -> None:
         """Add definitions. Their order does not matter, and neither do duplicates."""
-        self.__dict__.pop("weight_slots", None)
+        for cached in ("weight_slots", "argument_slots"):
+            self.__dict__.pop(cached, None)
         for entry in entries:
             if isinstance(entry, RootDef):
                 self.roots[entry.id] = entry if is_shown(entry.cls) else replace(entry, cls=shown_name(entry.cls))
@@ -46,6 +47,12 @@ class Names:
     def weight_slots(self) -> list[int]:
         """Numbers of the slots that are about a weight."""
         return [slot.id for slot in self.slots.values() if parse_role(slot.role).kind is RoleKind.WEIGHT]
+
+    @cached_property
+    def argument_slots(self) -> list[int]:
+        """Numbers of the slots that are about what a call was handed."""
+        kinds = (RoleKind.INPUT, RoleKind.BEFORE)
+        return [slot.id for slot in self.slots.values() if parse_role(slot.role).kind in kinds]
 
     def root_label(self, root_id: int) -> str:
         """The root's class; `Net#2` for the second root of class Net."""

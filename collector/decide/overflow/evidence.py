@@ -206,5 +206,5 @@ def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
 
 
 def _is_clean(page: KeptPage) -> bool:
-    frames = sorted(page.non_finite_frames, key=lambda frame: frame.index)
+    frames = sorted(page.suspicious_frames, key=lambda frame: frame.index)
     return page.num_frames > 0 and first_alarm(frames) is None and first_expected_gradient(frames) is None
