@@ -104,6 +104,7 @@ class KeptPage:
         "cleared_at",
         "complete",
         "num_frames",
+        "num_rows",
         "number",
         "rank",
         "step",
@@ -120,6 +121,7 @@ class KeptPage:
         self.complete = message.complete
         self.num_frames = len(tables.frames)
         self._suspicious: tuple[int, bool] = names.place, tables.suspicious(names.names)
+        self.num_rows = len(tables.rows)
         self._root = message.root
         self._first = tables.first_fields
         self._last_phase = tables.last_phase

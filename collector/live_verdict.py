@@ -17,23 +17,25 @@ from .decide.overflow.verdict import overflow_verdict
 from .fold import Fold
 
 LEAST_PAUSE_S = 0.05
-_SHARE = 0.1
+_SHARE = 0.2
 """So much of one processor it may take."""
 
 
 class LiveVerdict:
-    """`clock` is monotonic, in seconds; `say` is given the lines."""
+    """`say` is given the lines. `clock` is monotonic, `used` is processor time of this thread, `now` is the time."""
 
     def __init__(
         self,
         folded: Fold,
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.thread_time,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._folded = folded
         self._say = say
         self._clock = clock
+        self._used = used
         self._now = now
         self._any = False
         self._changed = False
@@ -49,9 +51,9 @@ class LiveVerdict:
 
     def tick(self) -> None:
         """Decide again, if there is something new and it is time."""
-        began = self._clock()
-        if not self._changed or began < self._due:
+        if not self._changed or self._clock() < self._due:
             return
+        before = self._used()
         self._changed = False
         try:
             verdict = overflow_verdict(self._folded.facts())
@@ -64,5 +66,4 @@ class LiveVerdict:
                 self._said = line
                 when = datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="milliseconds")
                 self._say(f"{when.removesuffix('+00:00')}Z {line}")
-        ended = self._clock()
-        self._due = ended + max(LEAST_PAUSE_S, (ended - began) / _SHARE)
+        self._due = self._clock() + max(LEAST_PAUSE_S, (self._used() - before) / _SHARE)

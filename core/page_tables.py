@@ -24,6 +24,8 @@ _MOST_BITS[Encoding.FLOAT64] = (1 << 63) - 1
 _MOST_BITS[Encoding.FLOAT32] = (1 << 32) - 1
 _MOST_BITS[[Encoding.FLOAT16, Encoding.BFLOAT16]] = (1 << 16) - 1
 
+_LAST_PHASE, _LAST_KIND = int(max(Phase)), int(max(RowKind))
+
 FrameFields = tuple[int, int, int, int, int, int, int, int, int]
 
 
@@ -38,9 +40,9 @@ class PageTables:
         self.rows = _joined([segment.rows for segment in segments], tables.ROWS)
         self.values = _joined([segment.values for segment in segments], tables.VALUES)
         self._segments = segments
-        if len(self.frames) and self.frames["phase"].max() > max(Phase):
+        if len(self.frames) and self.frames["phase"].max() > _LAST_PHASE:
             raise ValueError("a frame is of no known phase")
-        if len(self.rows) and self.rows["kind"].max() > max(RowKind):
+        if len(self.rows) and self.rows["kind"].max() > _LAST_KIND:
             raise ValueError("a row is of no known kind")
         self.flags = (self.values["meta"] & 0xFF).astype(numpy.uint8)
         most = _MOST_BITS[self.values["meta"] >> 8 & 0xFF]

@@ -215,6 +215,9 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
     left_out = len(others) - (len(columns) - 1)
     if left_out:
         console.print(Text(f"{left_out} more ranks in report.json"))
+    stored = [r for r in report.ranks if r.pages and not r.frames]
+    if stored:
+        console.print(Text(f"{len(stored)} more ranks in the run's store: gpuwatch report --rank N"))
 
 
 def _key(frame: Frame) -> tuple[str, str, str | int]:
@@ -249,3 +252,10 @@ def _traces(console: Console, rank: RankReport) -> None:
         console.print()
         console.print(Text(f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames", style="bold"))
         console.print(Text(frames_text(page.frames)), soft_wrap=True)
+    if rank.traces_left_out:
+        console.print(
+            Text(
+                f"{rank.traces_left_out} traced batches of rank {rank.rank} are in the run's store alone: "
+                f"gpuwatch report --rank {rank.rank}"
+            )
+        )
