@@ -40,6 +40,9 @@ STOP_AFTER_S = 5.0
 """How long the other nodes have to end by themselves, once the job cannot go on."""
 LINGER_S = 300.0
 """How long after the first goodbye the other nodes may go on: torchrun's own exit barrier."""
+PAGE_BYTES = 64 << 20
+"""Pages that may be on the way, of all agents together."""
+MOST_CREDIT = 8 << 20
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
 
@@ -144,6 +147,12 @@ class RunProtocol:
         if not believed or isinstance(message.body, Hello):  # what it said hello with stands
             return actions
         return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
+
+    @property
+    def credit(self) -> int:
+        """Bytes of pages that each agent may have on the way."""
+        speaking = sum(not node.gone for node in self.nodes.values())
+        return min(MOST_CREDIT, PAGE_BYTES // max(1, speaking))
 
     def answer_while_finishing(self, agent: str, message: AgentMessage) -> Ack:
         """To a beat, while the report is made: somebody is at work here."""

@@ -51,7 +51,8 @@ _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 _BATCH = 512
-"""Messages that are taken in one transaction of the store."""
+_BATCH_BYTES = 16 << 20
+"""So many messages, or so many bytes of them, are taken in one transaction of the store."""
 
 
 class _OnlyThisKey:
@@ -104,6 +105,7 @@ class Server:
         self.malformed = 0
         self.handshakes_failed = 0
         self._lines = StageLines()
+        self._credit = -1
 
     def run(
         self,
@@ -139,6 +141,7 @@ class Server:
                 on_end(now)
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
+            self._credit = run_protocol.credit
             if store.commit():  # an acknowledgement means: it is on the disk
                 self._act(run_protocol.committed())
             self._count_failed_handshakes()
@@ -164,11 +167,15 @@ class Server:
 
     def _messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
         """What has come, without what is malformed; a bounded number, so that the store is written in between."""
+        taken = 0
         for _ in range(_BATCH):
+            if taken > _BATCH_BYTES:
+                return
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            taken += sum(map(len, parts))
             if len(parts) != 2:
                 self.malformed += 1
                 continue
@@ -186,7 +193,7 @@ class Server:
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
         if isinstance(message, Ack):
-            message = structs.replace(message, time_ns=time.time_ns())
+            message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit)
         try:
             self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -362,7 +362,7 @@ class Agent:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                if self.outbox.acknowledged(message.n):
+                if self.outbox.acknowledged(message.n, message.credit):
                     self._resend_s = RESEND_S
                 if message.resend:
                     self.outbox.send_again()
