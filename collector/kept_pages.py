@@ -90,6 +90,7 @@ class KeptPage:
     """One page of one rank."""
 
     __slots__ = (
+        "_common",
         "_first",
         "_key",
         "_last_phase",
@@ -98,7 +99,6 @@ class KeptPage:
         "_root",
         "_shelf",
         "_suspicious",
-        "_weights_key",
         "attempt",
         "batch",
         "cleared_at",
@@ -129,7 +129,7 @@ class KeptPage:
         self._names = names
         self._shelf = shelf
         self._key = next(shelf.keys)
-        self._weights_key: tuple[int, bytes] | None = None
+        self._common: tuple[int, tuple[bytes, bytes, bytes]] | None = None
         self.cleared_at = -1
         """`place_of_names` when it was found to hold no alarm."""
 
@@ -185,17 +185,25 @@ class KeptPage:
         def make() -> frozenset[tuple[str, str]]:
             return frozenset((f.module, f.cls) for f in self.frames if f.phase == "forward" and f.module)
 
-        return self._shelf.in_common((self._names.place, "modules", _digest(self._tables.forward_modules())), make)
+        return self._shelf.in_common(("modules", self._names.place, self._in_common[0]), make)
 
     def calls_in_common(self, make: Callable[[], T]) -> T:
         """What follows from how its calls nest and issue collectives alone; made once for all pages alike."""
-        return self._shelf.in_common((self._names.place, "calls", _digest(self._tables.shape_of_calls())), make)
+        return self._shelf.in_common(("calls", self._names.place, self._in_common[1]), make)
 
     def weights(self) -> Weights:
         """As the first call of each module saw them."""
-        if self._weights_key is None or self._weights_key[0] != self._names.place:
-            self._weights_key = self._names.place, _digest(self._tables.weights(self._names.names))
-        return self._shelf.in_common(("weights", *self._weights_key), self._make_weights)
+        return self._shelf.in_common(("weights", self._names.place, self._in_common[2]), self._make_weights)
+
+    @property
+    def _in_common(self) -> tuple[bytes, bytes, bytes]:
+        """What pages with the same modules, the same nesting of calls, and the same weights have in common."""
+        if self._common is None or self._common[0] != self._names.place:
+            tables = self._tables
+            parts = tables.forward_modules(), tables.shape_of_calls(), tables.weights(self._names.names)
+            modules, calls, weights = map(_digest, parts)
+            self._common = self._names.place, (modules, calls, weights)
+        return self._common[1]
 
     def _make_weights(self) -> Weights:
         found: Weights = {}

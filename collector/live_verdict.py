@@ -16,9 +16,10 @@ from ..core.wire.messages import AgentBody, EventMessage, PageMessage
 from .decide.overflow.verdict import overflow_verdict
 from .fold import Fold
 
-LEAST_PAUSE_S = 0.05
 _SHARE = 0.2
-"""So much of one processor it may take."""
+"""So much of one processor it may take for pages."""
+_SHARE_OF_ANOMALIES = 0.5
+"""So much for ranks that have met something."""
 
 
 class LiveVerdict:
@@ -38,23 +39,24 @@ class LiveVerdict:
         self._used = used
         self._now = now
         self._any = False
-        self._changed = False
-        self._due = 0.0
+        self._changed = self._urgent = False
+        self._due = self._due_if_urgent = 0.0
         self._said = ""
 
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
         if isinstance(body, EventMessage) and isinstance(body.event, Anomaly):
-            self._any = self._changed = True
+            self._any = self._changed = self._urgent = True
         elif isinstance(body, PageMessage):
             self._changed = self._any
 
     def tick(self) -> None:
         """Decide again, if there is something new and it is time."""
-        if not self._changed or self._clock() < self._due:
+        due = self._due_if_urgent if self._urgent else self._due
+        if not self._changed or self._clock() < due:
             return
         before = self._used()
-        self._changed = False
+        self._changed = self._urgent = False
         try:
             verdict = overflow_verdict(self._folded.facts())
         except Exception as error:  # at the end it is met again, and told; here it must not end the collector
@@ -66,4 +68,5 @@ class LiveVerdict:
                 self._said = line
                 when = datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="milliseconds")
                 self._say(f"{when.removesuffix('+00:00')}Z {line}")
-        self._due = self._clock() + max(LEAST_PAUSE_S, (self._used() - before) / _SHARE)
+        took, now = self._used() - before, self._clock()
+        self._due, self._due_if_urgent = now + took / _SHARE, now + took / _SHARE_OF_ANOMALIES

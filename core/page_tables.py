@@ -138,14 +138,14 @@ class PageTables:
 
     def weights(self, names: Names) -> bytes:
         """Of two pages with the same names: equal if their forwards saw the same weights."""
-        chosen = self._rows_of(self._forward()) & numpy.isin(self.rows["slot"], names.weight_slots)
+        chosen = self._rows_of(self._forward()) & _is_one_of(self.rows["slot"], names.weight_slots)
         rows, positions = self.rows[chosen], self._positions()[chosen]
         rows["value"] = positions >= 0
         return self.forward_modules() + bytes(rows.tobytes()) + bytes(self.values[positions[positions >= 0]].tobytes())
 
     def forward_weights(self, names: Names) -> list[Frame]:
         """The frames of the forward that have a weight."""
-        sums = numpy.concatenate(([0], numpy.cumsum(numpy.isin(self.rows["slot"], names.weight_slots))))
+        sums = numpy.concatenate(([0], numpy.cumsum(_is_one_of(self.rows["slot"], names.weight_slots))))
         starts, ends = self._bounds()
         chosen = (sums[ends] > sums[starts]) & self._forward()
         return self._decode((int(place) for place in numpy.flatnonzero(chosen)), names)
@@ -156,7 +156,7 @@ class PageTables:
         positions = self._positions()
         found = numpy.flatnonzero((positions >= 0) & (self.flags[positions] != 0))
         bad = numpy.zeros(len(self.rows), bool)
-        bad[found[~numpy.isin(self.rows["slot"][found], names.argument_slots)]] = True
+        bad[found[~_is_one_of(self.rows["slot"][found], names.argument_slots)]] = True
         return bad
 
     # -- inside -------------------------------------------------------------------------------------------------
@@ -258,6 +258,11 @@ def whole(frame: Frame) -> Frame:
         frame.seq,
         frame.collectives,
     )
+
+
+def _is_one_of(slots: Any, chosen: bytes) -> Any:
+    """`chosen` has a byte for each number of a slot, and one behind them for what is unknown."""
+    return numpy.frombuffer(chosen, bool)[numpy.minimum(slots, len(chosen) - 1)]
 
 
 def _joined(parts: list[bytes], dtype: Any) -> Any:

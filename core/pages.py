@@ -18,6 +18,10 @@ from .wire.messages import PageMessage
 _PHASES = [phase.name.lower() for phase in Phase]
 
 
+_MOST_SLOTS = 1 << 20
+"""More than the log of a recorder can hold."""
+
+
 class Names:
     """The definitions of one rank in one attempt. Their names are safe to show (core/text/shown.py)."""
 
@@ -44,15 +48,21 @@ class Names:
                 self.shapes[entry.id] = entry
 
     @cached_property
-    def weight_slots(self) -> list[int]:
-        """Numbers of the slots that are about a weight."""
-        return [slot.id for slot in self.slots.values() if parse_role(slot.role).kind is RoleKind.WEIGHT]
+    def weight_slots(self) -> bytes:
+        """A byte for each number of a slot: 1 if it is about a weight; and a 0 behind them."""
+        return self._slots_of(RoleKind.WEIGHT)
 
     @cached_property
-    def argument_slots(self) -> list[int]:
-        """Numbers of the slots that are about what a call was handed."""
-        kinds = (RoleKind.INPUT, RoleKind.BEFORE)
-        return [slot.id for slot in self.slots.values() if parse_role(slot.role).kind in kinds]
+    def argument_slots(self) -> bytes:
+        """As above, of slots that are about what a call was handed."""
+        return self._slots_of(RoleKind.INPUT, RoleKind.BEFORE)
+
+    def _slots_of(self, *kinds: RoleKind) -> bytes:
+        found = bytearray(min(max(self.slots, default=-1) + 1, _MOST_SLOTS) + 1)
+        for number, slot in self.slots.items():
+            if 0 <= number < len(found) - 1:
+                found[number] = parse_role(slot.role).kind in kinds
+        return bytes(found)
 
     def root_label(self, root_id: int) -> str:
         """The root's class; `Net#2` for the second root of class Net."""
