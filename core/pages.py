@@ -49,16 +49,16 @@ class Names:
 
     @cached_property
     def weight_slots(self) -> bytes:
-        """A byte for each number of a slot: 1 if it is about a weight; and a 0 behind them."""
-        return self._slots_of(RoleKind.WEIGHT)
+        """A byte for each number of a slot: 1 if it is about a weight, or is not known; one for all others behind."""
+        return self._slots_of(RoleKind.WEIGHT, unknown=True)
 
     @cached_property
     def argument_slots(self) -> bytes:
-        """As above, of slots that are about what a call was handed."""
-        return self._slots_of(RoleKind.INPUT, RoleKind.BEFORE)
+        """A byte for each number of a slot: 1 if it is about what a call was handed; a 0 behind."""
+        return self._slots_of(RoleKind.INPUT, RoleKind.BEFORE, unknown=False)
 
-    def _slots_of(self, *kinds: RoleKind) -> bytes:
-        found = bytearray(min(max(self.slots, default=-1) + 1, _MOST_SLOTS) + 1)
+    def _slots_of(self, *kinds: RoleKind, unknown: bool) -> bytes:
+        found = bytearray([unknown]) * (min(max(self.slots, default=-1) + 1, _MOST_SLOTS) + 1)
         for number, slot in self.slots.items():
             if 0 <= number < len(found) - 1:
                 found[number] = parse_role(slot.role).kind in kinds

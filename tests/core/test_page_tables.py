@@ -70,7 +70,7 @@ def pages(draw):
 
 
 @given(pages())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_tables_say_what_the_decoded_page_says(message):
     page, tables = decode_page(message, NAMES), PageTables(message)
     assert [whole(frame) for frame in tables.decode(NAMES)] == page.frames
@@ -83,7 +83,7 @@ def test_tables_say_what_the_decoded_page_says(message):
 
 
 @given(pages(), pages())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_pages_with_equal_keys_have_equal_weights(left, right):
     mine, theirs = (PageTables(message).weights(NAMES) for message in (left, right))
     assert (PageTables(left).weights(NAMES) == mine) is True
