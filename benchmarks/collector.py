@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import re
 import resource
 import shutil
@@ -101,14 +100,14 @@ class Collector:
         self.address, self.run = bound.address, Path(bound.run_dir)
         self._process = psutil.Process(self._child.pid)
         self.peak_rss = 0
+        self._last = 0.0
 
     def cpu_s(self) -> float:
         """User and system time so far; notes its memory, too."""
         try:
             times = self._process.cpu_times()
-            status = Path(f"/proc/{self._child.pid}/status").read_text()
-            self.peak_rss = max(self.peak_rss, 1024 * int(status.partition("VmHWM:")[2].split()[0]))
-        except (psutil.Error, OSError, IndexError):
+            self.peak_rss = max(self.peak_rss, peak_memory(self._child.pid))
+        except psutil.Error:
             return self._last
         self._last = times.user + times.system
         return self._last
@@ -276,10 +275,21 @@ def _run(command: list[str]) -> tuple[float, int]:
     """(seconds, peak memory) of a command."""
     began = time.monotonic()
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        sys.exit(f"{' '.join(command)} ended with {os.waitstatus_to_exitcode(status)}")
-    return time.monotonic() - began, usage.ru_maxrss * 1024
+    most = 0
+    while child.poll() is None:  # what the system says at the end counts this process, too: it was a copy of it
+        most = max(most, peak_memory(child.pid))
+        time.sleep(0.005)
+    if child.returncode:
+        sys.exit(f"{' '.join(command)} ended with {child.returncode}")
+    return time.monotonic() - began, most
+
+
+def peak_memory(pid: int) -> int:
+    """The most memory that a process has had so far; 0 once it has ended."""
+    try:
+        return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+    except (OSError, IndexError):
+        return 0
 
 
 def table(all_figures: list[Figures]) -> str:

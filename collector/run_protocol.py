@@ -40,8 +40,8 @@ STOP_AFTER_S = 5.0
 """How long the other nodes have to end by themselves, once the job cannot go on."""
 LINGER_S = 300.0
 """How long after the first goodbye the other nodes may go on: torchrun's own exit barrier."""
-PAGE_BYTES = 64 << 20
-"""Pages that may be on the way, of all agents together."""
+ON_THE_WAY_BYTES = 64 << 20
+"""Definitions and pages that may be on the way, of all agents together."""
 MOST_CREDIT = 8 << 20
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
@@ -150,9 +150,9 @@ class RunProtocol:
 
     @property
     def credit(self) -> int:
-        """Bytes of pages that each agent may have on the way."""
+        """Bytes of definitions and pages that each agent may have on the way."""
         speaking = sum(not node.gone for node in self.nodes.values())
-        return min(MOST_CREDIT, PAGE_BYTES // max(1, speaking))
+        return min(MOST_CREDIT, ON_THE_WAY_BYTES // max(1, speaking))
 
     def answer_while_finishing(self, agent: str, message: AgentMessage) -> Ack:
         """To a beat, while the report is made: somebody is at work here."""

@@ -141,13 +141,13 @@ class Server:
                 on_end(now)
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
+            self._verdict.tick()
             self._credit = run_protocol.credit
             if store.commit():  # an acknowledgement means: it is on the disk
                 self._act(run_protocol.committed())
             self._count_failed_handshakes()
             for line in self._lines.due():
                 self._tell(line)
-            self._verdict.tick()
             if self._act(run_protocol.tick(now)):
                 return self._finish(paths, store, run_protocol)
 

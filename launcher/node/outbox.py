@@ -1,10 +1,10 @@
-"""What a node agent has to send: kept until the collector has it. Pages wait for credit, everything else does not.
+"""What a node agent has to send: kept until the collector has it. Names and pages wait for credit, nothing else does.
 
-    events, names  ---------------------------> numbered, sent, kept until they are acknowledged
-    pages          --> wait here, bounded ----> numbered when the collector has room for their bytes
+    events           -------------------------> numbered, sent, kept until they are acknowledged
+    names, then pages  --> wait here ---------> numbered when the collector has room for their bytes
 
-So a collector is never sent more pages than it has room for, and an event overtakes pages that wait. A page that waits
-too long is dropped, oldest first, and counted; the spool has it. What has a number is never dropped.
+So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Pages that wait take
+bounded memory: the oldest is dropped and counted, and the spool has it. Nothing else is ever dropped.
 
 No socket here: `due()` says what to send now, `acknowledged()` forgets it, `send_again()` starts over.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ...core.wire.messages import FIRST_CREDIT, AgentBody, Bye, PageMessage, encode_body, envelope
+from ...core.wire.messages import FIRST_CREDIT, AgentBody, Bye, Definitions, PageMessage, encode_body, envelope
 
 PAGE_BYTES = 64 << 20
 """Pages that wait for credit may take this much memory."""
@@ -24,13 +24,15 @@ class Outbox:
 
     def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
         self._page_limit = page_bytes
-        self._waiting: deque[tuple[bytes, int | None]] = deque()
-        """(body, rank) of pages; and the goodbye, which comes after all of them"""
-        self._waiting_bytes = 0
+        self._names: deque[bytes] = deque()
+        self._pages: deque[tuple[bytes, int]] = deque()
+        """(body, rank)"""
+        self._page_bytes = 0
+        self._bye: bytes | None = None
         self._credit = FIRST_CREDIT
         self._on_the_way = 0
         self._kept: dict[int, tuple[bytes, bool]] = {}
-        """By number, without a gap: body, and whether it is a page."""
+        """By number, without a gap: body, and whether it has taken credit."""
         self._next = 1
         self._spooled = 0
         self._sent = 0
@@ -42,39 +44,44 @@ class Outbox:
         """Keep a message. Returns it for the spool, which counts for itself."""
         data = encode_body(body)
         if isinstance(body, PageMessage):
-            self._waiting.append((data, body.rank))
-            self._waiting_bytes += len(data)
+            self._pages.append((data, body.rank))
+            self._page_bytes += len(data)
             self._drop_pages()
-        elif isinstance(body, Bye) and self._waiting:
-            self._waiting.append((data, None))
+        elif isinstance(body, Definitions):
+            self._names.append(data)
+        elif isinstance(body, Bye):  # after everything else
+            self._bye = data
         else:
-            self._number(data, is_page=False)
+            self._number(data)
         self._spooled += 1
         return envelope(self._spooled, self._spooled - 1, data)
 
-    def _number(self, data: bytes, *, is_page: bool) -> None:
-        self._kept[self._next] = data, is_page
+    def _number(self, data: bytes, *, on_credit: bool = False) -> None:
+        self._kept[self._next] = data, on_credit
         self._next += 1
+        self._on_the_way += len(data) if on_credit else 0
 
     def _drop_pages(self) -> None:
-        while self._waiting_bytes > self._page_limit and len(self._waiting) > 1:  # the newest is what is asked about
-            data, rank = self._waiting.popleft()
-            assert rank is not None
-            self._waiting_bytes -= len(data)
+        while self._page_bytes > self._page_limit and len(self._pages) > 1:  # the newest is what is asked about
+            data, rank = self._pages.popleft()
+            self._page_bytes -= len(data)
             self.pages_dropped[rank] = self.pages_dropped.get(rank, 0) + 1
 
     def _release(self) -> None:
-        """Number what there is credit for. One page is always let go, however big it is."""
-        while self._waiting:
-            data, rank = self._waiting[0]
-            is_page = rank is not None
-            if is_page and self._on_the_way and self._on_the_way + len(data) > self._credit:
-                return
-            self._waiting.popleft()
-            if is_page:
-                self._waiting_bytes -= len(data)
-                self._on_the_way += len(data)
-            self._number(data, is_page=is_page)
+        """Number what there is credit for: names first, as the pages are about them."""
+        while self._names and self._may_go(self._names[0]):
+            self._number(self._names.popleft(), on_credit=True)
+        while self._pages and not self._names and self._may_go(self._pages[0][0]):
+            data, _ = self._pages.popleft()
+            self._page_bytes -= len(data)
+            self._number(data, on_credit=True)
+        if self._bye is not None and not self._names and not self._pages:
+            self._number(self._bye)
+            self._bye = None
+
+    def _may_go(self, data: bytes) -> bool:
+        """One at a time may always, however big it is."""
+        return not self._on_the_way or self._on_the_way + len(data) <= self._credit
 
     def due(self) -> list[tuple[int, bytes]]:
         """(number, bytes) of what is to be sent now, in order."""
@@ -89,7 +96,7 @@ class Outbox:
         self._sent = max(self._sent, number)
 
     def acknowledged(self, number: int, credit: int = -1) -> bool:
-        """The collector has everything up to `number`, and room for so many bytes of pages; -1: it does not say.
+        """The collector has everything up to `number`, and room for so many bytes; -1: it does not say.
 
         Returns whether the number is news.
         """
@@ -98,9 +105,8 @@ class Outbox:
         number = min(number, self._next - 1)
         news = number > self._acknowledged
         for old in range(self._acknowledged + 1, number + 1):
-            data, is_page = self._kept.pop(old)
-            if is_page:
-                self._on_the_way -= len(data)
+            data, on_credit = self._kept.pop(old)
+            self._on_the_way -= len(data) if on_credit else 0
         self._acknowledged = max(self._acknowledged, number)
         self._sent = max(self._sent, self._acknowledged)
         return news
@@ -112,10 +118,10 @@ class Outbox:
     @property
     def empty(self) -> bool:
         """The collector has everything."""
-        return not self._kept and not self._waiting
+        return not (self._kept or self._names or self._pages or self._bye)
 
     def unacknowledged(self) -> list[bytes]:
         """For the spool, when the collector never came back."""
         numbered = [self._enveloped(number) for number in self._kept]
-        waiting = [envelope(number, number - 1, data) for number, (data, _) in enumerate(self._waiting, self._next)]
-        return [*numbered, *waiting]
+        waiting = [*self._names, *(data for data, _ in self._pages), *([self._bye] if self._bye is not None else [])]
+        return [*numbered, *(envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next))]

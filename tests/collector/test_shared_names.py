@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from gpuwatch.collector.kept_pages import RankNames
 from gpuwatch.collector.shared_names import START, SharedNames
 from gpuwatch.core.records import ModuleDef, RootDef, SlotDef
@@ -13,7 +15,7 @@ ENTRIES = [RootDef(0, "Net"), *(ModuleDef(n, 0, f"fc{n}", "Linear") for n in ran
 def test_how_definitions_are_cut_into_messages_does_not_matter(entries, cuts):
     shared, place = SharedNames(), START
     at = [0, *sorted(cut for cut in cuts if cut < len(entries)), len(entries)]
-    for first, last in zip(at, at[1:], strict=False):
+    for first, last in itertools.pairwise(at):
         place = shared.after(place, entries[first:last])
     assert place == shared.after(START, entries)
     names = shared.at(place)

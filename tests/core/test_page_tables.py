@@ -13,7 +13,7 @@ from gpuwatch.core.wire.messages import PageMessage, Segment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-ENCODINGS = {e: bits for e, bits in zip(Encoding, (63, 63, 32, 16, 16), strict=True)}
+ENCODINGS = dict(zip(Encoding, (63, 63, 32, 16, 16), strict=True))
 ROLES = ("weight", "input[0]", "output", "grad weight", "grad output", "before input[0]", "state step weight")
 NAMES = Names()
 NAMES.add([RootDef(0, "Net"), ShapeDef(0, (2, 3)), ShapeDef(1, (4,))])
