@@ -136,7 +136,8 @@ class RunProtocol:
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
             kept = [Keep(agent, message)] if believed and not isinstance(message.body, Leaving) else []
-            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo))]
+            received = node.received if echo else -1
+            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo, received=received))]
         if message.n <= node.received:
             if isinstance(message.body, Hello):  # it has not heard the welcome
                 actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))

@@ -190,6 +190,8 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """The collector's clock."""
     echo_ns: int = 0
     """`sent_ns` of the beat that this answers."""
+    received: int = -1
+    """To a beat: everything up to this number had come before it, stored or not. -1: not said."""
     credit: int = -1
     """So many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
 

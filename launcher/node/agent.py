@@ -68,12 +68,10 @@ from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
+from .resending import Resending
 
 TICK_S = 0.02
 BEAT_S = 0.5
-RESEND_S = 3.0
-LONGEST_RESEND_S = 60.0
-"""Twice as long each time, while nothing is acknowledged."""
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
 KEPT_ATTEMPTS = 2
@@ -117,9 +115,9 @@ class Agent:
         self._welcomed = False
         self._refused = False
         self._worst = ExitCode.CLEAN
-        self._began = self._heard = self._last_send = self._now
+        self._began = self._heard = self._now
         self._last_beat = self._last_waiting = 0.0
-        self._resend_s = RESEND_S
+        self._resending = Resending(self._now)
         self._told_unreachable = False
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context()
@@ -357,14 +355,15 @@ class Agent:
                 continue
             self._heard = now
             self._welcomed = True
+            self._resending.moved(now)
             if isinstance(message, Welcome):
                 if self._told_unreachable:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
                 if self.outbox.acknowledged(message.n, message.credit):
-                    self._resend_s = RESEND_S
-                if message.resend:
+                    self._resending.acknowledged(now)
+                if self._resending.is_lost(message.echo_ns, message.received, now) or message.resend:
                     self.outbox.send_again()
             elif isinstance(message, Want):
                 for watch in self._ranks.values():
@@ -381,18 +380,19 @@ class Agent:
     def _send(self, now: float) -> None:
         if self._refused:
             return
-        if not self.outbox.empty and now - self._last_send > self._resend_s:
-            self._resend_s = min(2 * self._resend_s, LONGEST_RESEND_S)
+        if not self.outbox.empty and self._resending.is_due(now):
             self.outbox.send_again()
         for number, data in self.outbox.due():
             if not self._try_send(data):
                 break
             self.outbox.sent(number)
-            self._last_send = now
+            self._resending.moved(now)
         if now - self._last_beat >= BEAT_S:
             self._last_beat = now
             states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
-            self._try_send(encode(AgentMessage(0, self._beat(states))))
+            beat = self._beat(states)
+            if self._try_send(encode(AgentMessage(0, beat))):
+                self._resending.beat(beat.sent_ns, self.outbox.last_sent)
         if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:
             self._told_unreachable = True
             self._tell(

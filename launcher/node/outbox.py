@@ -111,6 +111,11 @@ class Outbox:
         self._sent = max(self._sent, self._acknowledged)
         return news
 
+    @property
+    def last_sent(self) -> int:
+        """The highest number that is on its way, or has come."""
+        return self._sent
+
     def send_again(self) -> None:
         """Whatever is not acknowledged may have been lost on the way."""
         self._sent = self._acknowledged
