@@ -92,6 +92,8 @@ class Fold:
         elif isinstance(body, EventMessage):
             if isinstance(body.event, Anomaly):
                 self._forget_inferred((body.event.where.attempt, body.event.where.rank))
+            elif isinstance(body.event, PreflightResult):
+                self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
 
     def facts(self, lost_agents: Iterable[str] = ()) -> RunFacts:
@@ -104,7 +106,12 @@ class Fold:
         for node in facts.nodes.values():
             node.lost = node.agent in lost
             node.gpu_events.sort(key=lambda event: event.time_ns)
+        dropped: dict[int, int] = {}
+        for node in facts.nodes.values():
+            for number, pages in node.pages_dropped.items():
+                dropped[number] = max(dropped.get(number, 0), pages)
         for key, rank in facts.ranks.items():
+            rank.pages_dropped = dropped.get(rank.rank, 0)
             _sort(rank)
             self._diagnose(key, rank)
         return facts
@@ -254,9 +261,7 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
         if rank.state is None or _moved(state) >= _moved(rank.state):
             rank.state = state
     for number, dropped in beat.pages_dropped.items():
-        for (_, rank_number), rank in facts.ranks.items():
-            if rank_number == number:
-                rank.pages_dropped = max(rank.pages_dropped, dropped)
+        node.pages_dropped[number] = max(node.pages_dropped.get(number, 0), dropped)
 
 
 def _moved(state: RankState) -> tuple[int, ...]:
