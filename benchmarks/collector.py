@@ -66,8 +66,10 @@ class Figures:
     """From the end of the ranks to the verdict at the agents."""
     end_cpu_s: float = 0.0
     again_s: float = 0.0
+    again_cpu_s: float = 0.0
     again_rss: int = 0
     show_s: float = 0.0
+    show_cpu_s: float = 0.0
     store_bytes: int = 0
     report_bytes: int = 0
     verdict: str = ""
@@ -267,13 +269,13 @@ def read_again(run: Path, figures: Figures) -> None:
     figures.report_bytes = (run / "report.json").stat().st_size
     figures.store_bytes = (run / "run.sqlite").stat().st_size
     command = [sys.executable, "-m", "gpuwatch.cli.main", "report", str(run)]
-    figures.show_s, _ = _run(command)
-    figures.again_s, figures.again_rss = _run([*command, "--again"])
+    figures.show_s, figures.show_cpu_s, _ = _run(command)
+    figures.again_s, figures.again_cpu_s, figures.again_rss = _run([*command, "--again"])
 
 
-def _run(command: list[str]) -> tuple[float, int]:
-    """(seconds, peak memory) of a command."""
-    began = time.monotonic()
+def _run(command: list[str]) -> tuple[float, float, int]:
+    """(seconds, seconds of the processor, peak memory) of a command."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     most = 0
     while child.poll() is None:  # what the system says at the end counts this process, too: it was a copy of it
@@ -281,7 +283,8 @@ def _run(command: list[str]) -> tuple[float, int]:
         time.sleep(0.005)
     if child.returncode:
         sys.exit(f"{' '.join(command)} ended with {child.returncode}")
-    return time.monotonic() - began, most
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, most
 
 
 def peak_memory(pid: int) -> int:
@@ -297,7 +300,7 @@ def table(all_figures: list[Figures]) -> str:
     lines = [
         "| ranks | pages/s | MB/s | collector CPU per page (ms) | cores at 1 page/s each | dropped | "
         "peak memory (MB) | names (CPU s) | anomaly to verdict p50, p99 (s) | end to verdict (s; CPU s) | "
-        "report (s) | report --again (s; MB) | store (MB) | report.json (MB) |",
+        "report (s; CPU s) | report --again (s; CPU s; MB) | store (MB) | report.json (MB) |",
         "|" + "---|" * 14,
     ]
     for f in all_figures:
@@ -306,7 +309,8 @@ def table(all_figures: list[Figures]) -> str:
         lines.append(
             f"| {f.ranks} | {f.pages / f.seconds:.0f} | {f.bytes_sent / f.seconds / 1e6:.0f} | {per_page * 1e3:.2f} | "
             f"{per_page * f.ranks:.2f} | {f.dropped} | {f.peak_rss / 1e6:.0f} | {f.names_cpu_s:.1f} | {latency} | "
-            f"{f.end_s:.1f}; {f.end_cpu_s:.1f} | {f.show_s:.2f} | {f.again_s:.1f}; {f.again_rss / 1e6:.0f} | "
+            f"{f.end_s:.1f}; {f.end_cpu_s:.1f} | {f.show_s:.1f}; {f.show_cpu_s:.1f} | "
+            f"{f.again_s:.1f}; {f.again_cpu_s:.1f}; {f.again_rss / 1e6:.0f} | "
             f"{f.store_bytes / 1e6:.0f} | {f.report_bytes / 1e6:.2f} |"
         )
     return "\n".join(lines)

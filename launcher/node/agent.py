@@ -361,7 +361,7 @@ class Agent:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                if self.outbox.acknowledged(message.n, message.credit):
+                if self.outbox.acknowledged(message.n, message.credit, message.received):
                     self._resending.acknowledged(now)
                 if self._resending.is_lost(message.echo_ns, message.received, now) or message.resend:
                     self.outbox.send_again()

@@ -3,8 +3,9 @@
     events           -------------------------> numbered, sent, kept until they are acknowledged
     names, then pages  --> wait here ---------> numbered when the collector has room for their bytes
 
-So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Pages that wait take
-bounded memory: the oldest is dropped and counted, and the spool has it. Nothing else is ever dropped.
+So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Credit is free again
+when the collector has taken a message from its socket; the message is kept until it is stored. Pages take bounded
+memory: the oldest that waits is dropped and counted, and the spool has it. Nothing else is ever dropped.
 
 No socket here: `due()` says what to send now, `acknowledged()` forgets it, `send_again()` starts over.
 """
@@ -16,7 +17,7 @@ from collections import deque
 from ...core.wire.messages import FIRST_CREDIT, AgentBody, Bye, Definitions, PageMessage, encode_body, envelope
 
 PAGE_BYTES = 64 << 20
-"""Pages that wait for credit may take this much memory."""
+"""Pages that wait for credit may take this much memory; and so may those that were sent and are not stored."""
 
 
 class Outbox:
@@ -31,11 +32,14 @@ class Outbox:
         self._bye: bytes | None = None
         self._credit = FIRST_CREDIT
         self._on_the_way = 0
+        self._kept_bytes = 0
+        """Of what has taken credit and is not acknowledged."""
         self._kept: dict[int, tuple[bytes, bool]] = {}
         """By number, without a gap: body, and whether it has taken credit."""
         self._next = 1
         self._spooled = 0
         self._sent = 0
+        self._received = 0
         self._acknowledged = 0
         self.pages_dropped: dict[int, int] = {}
         """rank -> pages that were dropped"""
@@ -59,7 +63,9 @@ class Outbox:
     def _number(self, data: bytes, *, on_credit: bool = False) -> None:
         self._kept[self._next] = data, on_credit
         self._next += 1
-        self._on_the_way += len(data) if on_credit else 0
+        if on_credit:
+            self._on_the_way += len(data)
+            self._kept_bytes += len(data)
 
     def _drop_pages(self) -> None:
         while self._page_bytes > self._page_limit and len(self._pages) > 1:  # the newest is what is asked about
@@ -72,6 +78,8 @@ class Outbox:
         while self._names and self._may_go(self._names[0]):
             self._number(self._names.popleft(), on_credit=True)
         while self._pages and not self._names and self._may_go(self._pages[0][0]):
+            if self._kept_bytes > self._page_limit and self._bye is None:  # no disk takes them
+                break
             data, _ = self._pages.popleft()
             self._page_bytes -= len(data)
             self._number(data, on_credit=True)
@@ -95,21 +103,28 @@ class Outbox:
         """Everything up to `number` is on its way."""
         self._sent = max(self._sent, number)
 
-    def acknowledged(self, number: int, credit: int = -1) -> bool:
-        """The collector has everything up to `number`, and room for so many bytes; -1: it does not say.
+    def acknowledged(self, number: int, credit: int = -1, received: int = -1) -> bool:
+        """The collector has stored everything up to `number`, and has room for so many bytes; -1: it does not say.
 
-        Returns whether the number is news.
+        `received` is the number up to which it has everything, stored or not. Returns whether `number` is news.
         """
         if credit >= 0:
             self._credit = credit
         number = min(number, self._next - 1)
         news = number > self._acknowledged
+        self._free_credit(min(max(number, received), self._next - 1))
         for old in range(self._acknowledged + 1, number + 1):
             data, on_credit = self._kept.pop(old)
-            self._on_the_way -= len(data) if on_credit else 0
+            self._kept_bytes -= len(data) if on_credit else 0
         self._acknowledged = max(self._acknowledged, number)
         self._sent = max(self._sent, self._acknowledged)
         return news
+
+    def _free_credit(self, received: int) -> None:
+        for number in range(self._received + 1, received + 1):
+            data, on_credit = self._kept[number]
+            self._on_the_way -= len(data) if on_credit else 0
+        self._received = max(self._received, received)
 
     @property
     def last_sent(self) -> int:

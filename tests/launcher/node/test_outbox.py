@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpuwatch.collector.run_protocol import Keep, RunProtocol, Send
-from gpuwatch.core.records import NodeSignal
-from gpuwatch.core.wire.messages import Ack, Bye, EventMessage, Hello, PageMessage, Segment, decode_agent
+from gpuwatch.core.records import NodeSignal, RootDef
+from gpuwatch.core.wire.messages import Ack, Bye, Definitions, EventMessage, Hello, PageMessage, Segment, decode_agent
 from gpuwatch.launcher.node.outbox import Outbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,6 +173,32 @@ def test_without_credit_one_page_at_a_time_is_sent_however_big_it_is():
     assert bodies(outbox) == []
     outbox.acknowledged(1, 0)
     assert bodies(outbox) == [1]
+
+
+def test_what_has_come_and_cannot_be_stored_does_not_hold_up_the_rest():
+    """A collector whose disk is full takes what it can into its memory; the goodbye must reach it."""
+    outbox = Outbox(page_bytes=2500)
+    told: list[object] = []
+
+    def deliver() -> None:
+        for number, data in outbox.due():
+            told.append(decode_agent(data).body)
+            outbox.sent(number)
+        outbox.acknowledged(0, 0, outbox.last_sent)
+
+    for number in range(3):
+        outbox.put(Definitions(0, 0, [RootDef(number, "Net")]))
+    for number in range(8):
+        outbox.put(page(number))
+        deliver()
+    assert sum(outbox.pages_dropped.values()) > 0, "its memory is bounded"
+    outbox.put(Bye("ok"))
+    for _ in range(20):
+        deliver()
+    assert isinstance(told[-1], Bye)
+    kept = sum(isinstance(body, PageMessage) for body in told)
+    assert kept + sum(outbox.pages_dropped.values()) == 8
+    assert not outbox.empty, "nothing of it is stored"
 
 
 def test_the_goodbye_comes_after_all_pages():
