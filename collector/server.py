@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Thread
 
 import zmq
@@ -67,8 +68,14 @@ class _OnlyThisKey:
         if not allowed:
             self.refused += 1
             if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th ...: one who knocks for ever fills no disk
-                print(f"{utc(time.time())} refused a stranger with another key, {self.refused} so far", file=sys.stderr)
+                _log(f"{utc(time.time())} refused a stranger with another key, {self.refused} so far")
         return allowed
+
+
+def _log(line: str) -> None:
+    """A line in the collector's log, if the disk takes it."""
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class ReportFailed(Exception):
@@ -126,7 +133,7 @@ class Server:
         """
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else Fold(store.page)
-        self._verdict = LiveVerdict(self._folded, lambda line: print(line, file=sys.stderr))
+        self._verdict = LiveVerdict(self._folded, _log)
         clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
