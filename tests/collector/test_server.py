@@ -122,7 +122,8 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
     before = time.time_ns()
     agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=before))))
     answer = receive(agent)
-    assert (answer.n, answer.echo_ns) == (1, before)
+    assert (answer.n, answer.echo_ns, answer.received) == (1, before, 1)
+    assert answer.credit == running.protocol.credit > 0
     assert before <= answer.time_ns <= time.time_ns()
     say_goodbye(agent)
 
