@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.spool import SUFFIX
+
+if TYPE_CHECKING:
+    from ..collector.report.model import Report
 
 
 @click.command(name="report")
@@ -38,7 +43,7 @@ def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, a
     found = [find_run(run, Path(runs_dir)) for run in runs or (None,)]
     path = found[0]
     if merge or path.is_file():
-        report = merged_report(found)
+        report = merged_report(found, rank)
     else:
         paths = RunPaths(path)
         report = report_from_store(paths) if again else read_report(paths)
@@ -48,6 +53,9 @@ def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, a
                 click.echo(f"gpuwatch: {trouble}", err=True)
     if rank is not None and rank not in {entry.rank for entry in report.ranks}:
         raise UsageError(f"--rank: expected one of the ranks of this run (0 to {len(report.ranks) - 1}), found {rank}")
+    if rank is not None and not merge and not path.is_file() and _is_in_store(report, rank):
+        with suppress(GpuwatchError):  # without its store, what the report holds is shown
+            report = report_from_store(RunPaths(path), rank)
     if form == "json":
         sys.stdout.write(to_json(report).decode() + "\n")
         return 0
@@ -64,6 +72,12 @@ def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, a
         ) from error
     click.echo(text)
     return 0
+
+
+def _is_in_store(report: Report, rank: int) -> bool:
+    """Whether the store holds frames of a rank that the report has left out."""
+    entry = next(entry for entry in report.ranks if entry.rank == rank)
+    return entry.traces_left_out > 0 or (entry.pages > 0 and not entry.frames)
 
 
 def find_run(run: str | None, runs_dir: Path) -> Path:

@@ -15,7 +15,7 @@ import zmq
 from ..core.errors import GpuwatchError
 from ..core.exits import ExitCode
 from ..core.wire.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
-from .finish import open_store
+from .finish import fold_store, open_store
 from .paths import RunPaths, new_run
 from .run_protocol import RunProtocol
 from .server import ReportFailed, Server
@@ -83,6 +83,7 @@ def serve(server: Server, paths: RunPaths, store: RunStore, config: CollectorCon
             run_protocol.launch_gone,
             end_fd=0,
             tell=lambda line: write_line(sys.stdout.buffer, line),
+            folded=fold_store(store),
         )
     except ReportFailed:  # whoever starts it again would meet the same
         traceback.print_exc()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import zmq
 
+from .log import log
 from .report.timeline import utc
 
 
@@ -50,4 +50,4 @@ class Doorkeeper:
 def _log(what: str, times: int) -> None:
     """Each 1st, 2nd, 4th ... time: one who knocks for ever fills no disk."""
     if times & (times - 1) == 0:
-        print(f"{utc(time.time())} {what}, {times} so far", file=sys.stderr)
+        log(f"{utc(time.time())} {what}, {times} so far")

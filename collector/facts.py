@@ -1,13 +1,9 @@
-"""What is known of a run: a fold over its messages, in any order, with duplicates or gaps."""
+"""What is known of a run (fold.py makes it of messages)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ..core.frames import Page
-from ..core.judge import anomaly_of_page
-from ..core.pages import Names, decode_page
 from ..core.records import (
     Anomaly,
     Bandwidth,
@@ -26,25 +22,16 @@ from ..core.records import (
     ScriptError,
     ScriptExit,
     Warned,
-    Where,
     WorkerExit,
     Xid,
 )
 from ..core.wire.messages import (
-    AgentBody,
-    Beat,
     Bye,
-    Definitions,
-    EventMessage,
     Hello,
-    Leaving,
-    PageMessage,
     RankState,
-    node_of,
 )
-from .diagnose.diagnose import diagnose
 from .diagnose.local_diagnosis import LocalDiagnosis
-from .shown_body import shown_body
+from .kept_pages import KeptPage
 
 
 @dataclass
@@ -64,7 +51,7 @@ class RankFacts:
     inventory: Inventory | None = None
     script_exit: ScriptExit | None = None
     exit: WorkerExit | None = None
-    pages: dict[int, Page] = field(default_factory=dict)
+    pages: dict[int, KeptPage] = field(default_factory=dict)
     """By number; the fullest copy of each."""
     state: RankState | None = None
     pages_dropped: int = 0
@@ -75,7 +62,7 @@ class RankFacts:
     looks: list[RankLook] = field(default_factory=list)
     """Where it stood each time when all ranks were asked."""
     diagnosis: LocalDiagnosis | None = None
-    """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
+    """Where its first non-finite value came from; None if it had none."""
 
     @property
     def hidden_rows(self) -> int:
@@ -116,6 +103,8 @@ class NodeFacts:
     clock: tuple[int, int] | None = None
     """(by how much the collector's clock is ahead, round trip of the exchange that told), in nanoseconds."""
     gpu_events: list[Xid | GpuCounters | GpuHealth] = field(default_factory=list)
+    pages_dropped: dict[int, int] = field(default_factory=dict)
+    """rank -> pages that its agent had no room for"""
 
 
 @dataclass
@@ -125,6 +114,8 @@ class RunFacts:
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
     ranks: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
     undecodable_pages: int = 0
+    peers: dict[tuple[int, int, int], dict[int, KeptPage]] = field(default_factory=dict, compare=False, repr=False)
+    """By attempt, rank and page: the pages of the other ranks that are of the same point, once they were looked for."""
 
     @property
     def last_attempt(self) -> int:
@@ -151,160 +142,3 @@ class RunFacts:
         """The host of a rank; "" if unknown."""
         node = self.nodes.get(facts.agent)
         return node.hello.host if node is not None and node.hello is not None else ""
-
-
-def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = ()) -> RunFacts:
-    """Put messages together. `lost_agents` went silent, as the collector saw it."""
-    facts = RunFacts()
-    names: dict[tuple[int, int], Names] = {}
-    pages: list[tuple[str, PageMessage]] = []
-    for name, _, received in messages:
-        agent = node_of(name)
-        body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
-        node = facts.nodes.setdefault(agent, NodeFacts(agent))
-        if isinstance(body, Hello):
-            node.hello = body
-        elif isinstance(body, Bye):
-            node.bye = body
-        elif isinstance(body, Definitions):
-            names.setdefault((body.attempt, body.rank), Names()).add(body.entries)
-        elif isinstance(body, PageMessage):
-            pages.append((agent, body))
-        elif isinstance(body, Leaving):
-            continue
-        elif isinstance(body, Beat):
-            _take_beat(facts, node, body)
-        else:
-            _take_event(facts, agent, node, body)
-    for agent, message in pages:
-        _take_page(facts, agent, message, names)
-    _take_preflights_of_peers(facts)
-    for rank in facts.ranks.values():
-        if not rank.anomalies:  # it ended before it could look at what came back from its device
-            found = (anomaly_of_page(page) for _, page in sorted(rank.pages.items()))
-            rank.anomalies = [anomaly for anomaly in found if anomaly is not None][:1]
-    for agent in map(node_of, lost_agents):
-        if agent in facts.nodes:
-            facts.nodes[agent].lost = True
-    for node in facts.nodes.values():
-        node.gpu_events.sort(key=lambda event: event.time_ns)
-    for rank in facts.ranks.values():
-        rank.anomalies.sort(key=lambda anomaly: (anomaly.where.time_ns, anomaly.where.page, anomaly.frame))
-        rank.errors.sort(key=lambda error: error.where.time_ns)
-        rank.begun.sort(key=lambda began: began.where.time_ns)
-        rank.stages.sort(key=lambda stage: stage.where.time_ns)
-        rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
-        rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
-        rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
-        rank.diagnosis = diagnose(rank.anomalies, rank.pages)
-        rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
-        rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
-    return facts
-
-
-def _place(where: Where) -> tuple[int, int, int]:
-    return where.page, where.batch, where.seq
-
-
-def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
-    found = facts.ranks.setdefault((attempt, rank), RankFacts(rank, attempt))
-    found.agent = agent
-    return found
-
-
-def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
-    event = message.event
-    if isinstance(event, NodeSignal):
-        node.signal = event
-        return
-    if isinstance(event, Xid | GpuCounters | GpuHealth):
-        if event not in node.gpu_events:
-            node.gpu_events.append(event)
-        return
-    rank = _rank(facts, agent, event.where.attempt, event.where.rank)
-    lists: list[tuple[type, list]] = [  # type: ignore[type-arg]  # each list holds what its type says
-        (Anomaly, rank.anomalies),
-        (ScriptError, rank.errors),
-        (Fault, rank.faults),
-        (PreflightBegan, rank.begun),
-        (PreflightStage, rank.stages),
-        (Warned, rank.warned),
-        (ScalerSkip, rank.scaler_skips),
-        (Ignored, rank.ignored),
-        (Cost, rank.costs),
-        (RankLook, rank.looks),
-    ]
-    for kind, events in lists:
-        if isinstance(event, kind):
-            if event not in events:
-                events.append(event)
-            return
-    if isinstance(event, PreflightResult):
-        rank.preflight = event
-    elif isinstance(event, Inventory):
-        if rank.inventory is None or event.facts is not None:  # what runs without facts is told once more, with them
-            rank.inventory = event
-    elif isinstance(event, Bandwidth):
-        rank.bandwidth = event
-    elif isinstance(event, ScriptExit):
-        rank.script_exit = event
-    elif isinstance(event, WorkerExit):
-        rank.exit = event
-
-
-def _take_preflights_of_peers(facts: RunFacts) -> None:
-    """A rank that was stopped before it could write has told the others."""
-    tellers = [rank.preflight for _, rank in sorted(facts.ranks.items()) if rank.preflight is not None]
-    for teller in tellers:
-        for peer in teller.peers:
-            rank = facts.ranks.get((teller.where.attempt, peer.rank))
-            if rank is not None and rank.preflight is None:
-                where = Where(peer.rank, teller.where.attempt)
-                rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
-
-
-def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
-    if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:
-        clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
-        if node.clock is None or clock[1] <= node.clock[1]:
-            node.clock = clock
-    for state in beat.ranks:
-        rank = _rank(facts, node.agent, state.attempt, state.rank)
-        if rank.state is None or _moved(state) >= _moved(rank.state):
-            rank.state = state
-    for number, dropped in beat.pages_dropped.items():
-        for (_, rank_number), rank in facts.ranks.items():
-            if rank_number == number:
-                rank.pages_dropped = max(rank.pages_dropped, dropped)
-
-
-def _moved(state: RankState) -> tuple[int, ...]:
-    """Of two beats the later one, whichever came first: nothing in it runs backwards."""
-    return (
-        state.final,
-        state.step,
-        state.batch,
-        state.seq,
-        state.ignored,
-        state.scaler_skips,
-        state.warned,
-        state.batches_skipped,
-    )
-
-
-def _take_page(facts: RunFacts, agent: str, message: PageMessage, names: dict[tuple[int, int], Names]) -> None:
-    try:
-        page = decode_page(message, names.get((message.attempt, message.rank), Names()))
-    except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
-        facts.undecodable_pages += 1
-        return
-    rank = _rank(facts, agent, message.attempt, message.rank)
-    known = rank.pages.get(page.number)
-    if known is None or _fullness(page) > _fullness(known):
-        rank.pages[page.number] = page
-
-
-def _fullness(page: Page) -> tuple[int, bool, int]:
-    """Of two copies of a page the fuller one is kept, whichever came first."""
-    arrived = sum(row.kind == "measured" for frame in page.frames for row in frame.rows)
-    return len(page.frames), page.complete, arrived

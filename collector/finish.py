@@ -16,7 +16,7 @@ from ..core.errors import GpuwatchError
 from ..core.wire.spool import agent_of, read_spool
 from .earlier import EarlierLife, earlier_lives
 from .exit_code import exit_code
-from .facts import fold
+from .fold import Fold, fold
 from .paths import RunPaths
 from .report.model import Report, build_report, to_json
 from .report.text import render_text
@@ -26,27 +26,43 @@ from .store import RunStore, Stored
 T = TypeVar("T")
 
 
-def report_from_store(paths: RunPaths) -> Report:
-    """Make the report again. Raises GpuwatchError when there is no store to make it from."""
+def report_from_store(paths: RunPaths, rank: int | None = None) -> Report:
+    """Make the report again; `rank` is one whose frames are asked for.
+
+    Raises GpuwatchError when there is no store to make it from.
+    """
     store = RunStore(paths.store)
     try:
-        return build(store, paths.run_id)
+        return build(store, paths.run_id, rank=rank)
     finally:
         store.close()
 
 
-def build(store: RunStore, run_id: str, extra_counters: dict[str, int] | None = None) -> Report:
-    """The report of an open store."""
+def fold_store(store: RunStore) -> Fold:
+    """All that a store holds; its pages stay there."""
+    folded = Fold(store.page)
+    for agent, n, body in store.messages():
+        folded.add(agent, n, body)
+    return folded
+
+
+def build(store: RunStore, run_id: str, folded: Fold | None = None, rank: int | None = None) -> Report:
+    """The report of an open store; `folded` holds what is in it, if that is in memory already.
+
+    `rank` is one whose frames are asked for.
+    """
+    folded = folded if folded is not None else fold_store(store)
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
     max_frames = store.get("max_frames") or ""
     return build_report(
-        fold(store.messages(), _fact(store, "lost_agents", list[str], [])),
+        folded.facts(_fact(store, "lost_agents", list[str], [])),
         run_id=run_id,
         started=store.get("started"),
         ended=store.get("ended"),
         max_frames=int(max_frames) if re.fullmatch(r"[0-9]{1,6}", max_frames) else 21,
-        counters={**_fact(store, "counters", dict[str, int], {}), **(extra_counters or {}), **kept},
+        counters={**_fact(store, "counters", dict[str, int], {}), **kept},
         earlier=_fact(store, "earlier", list[EarlierLife], []),
+        rank=rank,
     )
 
 
@@ -58,7 +74,7 @@ def _fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
         return default
 
 
-def merged_report(paths: Sequence[Path]) -> Report:
+def merged_report(paths: Sequence[Path], rank: int | None = None) -> Report:
     """One report of spool files, of what their agents could not deliver, and of runs' folders. Raises GpuwatchError."""
     messages: list[Stored] = []
     folders = [path for path in paths if path.is_dir()]
@@ -74,7 +90,7 @@ def merged_report(paths: Sequence[Path]) -> Report:
             name = agent_of(spool, path)
             messages += ((name, message.n, message.body) for message in spool)
     run_id = folders[0].name if folders else paths[0].stem
-    return build_report(fold(messages), run_id=run_id, started=None, ended=None)
+    return build_report(fold(messages), run_id=run_id, started=None, ended=None, rank=rank)
 
 
 def write_report(paths: RunPaths, report: Report) -> str | None:

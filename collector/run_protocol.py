@@ -44,6 +44,9 @@ STOP_AFTER_S = 5.0
 """How long the other nodes have to end by themselves, once the job cannot go on."""
 LINGER_S = 300.0
 """How long after the first goodbye the other nodes may go on: torchrun's own exit barrier."""
+ON_THE_WAY_BYTES = 64 << 20
+"""Definitions and pages that may be on the way, of all agents together."""
+MOST_CREDIT = 8 << 20
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
 
@@ -152,7 +155,8 @@ class RunProtocol:
         if message.n == 0:
             echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
             kept = [Keep(agent, message)] if believed and not isinstance(message.body, Leaving) else []
-            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo))]
+            received = node.received if echo else -1
+            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo, received=received))]
         if message.n <= node.received:
             if isinstance(message.body, Hello):  # it has not heard the welcome
                 actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))
@@ -163,6 +167,12 @@ class RunProtocol:
         if not believed or isinstance(message.body, Hello):  # what it said hello with stands
             return actions
         return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
+
+    @property
+    def credit(self) -> int:
+        """Bytes of definitions and pages that each agent may have on the way."""
+        speaking = sum(not node.gone for node in self.nodes.values())
+        return min(MOST_CREDIT, ON_THE_WAY_BYTES // max(1, speaking))
 
     def answer_while_finishing(self, agent: str, message: AgentMessage) -> Ack:
         """To a beat, while the report is made: somebody is at work here."""

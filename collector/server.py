@@ -33,6 +33,9 @@ from ..core.wire.pipe import Notice, PreflightOver, StageLine
 from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .finish import build, stamp, write_where_there_is_room
+from .fold import Fold
+from .live_verdict import LiveVerdict
+from .log import log
 from .paths import RunPaths
 from .report.model import Report
 from .report.stage_lines import StageLines
@@ -48,7 +51,8 @@ _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 _BATCH = 512
-"""Messages that are taken in one transaction of the store."""
+_BATCH_BYTES = 16 << 20
+"""So many messages, or so many bytes of them, are taken in one transaction of the store."""
 
 
 class ReportFailed(Exception):
@@ -86,6 +90,7 @@ class Server:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.malformed = 0
         self._lines = StageLines()
+        self._credit = -1
 
     def run(
         self,
@@ -95,13 +100,18 @@ class Server:
         on_end: Callable[[float], None],
         end_fd: int | None,
         tell: Callable[[StageLine | PreflightOver | Notice], object] | None = None,
+        folded: Fold | None = None,
     ) -> Report:
         """Until the job is over; returns the report, which has been written and sent to every agent.
+
+        `folded` holds what a collector before this one has received.
 
         `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` is given the
         lines of the preflight while it runs, and sentences for the user.
         """
         self._tell = tell or (lambda line: None)
+        self._folded = folded if folded is not None else Fold(store.page)
+        self._verdict = LiveVerdict(self._folded, log)
         clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -116,6 +126,8 @@ class Server:
                 on_end(now)
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
+            self._verdict.tick()
+            self._credit = run_protocol.credit
             if store.commit():  # an acknowledgement means: it is on the disk
                 self._act(run_protocol.committed())
             self._count_failed_handshakes()
@@ -133,16 +145,22 @@ class Server:
                         store.add(agent, message, data)
                     else:
                         store.beat(agent, data)
+                    self._folded.add(agent, message.n, message.body)
+                    self._verdict.hear(message.body)
                 else:
                     self._act([action])
 
     def _messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
         """What has come, without what is malformed; a bounded number, so that the store is written in between."""
+        taken = 0
         for _ in range(_BATCH):
+            if taken > _BATCH_BYTES:
+                return
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            taken += sum(map(len, parts))
             if not self._doorkeeper.may_speak(parts[-1]):
                 continue
             if len(parts) != 2:
@@ -165,7 +183,7 @@ class Server:
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
         if isinstance(message, Ack):
-            message = structs.replace(message, time_ns=time.time_ns())
+            message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit)
         try:
             self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -191,7 +209,7 @@ class Server:
         store.set("counters", to_json(counters).decode())
         store.commit()
         made: Future[tuple[Report, Final]] = Future()
-        Thread(target=_make, args=(made, paths, store), name="gpuwatch-report").start()
+        Thread(target=_make, args=(made, paths, store, self._folded), name="gpuwatch-report").start()
         while not made.done():
             if self._socket.poll(TICK_MS):
                 for agent, message, _ in self._messages():
@@ -231,10 +249,10 @@ class Server:
         self._context.term()
 
 
-def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore) -> None:
+def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore, folded: Fold) -> None:
     """In a thread: build the report and write it."""
     try:
-        report = build(store, paths.run_id)
+        report = build(store, paths.run_id, folded)
         paths, trouble = write_where_there_is_room(paths, store, report)
         text = render_text(report)
         text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"

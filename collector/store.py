@@ -1,5 +1,8 @@
 """The run store: every message as it came, in one SQLite file, so that any later version can make the report again.
 
+Ranks of one role define the same modules: each definition is stored once, and a message of definitions as the numbers
+of its entries.
+
 What was added is durable once `commit` has said so, and is acknowledged only then. A disk that fills up costs the run
 nothing: what cannot be written stays in memory, `commit` tries again, and once more in another folder.
 """
@@ -12,10 +15,22 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..core.errors import GpuwatchError
-from ..core.wire.messages import AgentBody, AgentMessage, EventMessage, WireError, decode_agent
+import msgspec
 
-SCHEMA = 1
+from ..core.errors import GpuwatchError
+from ..core.records import Definition
+from ..core.wire.messages import (
+    AgentBody,
+    AgentMessage,
+    Definitions,
+    EventMessage,
+    PageMessage,
+    WireError,
+    decode_agent,
+)
+
+SCHEMA = 2
+"""2: definitions are stored once. A store of schema 1 is read all the same."""
 MEMORY_BYTES = 256 << 20
 """What cannot be written may take so much memory; beyond it pages are dropped and counted, oldest first."""
 _RETRY_S = 1.0
@@ -30,12 +45,28 @@ CREATE TABLE IF NOT EXISTS message (
     body BLOB NOT NULL,
     PRIMARY KEY (agent, n)
 ) STRICT;
+CREATE TABLE IF NOT EXISTS definition (id INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS beat (agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL) STRICT;
 """
 _ADD = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?)"
 _BEAT = "INSERT OR REPLACE INTO beat VALUES (?, ?, ?)"
+_DEFINE = "INSERT OR IGNORE INTO definition VALUES (?, ?)"
+_PAGE = "SELECT body FROM message WHERE agent = ? AND n = ? AND kind = 'page'"
 _SET = "INSERT OR REPLACE INTO run VALUES (?, ?)"
 _Row = tuple[str, int, int, str, bytes]
+
+_NAMES = "names"
+"""The kind of a message of definitions that is stored by their numbers."""
+
+
+class _StoredNames(msgspec.Struct, frozen=True, array_like=True):
+    """A message of definitions. `runs` are (number of the first entry, how many)."""
+
+    rank: int
+    attempt: int
+    after: int
+    runs: list[tuple[int, int]]
+
 
 Stored = tuple[str, int, AgentBody]
 """agent, number, body"""
@@ -68,11 +99,19 @@ class RunStore:
         self._unsynced = False
         self._failed = False
         self._tried_at = 0.0
+        self._numbers: dict[Definition, int] = {}
+        """Of every definition in the file, and of those that are to be written with the next commit."""
+        self._next_number = 0
+        self._new_definitions: list[tuple[int, bytes]] = []
         self._older: list[sqlite3.Connection] = []
         """Stores that could not be written any more; what they hold is still read."""
         if not create and not path.exists():
             raise GpuwatchError(f"expected a run store, found no file {path}")
         self._db = self._open_either() if create else self._open(path, False)
+        if create:
+            known = _definitions(self._db)
+            self._numbers = {entry: number for number, entry in known.items()}
+            self._next_number = max(known, default=-1) + 1
 
     def _open_either(self) -> sqlite3.Connection:
         """The file in the run's folder, or in the other one; in both, if a collector before this one had to move."""
@@ -137,11 +176,28 @@ class RunStore:
         if key in self._new:
             return
         kind = str(message.body.__struct_config__.tag)
+        if isinstance(message.body, Definitions):
+            kind, data = _NAMES, self._by_number(message, message.body)
         self._new[key] = (agent, message.n, time.time_ns(), kind, data)
         self._new_bytes += len(data)
         self._unsynced |= isinstance(message.body, EventMessage)
         if self._new_bytes > MEMORY_BYTES:
             self._drop_pages()
+
+    def _by_number(self, message: AgentMessage, body: Definitions) -> bytes:
+        """The message with the numbers of its entries. Entries that are new are written with the next commit."""
+        runs: list[tuple[int, int]] = []
+        for entry in body.entries:
+            number = self._numbers.get(entry)
+            if number is None:
+                number = self._numbers[entry] = self._next_number
+                self._next_number += 1
+                self._new_definitions.append((number, msgspec.msgpack.encode(entry)))
+            if runs and number == sum(runs[-1]):
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((number, 1))
+        return msgspec.msgpack.encode(_StoredNames(body.rank, body.attempt, message.after, runs))
 
     def _drop_pages(self) -> None:
         for key, row in list(self._new.items()):
@@ -176,6 +232,7 @@ class RunStore:
             self._failed = False
             self._new.clear()
             self._new_bytes = 0
+            self._new_definitions.clear()
             self._new_beats.clear()
             self._facts.clear()
             self._unsynced = False
@@ -190,6 +247,7 @@ class RunStore:
             self._db.execute(f"PRAGMA synchronous={'FULL' if self._unsynced else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(_SET, list(self._facts.items()))
+            self._db.executemany(_DEFINE, self._new_definitions)
             self._db.executemany(_ADD, list(self._new.values()))
             self._db.executemany(_BEAT, list(self._new_beats.values()))
             self._db.execute("COMMIT")
@@ -213,6 +271,7 @@ class RunStore:
             for key, value in older.execute("SELECT key, value FROM run").fetchall():
                 self._facts.setdefault(key, value)
         self._older.append(older)
+        self._new_definitions = [(number, msgspec.msgpack.encode(entry)) for entry, number in self._numbers.items()]
         return True
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -231,21 +290,38 @@ class RunStore:
     def messages(self) -> Iterator[Stored]:
         """Everything that was received, by agent and number, beats last. What cannot be read is left out."""
         seen: set[tuple[str, int]] = set()
-        sources = [_rows(db, "SELECT agent, n, body FROM message ORDER BY agent, n") for db in (*self._older, self._db)]
-        sources.append((agent, n, data) for (agent, n), (_, _, _, _, data) in sorted(self._new.items()))
-        for source in sources:
-            for agent, n, data in source:
+        query = "SELECT agent, n, body, kind FROM message ORDER BY agent, n"
+        sources = [(_definitions(db), _rows(db, query)) for db in (*self._older, self._db)]
+        new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data) in sorted(self._new.items()))
+        sources.append(({number: entry for entry, number in self._numbers.items()}, new))
+        for definitions, source in sources:
+            for agent, n, data, kind in source:
                 if (agent, n) not in seen:
                     seen.add((agent, n))
-                    with suppress(WireError):
-                        yield agent, n, decode_agent(data).body
+                    body = _body(data, kind, definitions)
+                    if body is not None:
+                        yield agent, n, body
         beats: dict[str, bytes] = {}
         for db in (*self._older, self._db):
-            beats.update((agent, data) for agent, _, data in _rows(db, "SELECT agent, 0, body FROM beat"))
+            beats.update((agent, data) for agent, _, data, _ in _rows(db, "SELECT agent, 0, body, 'beat' FROM beat"))
         beats.update((agent, data) for agent, _, data in self._new_beats.values())
         for agent, data in sorted(beats.items()):
             with suppress(WireError):
                 yield agent, 0, decode_agent(data).body
+
+    def page(self, agent: str, n: int) -> PageMessage | None:
+        """One page again; None if it was dropped, or cannot be read."""
+        new = self._new.get((agent, n))
+        found = [new[4]] if new is not None else []
+        for db in (self._db, *self._older) if not found else ():
+            with suppress(sqlite3.Error):
+                found += [row[0] for row in db.execute(_PAGE, (agent, n))]
+        for data in found:
+            with suppress(WireError):
+                body = decode_agent(data).body
+                if isinstance(body, PageMessage):
+                    return body
+        return None
 
     def close(self) -> None:
         """Write what is left, if that can be, and close the file."""
@@ -255,12 +331,42 @@ class RunStore:
             db.close()
 
 
-def _rows(db: sqlite3.Connection, query: str) -> Iterator[tuple[str, int, bytes]]:
+def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> AgentBody | None:
+    """A message as it was sent; None if it cannot be read."""
+    try:
+        if kind != _NAMES:
+            return decode_agent(data).body
+        names = msgspec.msgpack.decode(data, type=_StoredNames)
+    except (WireError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    entries: list[Definition] = []
+    for first, count in names.runs:
+        if len(entries) > len(definitions):  # damaged
+            break
+        entries += [
+            definitions[number]
+            for number in range(first, first + min(count, len(definitions)))
+            if number in definitions
+        ]
+    return Definitions(names.rank, names.attempt, entries)
+
+
+def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:
+    """By number, as far as they can be read; {} for a store of schema 1."""
+    found: dict[int, Definition] = {}
+    with suppress(sqlite3.Error):
+        for number, body in db.execute("SELECT id, body FROM definition"):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, TypeError):
+                found[number] = msgspec.msgpack.decode(body, type=Definition)
+    return found
+
+
+def _rows(db: sqlite3.Connection, query: str) -> Iterator[tuple[str, int, bytes, str]]:
     """Rows of a table as far as they can be read: behind a damaged page of the file there may be none."""
     try:
-        for agent, n, data in db.execute(query):
+        for agent, n, data, kind in db.execute(query):
             if isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes):
-                yield agent, n, data
+                yield agent, n, data, str(kind)
     except (sqlite3.Error, UnicodeDecodeError):
         return
 

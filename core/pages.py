@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cached_property
 
 from msgspec.structs import replace
 
 from .frames import Frame, Page, Phase, Row, RowKind
 from .recorder import layout
 from .records import Definition, ModuleDef, RootDef, ShapeDef, SlotDef
+from .roles import RoleKind, parse_role
 from .text.shown import is_shown, shown_name
 from .values import DTYPE_NAMES, PENDING, NonFinite, Value, headroom
 from .wire.messages import PageMessage
+
+_PHASES = [phase.name.lower() for phase in Phase]
+
+
+_MOST_SLOTS = 1 << 20
+"""More than the log of a recorder can hold."""
 
 
 class Names:
@@ -25,6 +33,8 @@ class Names:
 
     def add(self, entries: Iterable[Definition]) -> None:
         """Add definitions. Their order does not matter, and neither do duplicates."""
+        for cached in ("weight_slots", "argument_slots"):
+            self.__dict__.pop(cached, None)
         for entry in entries:
             if isinstance(entry, RootDef):
                 self.roots[entry.id] = entry if is_shown(entry.cls) else replace(entry, cls=shown_name(entry.cls))
@@ -36,6 +46,23 @@ class Names:
                 self.slots[entry.id] = entry if is_shown(entry.role) else replace(entry, role=shown_name(entry.role))
             else:
                 self.shapes[entry.id] = entry
+
+    @cached_property
+    def weight_slots(self) -> bytes:
+        """A byte for each number of a slot: 1 if it is about a weight, or is not known; one for all others behind."""
+        return self._slots_of(RoleKind.WEIGHT, unknown=True)
+
+    @cached_property
+    def argument_slots(self) -> bytes:
+        """A byte for each number of a slot: 1 if it is about what a call was handed; a 0 behind."""
+        return self._slots_of(RoleKind.INPUT, RoleKind.BEFORE, unknown=False)
+
+    def _slots_of(self, *kinds: RoleKind, unknown: bool) -> bytes:
+        found = bytearray([unknown]) * (min(max(self.slots, default=-1) + 1, _MOST_SLOTS) + 1)
+        for number, slot in self.slots.items():
+            if 0 <= number < len(found) - 1:
+                found[number] = parse_role(slot.role).kind in kinds
+        return bytes(found)
 
     def root_label(self, root_id: int) -> str:
         """The root's class; `Net#2` for the second root of class Net."""
@@ -91,8 +118,8 @@ def decode_frame(
         index=index,
         module=module.name if module else f"<module {module_id}>",
         cls=module.cls if module else "?",
-        phase=Phase(phase).name.lower(),
-        rows=[_decode_row(row, value_at, names) for row in rows],
+        phase=_PHASES[phase],
+        rows=[decode_row(row, value_at, names) for row in rows],
         depth=depth,
         parent=None if parent_id == layout.NOTHING else parent.name if parent else f"<module {parent_id}>",
         seq=seq,
@@ -100,7 +127,8 @@ def decode_frame(
     )
 
 
-def _decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: Names) -> Row:
+def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: Names) -> Row:
+    """One row of a frame."""
     slot_id, value_index, shape_id, dtype, kind, mark = row
     slot = names.slots.get(slot_id)
     shape = names.shapes.get(shape_id)

@@ -6,9 +6,13 @@ import signal
 
 from ...core.frames import module_text
 from ...core.records import ScriptError, WorkerExit
+from ...core.text.ranks_text import ranks_text as text_of_many
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts import NodeFacts, RankFacts, RunFacts
 from .verdict_model import Cascade, SeenIn
+
+_MOST_NAMED = 16
+"""So many ranks are named one by one."""
 
 
 def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascade]:
@@ -94,7 +98,9 @@ def seen_in(diagnosis: LocalDiagnosis) -> SeenIn | None:
 
 
 def ranks_text(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 1 and 2`."""
+    """`rank 3`, or `ranks 0, 1 and 2`; of many ranks `ranks 0-41, 43-1023`."""
+    if len(ranks) > _MOST_NAMED:
+        return text_of_many(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...core.frames import Frame, Page
+from ...core.frames import Frame
+from ...core.page_tables import whole
 from ..decide.overflow.replicas import page_of
 from ..decide.overflow.same_point import page_at_same_point
 from ..decide.verdict_model import Verdict
 from ..facts import RankFacts, RunFacts
+from ..kept_pages import KeptPage
 
 
 class Target(NamedTuple):
     """What the shown frames of all ranks are compared with."""
 
     rank: RankFacts
-    page: Page
+    page: KeptPage
     frame: Frame | None
     """The frame that the verdict is about; None if it is about none."""
 
@@ -53,7 +55,7 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max
 
     A rank without a page of the same point shows the last frames that it has.
     """
-    page: Page | None = None
+    page: KeptPage | None = None
     if target is not None:
         page = target.page if rank is target.rank else page_at_same_point(target.rank, target.page, rank)
     comparable = page is not None
@@ -69,10 +71,10 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max
     if verdict.kind == "overflow":
         last = _last(rank, page, verdict, target if comparable else None)
         end = next((n + 1 for n, frame in enumerate(frames) if frame.index == last), end)
-    return Shown(frames[max(0, end - max_frames) : end], comparable)
+    return Shown([whole(frame) for frame in frames[max(0, end - max_frames) : end]], comparable)
 
 
-def _last(rank: RankFacts, page: Page, verdict: Verdict, target: Target | None) -> int | None:
+def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: Target | None) -> int | None:
     """Index of the frame to end with: of the rank's own diagnosis, else the target's counterpart.
 
     What a rank only received from others, as a gradient after an all-reduce, is no place of its own to end with.

@@ -19,9 +19,10 @@ from ..decide.words import seen_in, unfinished_stage
 from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
 from .attempts import AttemptReport, other_attempts
-from .frame_selection import Target, frames_to_show, target_of
+from .frame_selection import Shown, frames_to_show, target_of
 from .notices import cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
+from .ranks_to_show import ranks_to_show, traces_to_show
 from .stacks import stack_of
 from .timeline import TimelineEntry, timeline_of
 
@@ -113,6 +114,11 @@ class RankReport(msgspec.Struct, frozen=True):
     """Where its main thread stood when all ranks were asked because one had stalled, innermost call first."""
     frames_comparable: bool = False
     """Whether `frames` are of the same step and collectives as those of the verdict's rank."""
+    pages: int = 0
+    """Batches of it that are in the store. `frames` is empty for most ranks of a large job; for those of one rank:
+    `gpuwatch report --rank N`."""
+    traces_left_out: int = 0
+    """Traced batches that are in the store alone."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -155,12 +161,25 @@ def build_report(
     max_frames: int = 21,
     counters: dict[str, int] | None = None,
     earlier: list[EarlierLife] | None = None,
+    rank: int | None = None,
 ) -> Report:
-    """Make the report of a run."""
+    """Make the report of a run. `rank` is one whose frames it is to hold in any case."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
     target = target_of(facts, verdict)
-    ranks = [_rank_report(facts, rank, verdict, target, max_frames) for rank in facts.of_attempt(attempt)]
+    all_ranks = facts.of_attempt(attempt)
+    shown = ranks_to_show(facts, all_ranks, verdict, target, rank)
+    traces = traces_to_show(facts, all_ranks, shown, rank)
+    held = {each.rank for each in shown}
+    ranks = [
+        _rank_report(
+            facts,
+            each,
+            frames_to_show(each, verdict, target, max_frames) if each.rank in held else Shown([], False),
+            *traces.get(each.rank, ([], 0)),
+        )
+        for each in all_ranks
+    ]
     return Report(
         schema=SCHEMA,
         run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
@@ -205,10 +224,9 @@ def _run_info(
 
 
 def _rank_report(
-    facts: RunFacts, rank: RankFacts, verdict: Verdict, target: Target | None, max_frames: int
+    facts: RunFacts, rank: RankFacts, shown: Shown, traces: list[Page], traces_left_out: int
 ) -> RankReport:
     diagnosis = rank.diagnosis
-    shown = frames_to_show(rank, verdict, target, max_frames)
     state, exit_ = rank.state, rank.exit
     where = exit_.where if exit_ is not None else None
     error = rank.errors[0] if rank.errors else None
@@ -248,7 +266,7 @@ def _rank_report(
             state.rows_lost if state is not None else 0,
         ),
         attempt=rank.attempt,
-        traces=[page for _, page in sorted(rank.pages.items()) if page.batch in _traced(facts)],
+        traces=traces,
         error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}
         if error is not None
         else None,
@@ -264,11 +282,9 @@ def _rank_report(
         gpu=gpu_of(facts, rank),
         stack=stack_of(rank),
         frames_comparable=shown.comparable,
+        pages=len(rank.pages),
+        traces_left_out=traces_left_out,
     )
-
-
-def _traced(facts: RunFacts) -> set[int]:
-    return {batch for node in facts.nodes.values() if node.hello is not None for batch in node.hello.trace_batches}
 
 
 def _state(rank: RankFacts) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,7 @@ from .stacks import stacks_text
 
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow", "unknown": "bold yellow"}
 _MAX_COLUMNS = 8
+_MAX_TABLE_ROWS = 64
 _MAX_MATRIX_ROWS = 12
 _MAX_CASCADE = 8
 _MAX_ATTEMPTS = 8
@@ -141,7 +143,8 @@ def _ranks(console: Console, report: Report) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"):
         table.add_column(title, overflow="fold")
-    for rank in report.ranks:
+    rows = _ranks_of_table(report)
+    for rank in rows:
         lost = rank.lost.pages + rank.lost.messages + rank.lost.frames + rank.lost.rows
         exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
         table.add_row(
@@ -156,6 +159,22 @@ def _ranks(console: Console, report: Report) -> None:
             style="bold" if rank.rank == report.verdict.rank else None,
         )
     console.print(table)
+    if len(rows) < len(report.ranks):
+        states = Counter(rank.state for rank in report.ranks)
+        text = ", ".join(f"{number} {state}" for state, number in states.most_common(_MAX_COLUMNS))
+        console.print(Text(f"{len(rows)} of {len(report.ranks)} ranks ({text}); all are in report.json"))
+
+
+def _ranks_of_table(report: Report) -> list[RankReport]:
+    """All ranks of a small job. Of a large one those that met something, that differ, or whose frames are there."""
+    if len(report.ranks) <= _MAX_TABLE_ROWS:
+        return report.ranks
+    common = Counter(rank.state for rank in report.ranks).most_common(1)[0][0]
+    named = [rank for rank in report.ranks if rank.rank == report.verdict.rank]
+    met = [rank for rank in report.ranks if rank.first_anomaly is not None or rank.frames]
+    differ = [rank for rank in report.ranks if rank.state != common or rank.error is not None]
+    chosen = list({rank.rank: rank for rank in [*named, *met, *differ, *report.ranks[:1]]}.values())
+    return sorted(chosen[:_MAX_TABLE_ROWS], key=lambda rank: rank.rank)
 
 
 def _first(first: FirstAnomaly | None) -> str:
@@ -243,6 +262,9 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
     left_out = len(others) - (len(columns) - 1)
     if left_out:
         console.print(Text(f"{left_out} more ranks in report.json"))
+    stored = [r for r in report.ranks if r.pages and not r.frames]
+    if stored:
+        console.print(Text(f"{len(stored)} more ranks in the run's store: gpuwatch report --rank N"))
 
 
 def _key(frame: Frame) -> tuple[str, str, str | int]:
@@ -277,3 +299,10 @@ def _traces(console: Console, rank: RankReport) -> None:
         console.print()
         console.print(Text(f"Rank {rank.rank}, batch {page.batch} of {page.root}, traced: all frames", style="bold"))
         console.print(Text(frames_text(page.frames)), soft_wrap=True)
+    if rank.traces_left_out:
+        console.print(
+            Text(
+                f"{rank.traces_left_out} traced batches of rank {rank.rank} are in the run's store alone: "
+                f"gpuwatch report --rank {rank.rank}"
+            )
+        )

@@ -1,8 +1,9 @@
 """The wire between a node agent (DEALER) and the collector (ROUTER): msgpack structs, never pickle.
 
 An agent numbers its messages. The collector acknowledges the highest number up to which it has everything.
-What must not be lost (hello, events, definitions, bye) is kept by the agent until then. Pages may be dropped under
-pressure, oldest first; how many is in every beat. Beats are not numbered: the next one replaces a lost one.
+What must not be lost (hello, events, definitions, bye) is kept by the agent until then. Definitions and pages are sent
+when there is credit: every acknowledgement says how many bytes of them may be on the way. Pages that wait may be
+dropped, oldest first; how many is in every beat. Beats are not numbered: the next one replaces a lost one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from .scheduler_job import SchedulerJob
 
 SCHEMA = 1
 MAX_MESSAGE_BYTES = 32 << 20
+FIRST_CREDIT = 256 << 10
+"""Bytes of definitions and pages that an agent may send before the collector has said how many."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -210,6 +213,10 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """The collector's clock."""
     echo_ns: int = 0
     """`sent_ns` of the beat that this answers."""
+    received: int = -1
+    """To a beat: everything up to this number had come before it, stored or not. -1: not said."""
+    credit: int = -1
+    """So many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):

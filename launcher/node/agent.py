@@ -72,13 +72,11 @@ from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
+from .resending import Resending
 from .stall_watch import StallWatch
 
 TICK_S = 0.05
 BEAT_S = 0.5
-RESEND_S = 3.0
-LONGEST_RESEND_S = 60.0
-"""Twice as long each time, while nothing is acknowledged."""
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
 NEVER_CAME_S = 15.0
@@ -96,18 +94,26 @@ class Forgotten(Exception):
 class Agent:
     """The agent of one node. `now` is monotonic time in seconds."""
 
-    def __init__(self, config: AgentConfig, to_launch: IO[bytes]) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        to_launch: IO[bytes],
+        *,
+        gpus: GpuWatch | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        """`gpus` and `context` are made here unless they are given: many agents of one process share a context."""
         self._config = config
         self._to_launch = to_launch
         self._folder = Path(config.recorder_dir)
         self._name = config.agent or uuid.uuid4().hex
         self._id = f"{self._name}.{config.life}"
-        self._outbox = Outbox()
+        self.outbox = Outbox()
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
         self._time = OwnClock()
         self._now = self._time.now()
-        self._gpus = GpuWatch(self._now)
+        self._gpus = gpus if gpus is not None else GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         self._ends_told: set[tuple[int, int]] = set()
@@ -119,11 +125,12 @@ class Agent:
         self._welcomed = False
         self._refused = False
         self._worst = ExitCode.CLEAN
-        self._began = self._heard = self._last_send = self._now
+        self._began = self._heard = self._now
         self._last_beat = self._last_waiting = 0.0
-        self._resend_s = RESEND_S
+        self._resending = Resending(self._now)
         self._told_unreachable = False
-        self._context = zmq.Context()
+        self._own_context = context is None
+        self._context = context if context is not None else zmq.Context()
         self._socket = self._connect()
         self._put(
             Hello(
@@ -196,35 +203,45 @@ class Agent:
         if self._gpus.fd is not None:
             poller.register(self._gpus.fd, zmq.POLLIN)
         try:
-            while not self._finished(self._now):
+            while not self.finished(self._now):
                 ready = dict(poller.poll(int(TICK_S * 1000)))
                 now = self._now = self._time.now()
                 if launch.fd in ready:
                     for line in launch.lines():
-                        self._hear_launch(line, now)
+                        self.hear_launch(line, now)
                     if launch.closed:
                         poller.unregister(launch.fd)
                         self._launch_closed(now)
-                if self._socket in ready:
-                    self._hear_collector(now)
-                self._poll_ranks(now)
                 self._poll_gpus(poller, ready, now)
-                self._say_goodbye(now)
-                self._send(now)
-                self._say_waiting(now)
+                self.turn(now)
             self._conclude()
         finally:
-            for watch in self._ranks.values():
-                watch.close()
-            self._gpus.close(KILLED_S)
-            self._spool.close()
-            self._socket.close(linger=1000)
-            self._context.term()
+            self.close()
             if self._launch_gone:
                 keep_rescued(self._folder)
                 remove_scratch(self._folder)
 
-    def _finished(self, now: float) -> bool:
+    def turn(self, now: float) -> None:
+        """Hear the collector, read the ranks, and send what is due."""
+        self._now = now
+        self._hear_collector(now)
+        self._poll_ranks(now)
+        self._say_goodbye(now)
+        self._send(now)
+        self._say_waiting(now)
+
+    def close(self) -> None:
+        """Let go of the recorders, the child and the socket."""
+        for watch in self._ranks.values():
+            watch.close()
+        self._gpus.close(KILLED_S)
+        self._spool.close()
+        self._socket.close(linger=1000)
+        if self._own_context:
+            self._context.term()
+
+    def finished(self, now: float) -> bool:
+        """Whether the verdict is there, or nobody is left to give one."""
         if self._done is None:
             return False
         if self._final is not None or self._refused:
@@ -239,7 +256,8 @@ class Agent:
 
     # -- the launch ---------------------------------------------------------------------------------------------
 
-    def _hear_launch(self, line: bytes, now: float) -> None:
+    def hear_launch(self, line: bytes, now: float) -> None:
+        """A line of the launch's pipe."""
         message = read_to_agent(line)
         if isinstance(message, WorkersStarted):
             self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
@@ -331,7 +349,7 @@ class Agent:
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):
             self._note(body)
-        self._spool.append(self._outbox.put(body), is_page=isinstance(body, PageMessage))
+        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage))
 
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
@@ -363,18 +381,19 @@ class Agent:
                 continue
             self._heard = now
             self._welcomed = True
+            self._resending.moved(now)
             if isinstance(message, Welcome):
                 self._tell(Welcomed(message.run_id))
                 if self._told_unreachable:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
-                if self._outbox.acknowledged(message.n):
-                    self._resend_s = RESEND_S
-                if message.resend and self._outbox.is_forgotten(message.n):
+                if self.outbox.acknowledged(message.n, message.credit, message.received):
+                    self._resending.acknowledged(now)
+                if message.resend and self.outbox.is_forgotten(message.n):
                     self._start_over()
-                elif message.resend:
-                    self._outbox.send_again()
+                elif message.resend or self._resending.is_lost(message.echo_ns, message.received, now):
+                    self.outbox.send_again()
             elif isinstance(message, Want):
                 for watch in self._ranks.values():
                     watch.want(message, now)
@@ -397,18 +416,19 @@ class Agent:
     def _send(self, now: float) -> None:
         if self._refused:
             return
-        if not self._outbox.empty and now - self._last_send > self._resend_s:
-            self._resend_s = min(2 * self._resend_s, LONGEST_RESEND_S)
-            self._outbox.send_again()
-        for number, data in self._outbox.due():
+        if not self.outbox.empty and self._resending.is_due(now):
+            self.outbox.send_again()
+        for number, data in self.outbox.due():
             if not self._try_send(data):
                 break
-            self._outbox.sent(number)
-            self._last_send = now
+            self.outbox.sent(number)
+            self._resending.moved(now)
         if now - self._last_beat >= BEAT_S:
             self._last_beat = now
             states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
-            self._try_send(encode(AgentMessage(0, self._beat(states))))
+            beat = self._beat(states)
+            if self._try_send(encode(AgentMessage(0, beat))):
+                self._resending.beat(beat.sent_ns, self.outbox.last_sent)
         if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:
             self._told_unreachable = True
             self._tell(
@@ -423,7 +443,7 @@ class Agent:
         clock = self._clock.best
         return Beat(
             states,
-            dict(self._outbox.pages_dropped),
+            dict(self.outbox.pages_dropped),
             time.time_ns(),
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
@@ -443,7 +463,7 @@ class Agent:
         if final is not None:
             self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
             return
-        more = self._outbox.unacknowledged() if self._spool.left_out else []
+        more = self.outbox.unacknowledged() if self._spool.left_out else []
         spool = keep_spools(self._spools(), Path(self._config.spool_dir), self._name, more)
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None

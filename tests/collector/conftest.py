@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from gpuwatch.collector.kept_pages import KeptPage, RankNames, Shelf
 from gpuwatch.core.frames import Mark, Phase, RowKind
 from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
 from gpuwatch.core.pages import Names, decode_page
@@ -223,6 +224,13 @@ class Batch:
         names = Names()
         names.add(self._definitions)
         return decode_page(self.page_message(), names)
+
+    def kept(self) -> KeptPage:
+        """The page as the collector keeps it."""
+        message, shelf = self.page_message(), Shelf()
+        names = RankNames(shelf.names)
+        names.add("a0", self._definitions)
+        return KeptPage(message, lambda: message, names, shelf)
 
     def definitions(self) -> Definitions:
         return Definitions(self.rank, self.attempt, list(self._definitions))

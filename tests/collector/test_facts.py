@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.facts import fold
-from gpuwatch.core.records import Fault, NodeSignal, PreflightStage
+from gpuwatch.collector.fold import Fold, fold
+from gpuwatch.core.records import Fault, NodeSignal, PeerOutcome, PreflightResult, PreflightStage
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage, Segment
 
 
@@ -96,6 +96,39 @@ def test_a_page_of_hostile_bytes_is_counted_and_the_rest_stays(batch):
     facts = facts_of(*batch.messages(), *pages)
     assert facts.undecodable_pages >= 3
     assert 0 in facts.ranks[0, 1].pages
+
+
+def test_pages_that_were_dropped_are_counted_whichever_beat_comes_first(make):
+    beats = [make.Beat([make.state(0)], {}), make.Beat([], {0: 2, 1: 1}), make.Beat([], {0: 5})]
+    for order in (beats, beats[::-1]):
+        assert facts_of(*order).ranks[0, 0].pages_dropped == 5
+
+
+def test_facts_that_were_asked_for_on_the_way_are_the_same_in_the_end(batch, make):
+    """What is told by peers, and what is seen in pages alone, gives way to what comes later."""
+    other = make.Batch(rank=0)
+    other.call("fc", "Linear", given=[other.tensor()], returned=[other.tensor(make.INF)])
+    peer = PeerOutcome(1, "failed", "store", "told by rank 0")
+    bodies = [
+        make.hello(),
+        other.page_message(),
+        EventMessage(PreflightResult(make.where(0), "victim", peers=[peer])),
+        other.definitions(),
+        *batch.messages(),
+        EventMessage(other.anomaly),
+        EventMessage(PreflightResult(make.where(1), "failed", "bandwidth", "its own words")),
+        *make.finished(0),
+    ]
+    live = Fold()
+    for n, body in enumerate(bodies, 1):
+        live.add("a0", n, body)
+        live.facts()
+    live.facts(["a0"])
+    wanted = facts_of(*bodies)
+    for key, rank in wanted.ranks.items():
+        assert vars(live.facts().ranks[key]) == vars(rank)
+    assert vars(live.facts().nodes["a0"]) == vars(wanted.nodes["a0"])
+    assert facts_of(*bodies).ranks[0, 1].preflight.detail == "its own words"
 
 
 def test_an_agent_that_went_silent_is_lost(make):

@@ -9,7 +9,9 @@ from gpuwatch.collector.run_protocol import (
     ABANDONED_S,
     GONE_S,
     LINGER_S,
+    MOST_CREDIT,
     NOBODY_S,
+    ON_THE_WAY_BYTES,
     SILENT_S,
     STOP_AFTER_S,
     Finish,
@@ -227,6 +229,24 @@ def test_a_beat_is_kept_and_answered_with_what_there_is(two):
     two.run_protocol.committed()
     beat = AgentMessage(0, Beat([], {}))
     assert two.run_protocol.hear("a0", beat, 0) == [Keep("a0", beat), Send("a0", Ack(2))]
+
+
+def test_an_answer_to_a_beat_says_what_had_come_before_it_stored_or_not(two):
+    two.say("a0", event())
+    assert two.run_protocol.hear("a0", AgentMessage(0, Beat([], {}, sent_ns=7)), 0)[-1] == Send(
+        "a0", Ack(0, echo_ns=7, received=2)
+    )
+
+
+def test_agents_share_the_room_for_what_is_on_the_way(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    assert run_protocol.credit == MOST_CREDIT
+    for number in range(128):
+        agent = f"a{number}"
+        run_protocol.hear(agent, AgentMessage(1, make.hello(agent, nproc=8, nodes=128)), 0)
+    assert run_protocol.credit == ON_THE_WAY_BYTES // 128
+    run_protocol.hear("a0", AgentMessage(2, Bye("ok"), 1), 0)
+    assert run_protocol.credit == ON_THE_WAY_BYTES // 127
 
 
 # -- wanting the batch from all -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 from gpuwatch.collector.exit_code import exit_code
-from gpuwatch.collector.facts import fold
+from gpuwatch.collector.fold import fold
 from gpuwatch.collector.paths import new_run
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.collector.report.text import render_text
@@ -126,7 +126,8 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
     before = time.time_ns()
     agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=before))))
     answer = receive(agent)
-    assert (answer.n, answer.echo_ns) == (1, before)
+    assert (answer.n, answer.echo_ns, answer.received) == (1, before, 1)
+    assert answer.credit == running.protocol.credit > 0
     assert before <= answer.time_ns <= time.time_ns()
     say_goodbye(agent)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpuwatch.collector.facts import fold
+from gpuwatch.collector.fold import fold
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text

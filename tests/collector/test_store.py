@@ -11,8 +11,8 @@ from gpuwatch.collector.paths import RunPaths
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.store import SCHEMA, RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.records import NodeSignal
-from gpuwatch.core.wire.messages import AgentMessage, Beat, Bye, EventMessage, PageMessage, Segment, encode
+from gpuwatch.core.records import ModuleDef, NodeSignal, RootDef, ShapeDef
+from gpuwatch.core.wire.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, PageMessage, Segment, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -189,6 +189,70 @@ def test_a_number_beyond_sqlites_does_no_harm(store, n):
     """It passes the decoder: msgpack has unsigned integers of 64 bits."""
     add(store, "a", AgentMessage(n, Bye("ok")))
     assert [body for _, _, body in store.messages()] in ([], [Bye("ok")])
+
+
+NET = [RootDef(0, "Net"), ShapeDef(0, (2, 3)), *(ModuleDef(n, 0, f"encoder.layers.{n}", "Linear") for n in range(500))]
+
+
+def of_rank(rank: int, entries=NET, n: int = 1) -> AgentMessage:
+    return AgentMessage(n, Definitions(rank, 0, entries), n - 1)
+
+
+def test_definitions_of_ranks_that_run_the_same_model_are_stored_once(tmp_path):
+    sizes = []
+    for ranks in (1, 64):
+        made = RunStore(tmp_path / f"{ranks}.sqlite", create=True)
+        for rank in range(ranks):
+            add(made, f"a{rank}", of_rank(rank))
+        made.close()
+        sizes.append(made.path.stat().st_size)
+        again = RunStore(made.path)
+        assert [body for _, _, body in again.messages()] == [
+            of_rank(rank).body for rank in sorted(range(ranks), key=lambda rank: f"a{rank}")
+        ]
+        again.close()
+    assert sizes[1] - sizes[0] < 63 * 200, "a few numbers for each rank"
+
+
+def test_definitions_are_read_before_they_are_written_and_by_the_collector_that_goes_on(store):
+    add(store, "a", of_rank(0, NET[:10]))
+    assert [body for _, _, body in store.messages()] == [of_rank(0, NET[:10]).body]
+    store.commit()
+    other = RunStore(store.path, create=True)
+    add(other, "a", of_rank(0, NET[5:20], n=2))
+    other.commit()
+    assert [body.entries for _, _, body in other.messages()] == [NET[:10], NET[5:20]]
+    other.close()
+
+
+def test_a_store_of_schema_1_is_read(tmp_path):
+    path = tmp_path / "run.sqlite"
+    db = sqlite3.connect(path)
+    db.executescript(
+        "CREATE TABLE run (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;"
+        "INSERT INTO run VALUES ('schema', '1');"
+        "CREATE TABLE message (agent TEXT NOT NULL, n INTEGER NOT NULL, received_ns INTEGER NOT NULL,"
+        " kind TEXT NOT NULL, body BLOB NOT NULL, PRIMARY KEY (agent, n)) STRICT;"
+        "CREATE TABLE beat (agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL) STRICT;"
+    )
+    row = ("a", 1, 0, "definitions", encode(of_rank(3)))
+    db.execute("INSERT INTO message VALUES (?, ?, ?, ?, ?)", row)
+    db.commit()
+    db.close()
+    old = RunStore(path)
+    assert [body for _, _, body in old.messages()] == [of_rank(3).body]
+    old.close()
+
+
+def test_a_page_is_found_again_written_or_not(store):
+    page = PageMessage(0, 0, 7, 0, 0, 0, True, [Segment(0, 0, 0, b"", b"", b"x")])
+    add(store, "a", AgentMessage(5, page, 4))
+    add(store, "a", message(6))
+    for _ in range(2):
+        assert store.page("a", 5) == page
+        assert store.page("a", 6) is None
+        assert store.page("b", 5) is None
+        store.commit()
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9)), max_size=30))

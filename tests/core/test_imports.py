@@ -36,7 +36,7 @@ def python(code: str) -> str:
         "import gpuwatch.launcher.node.agent",
         "import gpuwatch.worker.__main__",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
-        "from gpuwatch.collector.facts import fold\n"
+        "from gpuwatch.collector.fold import fold\n"
         "from gpuwatch.collector.report.model import build_report\n"
         "from gpuwatch.collector.report.text import render_text\n"
         "render_text(build_report(fold([]), run_id='x', started=None, ended=None))",

@@ -13,31 +13,9 @@ import numpy
 from ...core.recorder import layout
 from ...core.recorder.layout import SegmentField
 from ...core.recorder.own_pages import OwnPages
+from ...core.recorder.tables import FRAMES, ROWS, VALUES
 from ...core.recorder.writer import OpenPage
 from ...core.values import PENDING
-
-_FRAME = numpy.dtype(
-    [
-        ("module", "<u4"),
-        ("parent", "<u4"),
-        ("depth", "<i2"),
-        ("phase", "u1"),
-        ("collectives", "u1"),
-        ("seq", "<i8"),
-        ("first", "<u4"),
-        ("count", "<u4"),
-        ("index", "<u4"),
-    ]
-)
-_ROW = numpy.dtype(
-    [("slot", "<u4"), ("value", "<u4"), ("shape", "<u4"), ("dtype", "u1"), ("kind", "u1"), ("mark", "<u2")]
-)
-_VALUE = numpy.dtype([("low", "<i8"), ("high", "<i8"), ("meta", "<i8")])
-assert (_FRAME.itemsize, _ROW.itemsize, _VALUE.itemsize) == (
-    layout.FRAME.size,
-    layout.ROW.size,
-    layout.VALUE.size,
-)
 
 Mask = Callable[[Any, Any, Any], Any]
 """(dtype codes, high, meta), arrays of one length -> an array of bool."""
@@ -60,8 +38,8 @@ def frames_to_judge(
         skip = max(0, start - base)
         if skip >= count:
             continue
-        frames = own.table(at + layout.FRAMES_AT, _FRAME, count)[skip:]
-        rows = own.table(at + layout.ROWS_AT, _ROW, head[SegmentField.ROWS])
+        frames = own.table(at + layout.FRAMES_AT, FRAMES, count)[skip:]
+        rows = own.table(at + layout.ROWS_AT, ROWS, head[SegmentField.ROWS])
         stats = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]
         pending = stats["meta"] == PENDING
         interesting = notable(rows["dtype"], stats["high"], stats["meta"]) & ~pending
@@ -85,8 +63,8 @@ def frames_to_judge(
 def _values(own: OwnPages, segments: list[tuple[list[int], int]]) -> Any:
     """All values of a page by their index, and one behind them that says nothing: for rows without a value."""
     most = max((head[SegmentField.VALUE_BASE] + head[SegmentField.VALUES] for head, _ in segments), default=0)
-    values = numpy.zeros(most + 1, _VALUE)
+    values = numpy.zeros(most + 1, VALUES)
     for head, at in segments:
         base, count = head[SegmentField.VALUE_BASE], head[SegmentField.VALUES]
-        values[base : base + count] = own.table(at + layout.VALUES_AT, _VALUE, count)
+        values[base : base + count] = own.table(at + layout.VALUES_AT, VALUES, count)
     return values

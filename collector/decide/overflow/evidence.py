@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ....core.frames import Page, format_number, module_text
+from ....core.frames import format_number, module_text
 from ....core.judge import first_alarm, first_expected_gradient
 from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts import RunFacts
+from ...kept_pages import KeptPage
 from ..words import found_text, place_of, ranks_text
 from .order import before
 from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
@@ -119,7 +120,7 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
     ]
 
 
-def large_weight(page: Page, until: int) -> tuple[str, str] | None:
+def large_weight(page: KeptPage, until: int) -> tuple[str, str] | None:
     """(place, abs max) of the largest finite weight in the frames up to `until`; None if all are of ordinary size."""
     rows = [(frame, row) for frame in page.frames if frame.index <= until for row in frame.weights]
     known = [(row.abs_max, frame, row) for frame, row in rows if row.abs_max is not None and math.isfinite(row.abs_max)]
@@ -204,6 +205,6 @@ def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
     return [number for number, page in peers(facts, first).items() if _is_clean(page)]
 
 
-def _is_clean(page: Page) -> bool:
-    frames = sorted(page.frames, key=lambda frame: frame.index)
-    return bool(frames) and first_alarm(frames) is None and first_expected_gradient(frames) is None
+def _is_clean(page: KeptPage) -> bool:
+    frames = sorted(page.suspicious_frames, key=lambda frame: frame.index)
+    return page.num_frames > 0 and first_alarm(frames) is None and first_expected_gradient(frames) is None

@@ -6,10 +6,11 @@ the other ranks got the same gradient finite, the code before this rank's step m
 
 from __future__ import annotations
 
-from ....core.frames import Page, Row
+from ....core.frames import Row
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...diagnose.step_origin import local_gradients
 from ...facts import RunFacts
+from ...kept_pages import KeptPage
 from ..verdict_model import Verdict
 from ..words import cascade_of, found_text, place_of, ranks_text
 from .evidence import missing_ranks
@@ -85,7 +86,7 @@ def _line(found: LocalDiagnosis) -> str:
     return f"rank {found.rank}: {found_text(found)}, batch {found.batch}"
 
 
-def _rows(page: Page | None, phase: str) -> dict[tuple[str, str], Row]:
+def _rows(page: KeptPage | None, phase: str) -> dict[tuple[str, str], Row]:
     """The last row of each gradient in a phase of a page."""
     if page is None:
         return {}
@@ -99,7 +100,7 @@ def _rows(page: Page | None, phase: str) -> dict[tuple[str, str], Row]:
     }
 
 
-def _own_finite(page: Page | None, first: LocalDiagnosis) -> bool | None:
+def _own_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool | None:
     """Whether a rank's own gradient was finite; None if it was not seen."""
     if page is None:
         return None
@@ -113,12 +114,12 @@ def _own_finite(page: Page | None, first: LocalDiagnosis) -> bool | None:
     return all(row.finite for row in rows)
 
 
-def _got_finite(page: Page | None, first: LocalDiagnosis) -> bool:
+def _got_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool:
     row = _rows(page, "collective").get((first.module, first.role))
     return row is not None and row.finite
 
 
-def _agree(left: Page | None, right: Page | None) -> bool:
+def _agree(left: KeptPage | None, right: KeptPage | None) -> bool:
     """Whether two ranks got the same gradients otherwise, so that each holds what all ranks hold."""
     mine, theirs = _rows(left, "collective"), _rows(right, "collective")
     both = [key for key in mine.keys() & theirs.keys() if mine[key].finite and theirs[key].finite]

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ....core.frames import Frame, Page, Row, format_number
+from ....core.frames import Frame, Row, format_number
 from ...diagnose.calls import Calls
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts import RankFacts, RunFacts
+from ...kept_pages import KeptPage
 from .same_point import peers_of
 
 WILD = 2.0**16
@@ -20,9 +21,6 @@ WILD = 2.0**16
 
 _MAX_PEERS = 8
 """A wild weight is compared with so many other ranks: replicas have the same weights."""
-
-_Weights = dict[tuple[str, str], Row]
-"""(module, role) -> row"""
 
 
 @dataclass(frozen=True)
@@ -50,28 +48,24 @@ class OddWeight:
         return not self.row.finite or (mine is not None and theirs is not None and mine > theirs * WILD)
 
 
-def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> Page | None:
+def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> KeptPage | None:
     """The page that a diagnosis is about, if it was received."""
     pages = facts.ranks[diagnosis.attempt, diagnosis.rank].pages.values()
     return next((p for p in pages if p.batch == diagnosis.batch and p.root == diagnosis.root), None)
 
 
-def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, Page]:
+def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, KeptPage]:
     """The pages of the other ranks that are the same point as the diagnosis's page."""
     page = page_of(facts, diagnosis)
     return peers_of(facts, facts.ranks[diagnosis.attempt, diagnosis.rank], page) if page is not None else {}
 
 
-def run_the_same_model(left: Page | None, right: Page | None) -> bool:
+def run_the_same_model(left: KeptPage | None, right: KeptPage | None) -> bool:
     """Whether two ranks call the same modules, as the ranks of DDP do and the stages of a pipeline do not."""
     if left is None or right is None or left.root != right.root:
         return False
-    mine, theirs = _modules(left), _modules(right)
+    mine, theirs = left.modules(), right.modules()
     return bool(mine and theirs) and (mine <= theirs or theirs <= mine)
-
-
-def _modules(page: Page) -> set[tuple[str, str]]:
-    return {(frame.module, frame.cls) for frame in page.frames if frame.phase == "forward" and frame.module}
 
 
 def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
@@ -83,8 +77,9 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
     page, others = page_of(facts, diagnosis), peers(facts, diagnosis)
     if page is None or not others or any(_is_spread(each) for each in (page, *others.values())):
         return None
-    mine = _weights(page)
-    theirs = [_weights(other) for other in others.values()]
+    mine = page.weights()
+    # replicas with equal weights share one table: it is compared once
+    theirs = list({id(weights): weights for weights in (other.weights() for other in others.values())}.values())
     odd: list[tuple[tuple[str, str], Row, Row]] = []
     agreeing = differing = 0
     for key, row in mine.items():
@@ -128,9 +123,9 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
     rank = facts.ranks[diagnosis.attempt, diagnosis.rank]
     earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
     past = max(earlier, key=lambda found: found.number, default=None)
-    known = [(f"in batch {past.batch}", _weights(past))] if past is not None else []
+    known = [(f"in batch {past.batch}", past.weights())] if past is not None else []
     others = sorted(peers(facts, diagnosis).items())[:_MAX_PEERS]
-    known += [(f"on rank {number}", _weights(other)) for number, other in others]
+    known += [(f"on rank {number}", other.weights()) for number, other in others]
     for frame in sorted(page.frames, key=lambda frame: frame.index):
         if frame.index > diagnosis.frame or frame.phase != "forward":
             continue
@@ -149,31 +144,20 @@ def _is_wild(row: Row, copy: Row) -> bool:
     return row.abs_max > WILD * max(copy.abs_max, 1.0)
 
 
-def _history(facts: RunFacts, rank: RankFacts, page: Page, key: tuple[str, str]) -> tuple[int, bool] | None:
+def _history(facts: RunFacts, rank: RankFacts, page: KeptPage, key: tuple[str, str]) -> tuple[int, bool] | None:
     """(batch, whether all copies of a weight agreed) of the last earlier batch that can be compared; None if none."""
     earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
     for before in sorted(earlier, key=lambda found: -found.number):
-        mine = _weights(before).get(key)
-        copies = [_weights(other).get(key) for other in peers_of(facts, rank, before).values()]
+        mine = before.weights().get(key)
+        copies = [other.weights().get(key) for other in peers_of(facts, rank, before).values()]
         known = [copy for copy in copies if copy is not None]
         if mine is not None and known:
             return before.batch, all(_same(copy, mine) for copy in known)
     return None
 
 
-def _is_spread(page: Page) -> bool:
-    return Calls(frame for frame in page.frames if frame.phase == "forward").exchange
-
-
-def _weights(page: Page) -> _Weights:
-    """As the first call of each module saw them."""
-    found: _Weights = {}
-    for frame in sorted(page.frames, key=lambda frame: frame.index):
-        if frame.phase == "forward":
-            for row in frame.weights:
-                if row.kind == "measured":
-                    found.setdefault((frame.module, row.role), row)
-    return found
+def _is_spread(page: KeptPage) -> bool:
+    return page.calls_in_common(lambda: Calls(frame for frame in page.frames if frame.phase == "forward").exchange)
 
 
 def _same(left: Row, right: Row) -> bool:

@@ -11,12 +11,12 @@ same number of collectives at the start of their first call, and both are traini
 
 from __future__ import annotations
 
-from ....core.frames import Page
 from ...diagnose.calls import begun
 from ...facts import RankFacts, RunFacts
+from ...kept_pages import KeptPage
 
 
-def page_at_same_point(rank: RankFacts, page: Page, other: RankFacts) -> Page | None:
+def page_at_same_point(rank: RankFacts, page: KeptPage, other: RankFacts) -> KeptPage | None:
     """The page of `other` that is the same point as this page of `rank`; None if none is known to be."""
     pages = [found for found in other.pages.values() if found.root == page.root]
     alike = [found for found in pages if _is_alike(rank, page, other, found)]
@@ -27,17 +27,20 @@ def page_at_same_point(rank: RankFacts, page: Page, other: RankFacts) -> Page | 
     return alike[0] if apart and len(alike) == 1 else None
 
 
-def peers_of(facts: RunFacts, rank: RankFacts, page: Page) -> dict[int, Page]:
-    """The pages of the other ranks that are the same point as this page of `rank`."""
-    found = {
-        other.rank: page_at_same_point(rank, page, other)
-        for other in facts.of_attempt(rank.attempt)
-        if other.rank != rank.rank
-    }
-    return {number: other for number, other in found.items() if other is not None}
+def peers_of(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, KeptPage]:
+    """The pages of the other ranks that are the same point as this page of `rank`. Looked for once."""
+    key = (rank.attempt, rank.rank, page.number)
+    if key not in facts.peers:
+        found = {
+            other.rank: page_at_same_point(rank, page, other)
+            for other in facts.of_attempt(rank.attempt)
+            if other.rank != rank.rank
+        }
+        facts.peers[key] = {number: other for number, other in found.items() if other is not None}
+    return facts.peers[key]
 
 
-def _is_alike(rank: RankFacts, page: Page, other: RankFacts, found: Page) -> bool:
+def _is_alike(rank: RankFacts, page: KeptPage, other: RankFacts, found: KeptPage) -> bool:
     if found.step != page.step or not _begin_alike(page, found):
         return False
     is_training, is_too = _is_training(rank, page), _is_training(other, found)
@@ -47,26 +50,21 @@ def _is_alike(rank: RankFacts, page: Page, other: RankFacts, found: Page) -> boo
     return is_training == is_too
 
 
-def _begin_alike(page: Page, found: Page) -> bool:
+def _begin_alike(page: KeptPage, found: KeptPage) -> bool:
     """Whether as many collectives had been issued when the first call began, as far as that can be compared."""
-    if not page.frames or not found.frames:
+    mine, theirs = page.first_frame, found.first_frame
+    if mine is None or theirs is None:
         return True
-    mine, theirs = page.frames[0], found.frames[0]
     if (mine.module, mine.phase) != (theirs.module, theirs.phase):
         return True
     return begun(mine) == begun(theirs) or min(begun(mine), begun(theirs)) < 0
 
 
-def _is_training(rank: RankFacts, page: Page) -> bool | None:
+def _is_training(rank: RankFacts, page: KeptPage) -> bool | None:
     """Whether a batch had a backward; None if its forward was not finished, or no backward of the rank was seen."""
-    if _has_backward(page):
+    if page.has_backward:
         return True
-    return False if page.complete and any(map(_has_backward, rank.pages.values())) else None
-
-
-def _has_backward(page: Page) -> bool:
-    """Frames are in the order in which they happened: a batch with a backward does not end with its forward."""
-    return bool(page.frames) and page.frames[-1].phase not in ("forward", "weight", "input")
+    return False if page.complete and any(found.has_backward for found in rank.pages.values()) else None
 
 
 def _are_apart(rank: RankFacts, other: RankFacts) -> bool:

@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from gpuwatch.collector.facts import fold
+from gpuwatch.collector.fold import fold
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.preflight_table import preflight_report
 from gpuwatch.collector.report.text import render_text

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpuwatch.collector.run_protocol import Keep, RunProtocol, Send
-from gpuwatch.core.records import NodeSignal
-from gpuwatch.core.wire.messages import Ack, EventMessage, Hello, PageMessage, Segment, decode_agent
+from gpuwatch.core.records import NodeSignal, RootDef
+from gpuwatch.core.wire.messages import Ack, Bye, Definitions, EventMessage, Hello, PageMessage, Segment, decode_agent
 from gpuwatch.launcher.node.outbox import Outbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ class Link:
         for position, ack in enumerate(self.acks):
             if position < len(losses) and losses[position]:
                 continue
-            self.outbox.acknowledged(ack.n)
+            self.outbox.acknowledged(ack.n, ack.credit)
             if ack.resend:
                 self.outbox.send_again()
         self.acks.clear()
@@ -118,6 +118,7 @@ def test_an_acknowledged_page_makes_room():
     outbox = Outbox(page_bytes=2500)
     for number in range(10):
         outbox.put(page(number))
+        outbox.due()
         outbox.acknowledged(number + 1)
     assert outbox.pages_dropped == {}
 
@@ -143,10 +144,93 @@ def test_what_was_sent_is_not_due_until_it_is_to_be_sent_again():
     assert [number for number, _ in outbox.due()] == [2, 3]
 
 
-def test_a_message_says_which_one_before_it_is_still_there():
+def bodies(outbox: Outbox) -> list[object]:
+    return [getattr(decode_agent(data).body, "number", "event") for _, data in outbox.due()]
+
+
+def test_pages_wait_for_credit_and_events_do_not():
+    outbox = Outbox()
+    for number in range(4):
+        outbox.put(page(number))
+    outbox.acknowledged(0, 2500)
+    assert bodies(outbox) == [0, 1]
+    outbox.sent(2)
+    outbox.put(event(0))
+    assert bodies(outbox) == ["event"]
+    outbox.sent(3)
+    outbox.acknowledged(1, 2500)
+    assert bodies(outbox) == [2]
+    assert outbox.pages_dropped == {}
+
+
+def test_without_credit_one_page_at_a_time_is_sent_however_big_it_is():
+    outbox = Outbox()
+    outbox.put(page(0, size=100_000))
+    outbox.put(page(1))
+    outbox.acknowledged(0, 0)
+    assert bodies(outbox) == [0]
+    outbox.sent(1)
+    assert bodies(outbox) == []
+    outbox.acknowledged(1, 0)
+    assert bodies(outbox) == [1]
+
+
+def test_what_has_come_and_cannot_be_stored_does_not_hold_up_the_rest():
+    """A collector whose disk is full takes what it can into its memory; the goodbye must reach it."""
+    outbox = Outbox(page_bytes=2500)
+    told: list[object] = []
+
+    def deliver() -> None:
+        for number, data in outbox.due():
+            told.append(decode_agent(data).body)
+            outbox.sent(number)
+        outbox.acknowledged(0, 0, outbox.last_sent)
+
+    for number in range(3):
+        outbox.put(Definitions(0, 0, [RootDef(number, "Net")]))
+    for number in range(8):
+        outbox.put(page(number))
+        deliver()
+    assert sum(outbox.pages_dropped.values()) > 0, "its memory is bounded"
+    outbox.put(Bye("ok"))
+    for _ in range(20):
+        deliver()
+    assert isinstance(told[-1], Bye)
+    kept = sum(isinstance(body, PageMessage) for body in told)
+    assert kept + sum(outbox.pages_dropped.values()) == 8
+    assert not outbox.empty, "nothing of it is stored"
+
+
+def test_the_goodbye_comes_after_all_pages():
+    outbox = Outbox()
+    for number in range(3):
+        outbox.put(page(number))
+    outbox.put(Bye("ok"))
+    outbox.put(event(0))
+    told: list[object] = []
+    while not outbox.empty:
+        for number, data in outbox.due():
+            told.append(decode_agent(data).body)
+            outbox.sent(number)
+            outbox.acknowledged(number, 0)
+    assert isinstance(told[0], EventMessage)
+    assert [type(body) for body in told[1:]] == [PageMessage, PageMessage, PageMessage, Bye]
+
+
+def test_what_has_a_number_follows_without_a_gap():
     outbox = Outbox(page_bytes=10)
     outbox.put(event(0))
     outbox.put(page(0))
     outbox.put(event(1))
     outbox.put(page(1))  # the first page is dropped
-    assert [(m.n, m.after) for m in map(decode_agent, outbox.unacknowledged())] == [(1, 0), (3, 1), (4, 3)]
+    assert [(m.n, m.after) for m in map(decode_agent, outbox.unacknowledged())] == [(1, 0), (2, 1), (3, 2)]
+    assert outbox.pages_dropped == {0: 1}
+
+
+def test_an_acknowledgement_of_what_was_never_sent_does_no_harm():
+    outbox = Outbox()
+    outbox.put(event(0))
+    outbox.due()
+    outbox.acknowledged(1 << 40)
+    outbox.put(event(1))
+    assert [number for number, _ in outbox.due()] == [2]

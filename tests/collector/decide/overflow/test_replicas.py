@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from gpuwatch.collector.decide.overflow.replicas import odd_weight, run_the_same_model
-from gpuwatch.collector.facts import fold
+from gpuwatch.collector.fold import fold
 
 
 def model(make, rank, *, gain=1.0, body=2.0, head=3.0, out=1.0, collectives=0, **place):
@@ -90,11 +89,11 @@ def test_no_page_of_another_rank_no_claim(make):
 def test_replicas_call_the_same_modules_and_stages_do_not(make):
     left, right, stage = model(make, 0), model(make, 1), make.Batch(2)
     stage.call("embed", "Linear", given=[stage.tensor()], returned=[stage.tensor()])
-    assert run_the_same_model(left.decoded(), right.decoded())
-    assert not run_the_same_model(left.decoded(), stage.decoded())
-    assert not run_the_same_model(left.decoded(), None)
+    assert run_the_same_model(left.kept(), right.kept())
+    assert not run_the_same_model(left.kept(), stage.kept())
+    assert not run_the_same_model(left.kept(), None)
     names = make.Batch(3, root="Other")
     for module in ("body", "gain", "head"):
         names.call(module, "Linear", given=[names.tensor()], returned=[names.tensor()])
-    page = msgspec.structs.replace(names.decoded(), root="Other")
-    assert not run_the_same_model(msgspec.structs.replace(left.decoded(), root="Net"), page)
+    page = names.kept()
+    assert not run_the_same_model(left.kept(), page)

@@ -1,0 +1,352 @@
+"""What a collector takes: R simulated ranks, 8 to a node agent, with the product's own agents, sockets and messages.
+
+    python benchmarks/collector.py [--ranks 8,64,512] [--pages N] [--rate R] [--frames N] [--anomalies N] [--keep DIR]
+
+Each rank sends N pages, R a second if the machine can. Then some ranks meet an overflow, one after another and each
+earlier in the training than the one before, so that the verdict moves each time: the time from the event to the
+verdict in the collector's log is measured. Then all ranks end, and the reports are made. The collector is the
+product's own process; its processor time and memory are those that the system has counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import msgspec
+import psutil
+import zmq
+from gpuwatch.core.wire.keys import derive_keys
+from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, read_from_collector, write_line
+from gpuwatch.launcher.node.agent import Agent
+from gpuwatch.launcher.node.gpus import GpuWatch
+from gpuwatch.launcher.node.ranks import RankWatch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from simulated_ranks import Model, NoGpus, SimulatedRank
+
+RANKS_PER_NODE = 8
+JOB = "benchmark"
+PATIENCE_S = 1800.0
+_VERDICT = re.compile(r"^(\S+) the verdict so far: .*?\brank (\d+)", re.IGNORECASE)
+
+
+@dataclass
+class Figures:
+    """One line of the table. Seconds, bytes."""
+
+    ranks: int
+    pages: int = 0
+    dropped: int = 0
+    seconds: float = 0.0
+    bytes_sent: int = 0
+    cpu_s: float = 0.0
+    """Of the collector, while the pages came."""
+    agents_cpu_s: float = 0.0
+    peak_rss: int = 0
+    """Of the collector, its report included."""
+    names_s: float = 0.0
+    """Until every rank's definitions were acknowledged."""
+    names_cpu_s: float = 0.0
+    latency_p50: float | None = None
+    latency_p99: float | None = None
+    latencies: int = 0
+    end_s: float = 0.0
+    """From the end of the ranks to the verdict at the agents."""
+    end_cpu_s: float = 0.0
+    again_s: float = 0.0
+    again_cpu_s: float = 0.0
+    again_rss: int = 0
+    show_s: float = 0.0
+    show_cpu_s: float = 0.0
+    store_bytes: int = 0
+    report_bytes: int = 0
+    verdict: str = ""
+
+
+class Collector:
+    """The product's collector process, with its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keys = derive_keys("a secret of the benchmark", JOB)
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "gpuwatch.collector"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        keys = self.keys
+        write_line(
+            cast(IO[bytes], self._child.stdin),
+            CollectorConfig(
+                "tcp://127.0.0.1:*",
+                keys.collector.public.decode(),
+                keys.collector.private.decode(),
+                keys.agent.public.decode(),
+                keys.viewer.public.decode(),
+                str(folder),
+                JOB,
+            ),
+        )
+        bound = read_from_collector(self._child.stdout.readline())
+        assert isinstance(bound, Bound), bound
+        self.address, self.run = bound.address, Path(bound.run_dir)
+        self._process = psutil.Process(self._child.pid)
+        self.peak_rss = 0
+        self._last = 0.0
+
+    def cpu_s(self) -> float:
+        """User and system time so far; notes its memory, too."""
+        try:
+            times = self._process.cpu_times()
+            self.peak_rss = max(self.peak_rss, peak_memory(self._child.pid))
+        except psutil.Error:
+            return self._last
+        self._last = times.user + times.system
+        return self._last
+
+    def end(self) -> None:
+        """After the verdict, or instead of one."""
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
+
+    def await_verdict(self, rank: int) -> None:
+        """Until its log names the rank."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not any(named == rank for _, named in self.verdicts()):
+            if time.monotonic() > deadline:
+                sys.exit(f"the collector has named rank {rank} in no verdict within {PATIENCE_S:.0f} s")
+            time.sleep(0.02)
+
+    def verdicts(self) -> list[tuple[float, int]]:
+        """(time, rank) of the verdicts in its log."""
+        found = []
+        for line in (self.run / "logs" / "collector.log").read_text().splitlines():
+            match = _VERDICT.match(line)
+            if match is not None:
+                when = time.mktime(time.strptime(match[1][:19], "%Y-%m-%dT%H:%M:%S")) - time.timezone
+                found.append((when + float(f"0{match[1][19:].rstrip('Z')}"), int(match[2])))
+        return found
+
+
+class Nodes:
+    """All simulated nodes, in this process."""
+
+    def __init__(self, ranks: int, collector: Collector, folder: Path, model: Model) -> None:
+        nodes = max(1, ranks // RANKS_PER_NODE)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, nodes + 16)
+        self.agents: list[Agent] = []
+        self.ranks: list[SimulatedRank] = []
+        for node in range(nodes):
+            here = folder / f"node-{node}"
+            here.mkdir(parents=True)
+            config = AgentConfig(
+                collector.address,
+                collector.keys.collector.public.decode(),
+                collector.keys.agent.public.decode(),
+                collector.keys.agent.private.decode(),
+                str(here),
+                str(here),
+                RANKS_PER_NODE,
+                nodes,
+                nodes,
+                ["gpuwatch", "launch", "train.py"],
+                {"gpuwatch": "benchmark"},
+                JOB,
+                agent=f"{node:08x}",
+            )
+            agent = Agent(config, io.BytesIO(), gpus=cast(GpuWatch, NoGpus()), context=self._context)
+            for local in range(RANKS_PER_NODE):
+                rank = SimulatedRank(model, node * RANKS_PER_NODE + local, local, ranks)
+                self.ranks.append(rank)
+                agent._ranks[rank.rank, 0] = cast(RankWatch, rank)
+            self.agents.append(agent)
+
+    def turn(self) -> None:
+        """Every agent takes a turn, as it does fifty times a second."""
+        for agent in self.agents:
+            agent.turn(time.monotonic())
+
+    def settle(self) -> None:
+        """Until everything that was sent is acknowledged."""
+        deadline = time.monotonic() + PATIENCE_S
+        self.turn()
+        while not all(agent.outbox.empty for agent in self.agents):
+            self.turn()
+            time.sleep(0.002)
+            if time.monotonic() > deadline:
+                sys.exit(f"the collector has not taken everything within {PATIENCE_S:.0f} s")
+
+    def end(self) -> None:
+        """All ranks end well; until every agent has the verdict."""
+        done = msgspec.json.encode(LaunchDone("ok"))
+        for agent in self.agents:
+            agent.hear_launch(done, time.monotonic())
+        while not all(agent.finished(time.monotonic()) for agent in self.agents):
+            for agent in self.agents:
+                if not agent.finished(time.monotonic()):
+                    agent.turn(time.monotonic())
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """Let go of all sockets."""
+        for agent in self.agents:
+            agent.close()
+        self._context.term()
+
+
+def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, folder: Path) -> Figures:
+    """One job of so many ranks."""
+    figures = Figures(ranks)
+    model = Model(frames)
+    collector = Collector(folder / "runs")
+    nodes = Nodes(ranks, collector, folder / "nodes", model)
+    try:
+        began, cpu = time.monotonic(), collector.cpu_s()
+        nodes.settle()
+        figures.names_s, figures.names_cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
+
+        began, cpu, own = time.monotonic(), collector.cpu_s(), time.process_time()
+        for number in range(pages):
+            for place, rank in enumerate(nodes.ranks):
+                while rate and time.monotonic() - began < (number + place / ranks) / rate:
+                    nodes.turn()
+                    time.sleep(0.002)
+                rank.next_page()
+                if place % 256 == 255:
+                    nodes.turn()
+            nodes.turn()
+            collector.cpu_s()
+        nodes.settle()
+        figures.seconds, figures.cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
+        figures.agents_cpu_s = time.process_time() - own
+        figures.pages = pages * ranks
+        figures.bytes_sent = figures.pages * len(msgspec.msgpack.encode(model.page(0, 0, 0)))
+        figures.dropped = sum(sum(agent.outbox.pages_dropped.values()) for agent in nodes.agents)
+
+        raised: list[tuple[float, int]] = []
+        for number in range(min(anomalies, ranks)):
+            bad = nodes.ranks[number * (ranks // min(anomalies, ranks))]
+            seq = 1_000_000 - number  # earlier in the training than the one before, whatever its batch
+            raised.append((bad.overflow(seq) / 1e9, bad.rank))
+            for rank in nodes.ranks:
+                if rank is not bad:
+                    rank.next_page(seq)
+            nodes.settle()
+            collector.await_verdict(bad.rank)
+
+        began, cpu = time.monotonic(), collector.cpu_s()
+        nodes.end()
+        figures.end_s, figures.end_cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
+    finally:
+        nodes.close()
+        collector.end()
+    figures.peak_rss = collector.peak_rss
+    said = {rank: when for when, rank in reversed(collector.verdicts())}
+    took = sorted(said[rank] - when for when, rank in raised if rank in said)
+    figures.latencies = len(took)
+    if took:
+        figures.latency_p50, figures.latency_p99 = took[len(took) // 2], took[min(len(took) - 1, int(len(took) * 0.99))]
+    read_again(collector.run, figures)
+    return figures
+
+
+def read_again(run: Path, figures: Figures) -> None:
+    """`gpuwatch report`, and `gpuwatch report --again`."""
+    report = json.loads((run / "report.json").read_text())
+    figures.verdict = report["verdict"]["statement"]
+    figures.report_bytes = (run / "report.json").stat().st_size
+    figures.store_bytes = (run / "run.sqlite").stat().st_size
+    command = [sys.executable, "-m", "gpuwatch.cli.main", "report", str(run)]
+    figures.show_s, figures.show_cpu_s, _ = _run(command)
+    figures.again_s, figures.again_cpu_s, figures.again_rss = _run([*command, "--again"])
+
+
+def _run(command: list[str]) -> tuple[float, float, int]:
+    """(seconds, seconds of the processor, peak memory) of a command."""
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    most = 0
+    while child.poll() is None:  # what the system says at the end counts this process, too: it was a copy of it
+        most = max(most, peak_memory(child.pid))
+        time.sleep(0.005)
+    if child.returncode:
+        sys.exit(f"{' '.join(command)} ended with {child.returncode}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.monotonic() - began, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, most
+
+
+def peak_memory(pid: int) -> int:
+    """The most memory that a process has had so far; 0 once it has ended."""
+    try:
+        return 1024 * int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0])
+    except (OSError, IndexError):
+        return 0
+
+
+def table(all_figures: list[Figures]) -> str:
+    """Lines of a table in Markdown."""
+    lines = [
+        "| ranks | pages/s | MB/s | collector CPU per page (ms) | cores at 1 page/s each | dropped | "
+        "peak memory (MB) | names (CPU s) | anomaly to verdict p50, p99 (s) | end to verdict (s; CPU s) | "
+        "report (s; CPU s) | report --again (s; CPU s; MB) | store (MB) | report.json (MB) |",
+        "|" + "---|" * 14,
+    ]
+    for f in all_figures:
+        per_page = f.cpu_s / f.pages if f.pages else 0.0
+        latency = "-" if f.latency_p50 is None else f"{f.latency_p50:.2f}, {f.latency_p99:.2f} ({f.latencies})"
+        lines.append(
+            f"| {f.ranks} | {f.pages / f.seconds:.0f} | {f.bytes_sent / f.seconds / 1e6:.0f} | {per_page * 1e3:.2f} | "
+            f"{per_page * f.ranks:.2f} | {f.dropped} | {f.peak_rss / 1e6:.0f} | {f.names_cpu_s:.1f} | {latency} | "
+            f"{f.end_s:.1f}; {f.end_cpu_s:.1f} | {f.show_s:.1f}; {f.show_cpu_s:.1f} | "
+            f"{f.again_s:.1f}; {f.again_cpu_s:.1f}; {f.again_rss / 1e6:.0f} | "
+            f"{f.store_bytes / 1e6:.0f} | {f.report_bytes / 1e6:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a collector takes.")
+    parser.add_argument("--ranks", default="8,64", metavar="N,N", help="multiples of 8, from 8 to 8192 (8,64)")
+    parser.add_argument("--pages", type=int, default=10, metavar="N", help="pages of each rank (10)")
+    parser.add_argument("--rate", type=float, default=1.0, metavar="R", help="pages of a rank a second; 0: at once (1)")
+    parser.add_argument(
+        "--frames", type=int, default=1000, metavar="N", help="frames of a page, each with 3 rows (1000)"
+    )
+    parser.add_argument("--anomalies", type=int, default=20, metavar="N", help="ranks that meet an overflow (20)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="for the store; removed afterwards")
+    options = parser.parse_args()
+    counts = [int(number) for number in options.ranks.split(",")]
+    if any(count < 8 or count > 8192 or count % RANKS_PER_NODE for count in counts):
+        sys.exit(f"--ranks: expected multiples of 8 from 8 to 8192, found {options.ranks}")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    done: list[Figures] = []
+    for count in counts:
+        folder = Path(tempfile.mkdtemp(prefix="gpuwatch-benchmark-", dir=options.folder))
+        try:
+            done.append(measure(count, options.pages, options.rate, options.frames, options.anomalies, folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        figures: dict[str, Any] = asdict(done[-1])
+        print(json.dumps(figures), file=sys.stderr, flush=True)
+    print(table(done))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in done], indent=1))
+
+
+if __name__ == "__main__":
+    main()

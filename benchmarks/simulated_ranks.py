@@ -1,0 +1,225 @@
+"""Ranks without a training: what their recorders would hold was made beforehand. All that comes after is the product's.
+
+A rank of this file stands where the node agent's `RankWatch` stands. It hands out the definitions of a model, a page
+of one batch after another, and an anomaly when it is asked for one.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy
+from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.recorder import layout, tables
+from gpuwatch.core.records import (
+    Anomaly,
+    Definition,
+    ModuleDef,
+    RootDef,
+    ScriptExit,
+    ShapeDef,
+    SlotDef,
+    Where,
+    WorkerExit,
+)
+from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
+from gpuwatch.core.wire.messages import (
+    AgentBody,
+    Beat,
+    Definitions,
+    EventMessage,
+    PageMessage,
+    RankState,
+    Segment,
+    Want,
+)
+
+FLOAT32 = Encoding.FLOAT32 << 8
+VARIANTS = 8
+"""Pages with other numbers, which the ranks take in turn."""
+_DEFINITIONS_AT_ONCE = 700
+
+
+class Model:
+    """A chain of modules under one root, as the collector sees it: definitions, and pages with 3 rows to a frame."""
+
+    def __init__(self, num_frames: int) -> None:
+        self.num_frames = num_frames
+        self.definitions: list[Definition] = [RootDef(0, "Net"), ShapeDef(0, (8, 512)), ShapeDef(1, (512, 512))]
+        self.definitions.append(ModuleDef(0, 0, "", "Net"))
+        for number in range(1, num_frames):
+            self.definitions.append(ModuleDef(number, 0, f"encoder.layers.{number // 8}.block.{number % 8}", "Linear"))
+        for number in range(num_frames):
+            roles = ("weight", "input[0]", "output")
+            self.definitions += [SlotDef(3 * number + place, number, role) for place, role in enumerate(roles)]
+        self._variants = [self._segments(random.Random(seed), -1) for seed in range(VARIANTS)]
+        self.bad_frame = num_frames // 2
+        self._bad = self._segments(random.Random(0), self.bad_frame)
+
+    def page(self, rank: int, number: int, seq: int, *, bad: bool = False) -> PageMessage:
+        """Page `number` of a rank, whose batch and step have the same number."""
+        segments = self._bad if bad else self._variants[(rank + number) % VARIANTS]
+        if seq:
+            segments = [_with_seq(segment, seq) for segment in segments]
+        return PageMessage(rank, 0, number, 0, number, number, True, segments)
+
+    def _segments(self, numbers: random.Random, bad: int) -> list[Segment]:
+        """`bad` is the frame whose output, and all that comes after it, is inf."""
+        value = 0
+        rows: list[bytes] = []
+        values = [self._value(numbers.random())]
+        frames: list[bytes] = []
+        given = 0
+        for number in [*range(1, self.num_frames), 0]:
+            weight, output = len(values), len(values) + 1
+            values += [self._value(0.25 + number / 4096), self._value(numbers.random(), inf=0 <= bad <= number)]
+            first = len(rows)
+            for place, value in enumerate((weight, given, output)):
+                rows.append(
+                    layout.ROW.pack(
+                        3 * number + place, value, int(place == 0), DTYPE_CODES["float32"], RowKind.MEASURED, 0
+                    )
+                )
+            parent, depth = (0, 1) if number else (layout.NOTHING, 0)
+            index = len(frames)
+            frames.append(layout.FRAME.pack(number, parent, depth, Phase.FORWARD, 0, 0, first, 3, index))
+            given = output
+        return list(_cut(frames, rows, values))
+
+    @staticmethod
+    def _value(number: float, *, inf: bool = False) -> bytes:
+        if inf:
+            return layout.VALUE.pack(0, 0x7F80_0000, FLOAT32 | NonFinite.POSINF)
+        (bits,) = struct.unpack("<I", struct.pack("<f", number))
+        return layout.VALUE.pack(bits >> 1, bits, FLOAT32)
+
+
+def _with_seq(segment: Segment, seq: int) -> Segment:
+    """Its frames after so many collectives."""
+    frames = numpy.frombuffer(bytearray(segment.frames), tables.FRAMES)
+    frames["seq"] = seq
+    return msgspec.structs.replace(segment, frames=frames.tobytes())
+
+
+def _cut(frames: list[bytes], rows: list[bytes], values: list[bytes]) -> Iterator[Segment]:
+    """Segments as a recorder would cut them: none of the three tables over its size."""
+    at = value_at = index = 0
+    each = min(layout.FRAMES_PER_SEGMENT, layout.ROWS_PER_SEGMENT // 3, layout.VALUES_PER_SEGMENT // 2)
+    while at < len(frames):
+        some = frames[at : at + each]
+        shifted = []
+        for count, frame in enumerate(some):
+            fields = list(layout.FRAME.unpack(frame))
+            fields[6] = 3 * count
+            shifted.append(layout.FRAME.pack(*fields))
+        until = len(values) if at + each >= len(frames) else 1 + 2 * (at + len(some))
+        yield Segment(
+            index,
+            at,
+            value_at,
+            b"".join(shifted),
+            b"".join(rows[3 * at : 3 * (at + len(some))]),
+            b"".join(values[value_at:until]),
+        )
+        at, value_at, index = at + len(some), until, index + 1
+
+
+class SimulatedRank:
+    """Stands in for `RankWatch`: `poll` is what its recorder has brought since the last call."""
+
+    def __init__(self, model: Model, rank: int, local_rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.attempt = 0
+        self.ended = False
+        self.was_removed = False
+        self.pages = 0
+        self._model = model
+        self._world_size = world_size
+        self._due: list[AgentBody] = []
+        entries = model.definitions
+        for at in range(0, len(entries), _DEFINITIONS_AT_ONCE):
+            self._due.append(Definitions(rank, 0, entries[at : at + _DEFINITIONS_AT_ONCE]))
+
+    def poll(self, now: float) -> list[AgentBody]:
+        """What is new."""
+        due, self._due = self._due, []
+        return due
+
+    def next_page(self, seq: int = 0) -> None:
+        """A batch has ended, after `seq` collectives."""
+        self._due.append(self._model.page(self.rank, self.pages, seq))
+        self.pages += 1
+
+    def overflow(self, seq: int) -> int:
+        """A batch with an anomaly, seen after `seq` collectives. Returns the time of the event."""
+        number = self.pages
+        where = Where(self.rank, 0, number, number, "Net", number, seq, time.time_ns())
+        module = self._model.definitions[3 + self._model.bad_frame]
+        assert isinstance(module, ModuleDef)
+        index = self._model.bad_frame - 1
+        anomaly = Anomaly(
+            where, index, module.name, module.cls, "forward", "output", "+inf", "float32", [8, 512], True, True, False
+        )
+        self._due += [EventMessage(anomaly), self._model.page(self.rank, number, seq, bad=True)]
+        self.pages += 1
+        return where.time_ns
+
+    def want(self, want: Want, now: float) -> None:
+        """The recorder of a simulated rank holds no page any more."""
+
+    def state(self, *, final: bool = False) -> RankState:
+        """Where it is."""
+        batch = self.pages - 1
+        return RankState(
+            self.rank,
+            self.local_rank,
+            0,
+            1,
+            "finished" if final else "forward",
+            batch,
+            batch,
+            batch,
+            world_size=self._world_size,
+            hooks="attached",
+            final=final,
+        )
+
+    def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
+        """Its last messages."""
+        self.ended = True
+        batch = self.pages - 1
+        where = Where(self.rank, 0, batch, batch, "Net", batch, batch, time.time_ns())
+        exit_ = WorkerExit(where, 0, "itself", "finished")
+        return [
+            *self.poll(now),
+            EventMessage(ScriptExit(where, 0)),
+            Beat([self.state(final=True)], {}),
+            EventMessage(exit_),
+        ]
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class NoGpus:
+    """Stands in for `GpuWatch`: a child for each of a thousand agents would be a test of this machine."""
+
+    fd: Callable[[], int] | None = None
+
+    def anomaly(self, now: float) -> None:
+        """Nothing to ask."""
+
+    def end(self, now: float) -> None:
+        """Nothing to ask."""
+
+    def settled(self, now: float) -> bool:
+        """Nothing is to come."""
+        return True
+
+    def close(self, wait_s: float = 0.0) -> None:
+        """Nothing to end."""

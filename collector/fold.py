@@ -1,0 +1,281 @@
+"""From messages to facts, in any order, with duplicates or gaps; as they come, or from a store.
+
+A page is looked at once, when it comes. What is found in it stays in memory, the page itself does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..core.judge import anomaly_of, first_alarm
+from ..core.records import (
+    Anomaly,
+    Bandwidth,
+    Cost,
+    Fault,
+    GpuCounters,
+    GpuHealth,
+    Ignored,
+    Inventory,
+    NodeSignal,
+    PreflightBegan,
+    PreflightResult,
+    PreflightStage,
+    RankLook,
+    ScalerSkip,
+    ScriptError,
+    ScriptExit,
+    Warned,
+    Where,
+    WorkerExit,
+    Xid,
+)
+from ..core.wire.messages import (
+    AgentBody,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    PageMessage,
+    RankState,
+    node_of,
+)
+from .diagnose.diagnose import diagnose
+from .facts import NodeFacts, RankFacts, RunFacts
+from .kept_pages import KeptPage, Load, RankNames, Shelf
+from .shown_body import shown_body
+
+LoadPage = Callable[[str, int], PageMessage | None]
+"""Gives the page again that an agent has sent under a number; None if it is lost."""
+
+
+def fold(
+    messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[str] = (), load: LoadPage | None = None
+) -> RunFacts:
+    """Put messages together. `lost_agents` went silent, as the collector saw it; without `load` all pages are kept."""
+    folded = Fold(load)
+    for agent, n, body in messages:
+        folded.add(agent, n, body)
+    return folded.facts(lost_agents)
+
+
+class Fold:
+    """The facts as far as messages have come."""
+
+    def __init__(self, load: LoadPage | None = None) -> None:
+        self._load = load
+        self._facts = RunFacts()
+        self._shelf = Shelf()
+        self._names: dict[tuple[int, int], RankNames] = {}
+        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, KeptPage | None, int]] = {}
+        """What a rank's diagnosis was made of."""
+        self._inferred: set[tuple[int, int]] = set()
+        """Ranks whose anomaly was seen in their pages."""
+        self._told: set[tuple[int, int]] = set()
+        """Ranks whose preflight was told by others."""
+
+    def add(self, name: str, n: int, received: AgentBody) -> None:
+        """One message of an agent, by its number; 0 is not numbered."""
+        agent = node_of(name)
+        body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
+        node = self._facts.nodes.setdefault(agent, NodeFacts(agent))
+        if isinstance(body, Hello):
+            node.hello = body
+        elif isinstance(body, Bye):
+            node.bye = body
+        elif isinstance(body, Definitions):
+            self._names_of(body.attempt, body.rank).add(name, body.entries)
+        elif isinstance(body, PageMessage):
+            self._take_page(name, n, body)
+        elif isinstance(body, Beat):
+            _take_beat(self._facts, node, body)
+        elif isinstance(body, EventMessage):
+            if isinstance(body.event, Anomaly):
+                self._forget_inferred((body.event.where.attempt, body.event.where.rank))
+            elif isinstance(body.event, PreflightResult):
+                self._told.discard((body.event.where.attempt, body.event.where.rank))
+            _take_event(self._facts, agent, node, body)
+
+    def facts(self, lost_agents: Iterable[str] = ()) -> RunFacts:
+        """The facts now. The same object changes with the messages that are added."""
+        facts = self._facts
+        facts.peers.clear()
+        self._take_preflights_of_peers()
+        self._infer_anomalies()
+        lost = set(map(node_of, lost_agents))
+        for node in facts.nodes.values():
+            node.lost = node.agent in lost
+            node.gpu_events.sort(key=lambda event: event.time_ns)
+        dropped: dict[int, int] = {}
+        for node in facts.nodes.values():
+            for number, pages in node.pages_dropped.items():
+                dropped[number] = max(dropped.get(number, 0), pages)
+        for key, rank in facts.ranks.items():
+            rank.pages_dropped = dropped.get(rank.rank, 0)
+            _sort(rank)
+            self._diagnose(key, rank)
+        return facts
+
+    def _names_of(self, attempt: int, rank: int) -> RankNames:
+        names = self._names.get((attempt, rank))
+        if names is None:
+            names = self._names[attempt, rank] = RankNames(self._shelf.names)
+        return names
+
+    def _take_page(self, name: str, n: int, message: PageMessage) -> None:
+        names = self._names_of(message.attempt, message.rank)
+        try:
+            page = KeptPage(message, self._loader(name, n, message), names, self._shelf)
+        except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
+            self._facts.undecodable_pages += 1
+            return
+        rank = _rank(self._facts, node_of(name), message.attempt, message.rank)
+        known = rank.pages.get(page.number)
+        if known is None or page.fullness > known.fullness:
+            rank.pages[page.number] = page
+
+    def _loader(self, name: str, n: int, message: PageMessage) -> Load:
+        load = self._load
+        if load is None:
+            return lambda: message
+        return lambda: load(name, n)
+
+    def _take_preflights_of_peers(self) -> None:
+        """A rank that was stopped before it could write has told the others."""
+        ranks = self._facts.ranks
+        for key in self._told:
+            ranks[key].preflight = None
+        self._told.clear()
+        tellers = [rank.preflight for _, rank in sorted(ranks.items()) if rank.preflight is not None]
+        for teller in tellers:
+            for peer in teller.peers:
+                rank = ranks.get((teller.where.attempt, peer.rank))
+                if rank is not None and rank.preflight is None:
+                    where = Where(peer.rank, teller.where.attempt)
+                    rank.preflight = PreflightResult(where, peer.outcome, peer.stage, peer.detail, teller.stops)
+                    self._told.add((rank.attempt, rank.rank))
+
+    def _infer_anomalies(self) -> None:
+        """A rank can end before it could look at what came back from its device."""
+        for key in list(self._inferred):
+            self._forget_inferred(key)
+        for key, rank in self._facts.ranks.items():
+            if rank.anomalies:
+                continue
+            for _, page in sorted(rank.pages.items()):
+                if page.cleared_at == page.place_of_names:
+                    continue
+                found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index))
+                if found is None:
+                    page.cleared_at = page.place_of_names
+                else:
+                    rank.anomalies = [anomaly_of(page.head, *found)]
+                    self._inferred.add(key)
+                    break
+
+    def _forget_inferred(self, key: tuple[int, int]) -> None:
+        if key in self._inferred:
+            self._inferred.discard(key)
+            self._facts.ranks[key].anomalies = []
+
+    def _diagnose(self, key: tuple[int, int], rank: RankFacts) -> None:
+        """Where its first anomaly came from; not again, if nothing has changed that the answer depends on."""
+        if not rank.anomalies:
+            rank.diagnosis = None
+            return
+        page = rank.pages.get(rank.anomalies[0].where.page)
+        made_of = rank.anomalies[0], page, page.place_of_names if page is not None else 0
+        known = self._diagnosed.get(key)
+        if known is None or known[0] is not made_of[0] or known[1] is not page or known[2] != made_of[2]:
+            rank.diagnosis = diagnose(rank.anomalies, {} if page is None else {page.number: page.lazy()})
+            self._diagnosed[key] = made_of
+
+
+def _sort(rank: RankFacts) -> None:
+    rank.anomalies.sort(key=lambda anomaly: (anomaly.where.time_ns, anomaly.where.page, anomaly.frame))
+    rank.errors.sort(key=lambda error: error.where.time_ns)
+    rank.begun.sort(key=lambda began: began.where.time_ns)
+    rank.stages.sort(key=lambda stage: stage.where.time_ns)
+    rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
+    rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
+    rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+    rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
+    rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
+
+
+def _place(where: Where) -> tuple[int, int, int]:
+    return where.page, where.batch, where.seq
+
+
+def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
+    found = facts.ranks.setdefault((attempt, rank), RankFacts(rank, attempt))
+    found.agent = agent
+    return found
+
+
+def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMessage) -> None:
+    event = message.event
+    if isinstance(event, NodeSignal):
+        node.signal = event
+        return
+    if isinstance(event, Xid | GpuCounters | GpuHealth):
+        if event not in node.gpu_events:
+            node.gpu_events.append(event)
+        return
+    rank = _rank(facts, agent, event.where.attempt, event.where.rank)
+    lists: list[tuple[type, list]] = [  # type: ignore[type-arg]  # each list holds what its type says
+        (Anomaly, rank.anomalies),
+        (ScriptError, rank.errors),
+        (Fault, rank.faults),
+        (PreflightBegan, rank.begun),
+        (PreflightStage, rank.stages),
+        (Warned, rank.warned),
+        (ScalerSkip, rank.scaler_skips),
+        (Ignored, rank.ignored),
+        (Cost, rank.costs),
+        (RankLook, rank.looks),
+    ]
+    for kind, events in lists:
+        if isinstance(event, kind):
+            if event not in events:
+                events.append(event)
+            return
+    if isinstance(event, PreflightResult):
+        rank.preflight = event
+    elif isinstance(event, Inventory):
+        if rank.inventory is None or event.facts is not None:  # what runs without facts is told once more, with them
+            rank.inventory = event
+    elif isinstance(event, Bandwidth):
+        rank.bandwidth = event
+    elif isinstance(event, ScriptExit):
+        rank.script_exit = event
+    elif isinstance(event, WorkerExit):
+        rank.exit = event
+
+
+def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
+    if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:
+        clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
+        if node.clock is None or clock[1] <= node.clock[1]:
+            node.clock = clock
+    for state in beat.ranks:
+        rank = _rank(facts, node.agent, state.attempt, state.rank)
+        if rank.state is None or _moved(state) >= _moved(rank.state):
+            rank.state = state
+    for number, dropped in beat.pages_dropped.items():
+        node.pages_dropped[number] = max(node.pages_dropped.get(number, 0), dropped)
+
+
+def _moved(state: RankState) -> tuple[int, ...]:
+    """Of two beats the later one, whichever came first: nothing in it runs backwards."""
+    return (
+        state.final,
+        state.step,
+        state.batch,
+        state.seq,
+        state.ignored,
+        state.scaler_skips,
+        state.warned,
+        state.batches_skipped,
+    )

@@ -1,0 +1,247 @@
+"""What is kept of the pages of all ranks: a few numbers of each. The rest is read again when somebody looks at it.
+
+A thousand ranks that trace a batch a second send more than any memory holds. The page itself is in the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from ..core.frames import Frame, Page, Phase, Row
+from ..core.page_tables import PageTables, whole
+from ..core.pages import Names, decode_frame
+from ..core.records import Definition
+from ..core.wire.messages import PageMessage
+from .shared_names import START, SharedNames
+
+_KEPT_TABLES = 8
+_KEPT_FRAMES = 8
+_KEPT_IN_COMMON = 256
+
+Load = Callable[[], PageMessage | None]
+Weights = dict[tuple[str, str], Row]
+"""(module, role) -> row"""
+
+T = TypeVar("T")
+
+
+class RankNames:
+    """The names of one rank, which can still grow."""
+
+    __slots__ = ("_places", "_shared", "place")
+
+    def __init__(self, shared: SharedNames) -> None:
+        self._shared = shared
+        self._places: dict[str, int] = {}
+        """By agent: one that was started again tells all of them again."""
+        self.place = START
+
+    def add(self, agent: str, entries: list[Definition]) -> None:
+        """What an agent tells of this rank."""
+        there = self._places[agent] = self._shared.after(self._places.get(agent, START), entries)
+        if self._shared.depth(there) > self._shared.depth(self.place):
+            self.place = there
+
+    @property
+    def names(self) -> Names:
+        """As far as they are known."""
+        return self._shared.at(self.place)
+
+
+class Shelf:
+    """What was looked at last, and what many pages have in common."""
+
+    def __init__(self) -> None:
+        self.names = SharedNames()
+        self.keys = itertools.count()
+        self._tables: OrderedDict[Hashable, PageTables] = OrderedDict()
+        self._frames: OrderedDict[Hashable, list[Frame]] = OrderedDict()
+        self._in_common: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def tables(self, key: Hashable, make: Callable[[], PageTables]) -> PageTables:
+        """The tables of a page."""
+        return _kept(self._tables, _KEPT_TABLES, key, make)
+
+    def frames(self, key: Hashable, make: Callable[[], list[Frame]]) -> list[Frame]:
+        """The frames of a page."""
+        return _kept(self._frames, _KEPT_FRAMES, key, make)
+
+    def in_common(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is the same for all pages with this key."""
+        found: T = _kept(self._in_common, _KEPT_IN_COMMON, key, make)
+        return found
+
+
+def _kept(kept: OrderedDict[Hashable, T], most: int, key: Hashable, make: Callable[[], T]) -> T:
+    if key in kept:
+        kept.move_to_end(key)
+        return kept[key]
+    found = kept[key] = make()
+    if len(kept) > most:
+        kept.popitem(last=False)
+    return found
+
+
+class KeptPage:
+    """One page of one rank."""
+
+    __slots__ = (
+        "_common",
+        "_first",
+        "_key",
+        "_last_phase",
+        "_load",
+        "_names",
+        "_root",
+        "_shelf",
+        "_suspicious",
+        "attempt",
+        "batch",
+        "cleared_at",
+        "complete",
+        "num_frames",
+        "num_rows",
+        "number",
+        "rank",
+        "step",
+    )
+
+    def __init__(self, message: PageMessage, load: Load, names: RankNames, shelf: Shelf) -> None:
+        """`load` gives the message again. Raises an error for bytes that no recorder holds."""
+        tables = PageTables(message)
+        self.rank = message.rank
+        self.attempt = message.attempt
+        self.number = message.number
+        self.batch = message.batch
+        self.step = message.step
+        self.complete = message.complete
+        self.num_frames = len(tables.frames)
+        self._suspicious: tuple[int, bool] = names.place, tables.suspicious(names.names)
+        self.num_rows = len(tables.rows)
+        self._root = message.root
+        self._first = tables.first_fields
+        self._last_phase = tables.last_phase
+        self._load = load
+        self._names = names
+        self._shelf = shelf
+        self._key = next(shelf.keys)
+        self._common: tuple[int, tuple[bytes, bytes, bytes]] | None = None
+        self.cleared_at = -1
+        """`place_of_names` when it was found to hold no alarm."""
+
+    @property
+    def root(self) -> str:
+        """The root's label."""
+        return self._names.names.root_label(self._root)
+
+    @property
+    def has_backward(self) -> bool:
+        """Frames are in the order in which they happened: a batch with a backward does not end with its forward."""
+        return self._last_phase not in (-1, Phase.FORWARD, Phase.WEIGHT, Phase.INPUT)
+
+    @property
+    def first_frame(self) -> Frame | None:
+        """The first frame, without its rows."""
+        if self._first is None:
+            return None
+        return decode_frame(self.batch, self._first, (), lambda index: None, self._names.names)
+
+    @property
+    def frames(self) -> list[Frame]:
+        """All frames, in their order in the page."""
+        return self._shelf.frames((self._key, self._names.place), lambda: self._tables.decode(self._names.names))
+
+    @property
+    def suspicious_frames(self) -> list[Frame]:
+        """The frames in which more than an argument is nan or inf. Nothing else in a page can be an alarm."""
+        place, suspicious = self._suspicious
+        if suspicious and place != self._names.place:  # a slot that was not known then may be an argument's
+            suspicious = self._tables.suspicious(self._names.names)
+            self._suspicious = self._names.place, suspicious
+        return self._tables.decode_suspicious(self._names.names) if suspicious else []
+
+    @property
+    def lost_frames(self) -> int:
+        """Frames that were overwritten before they were read."""
+        return self._tables.lost_frames
+
+    @property
+    def fullness(self) -> tuple[int, bool, int]:
+        """Of two copies of a page the fuller one is kept."""
+        return self.num_frames, self.complete, self._tables.arrived
+
+    @property
+    def place_of_names(self) -> int:
+        """Changes when definitions of its rank come."""
+        return self._names.place
+
+    def modules(self) -> frozenset[tuple[str, str]]:
+        """(name, class) of what its forward has called, without the root."""
+
+        def make() -> frozenset[tuple[str, str]]:
+            return frozenset((f.module, f.cls) for f in self.frames if f.phase == "forward" and f.module)
+
+        return self._shelf.in_common(("modules", self._names.place, self._in_common[0]), make)
+
+    def calls_in_common(self, make: Callable[[], T]) -> T:
+        """What follows from how its calls nest and issue collectives alone; made once for all pages alike."""
+        return self._shelf.in_common(("calls", self._names.place, self._in_common[1]), make)
+
+    def weights(self) -> Weights:
+        """As the first call of each module saw them."""
+        return self._shelf.in_common(("weights", self._names.place, self._in_common[2]), self._make_weights)
+
+    @property
+    def _in_common(self) -> tuple[bytes, bytes, bytes]:
+        """What pages with the same modules, the same nesting of calls, and the same weights have in common."""
+        if self._common is None or self._common[0] != self._names.place:
+            tables = self._tables
+            parts = tables.forward_modules(), tables.shape_of_calls(), tables.weights(self._names.names)
+            modules, calls, weights = map(_digest, parts)
+            self._common = self._names.place, (modules, calls, weights)
+        return self._common[1]
+
+    def _make_weights(self) -> Weights:
+        found: Weights = {}
+        for frame in sorted(self._tables.forward_weights(self._names.names), key=lambda frame: frame.index):
+            for row in frame.weights:
+                if row.kind == "measured":
+                    found.setdefault((frame.module, row.role), row)
+        return found
+
+    @property
+    def head(self) -> Page:
+        """What it is of, without frames."""
+        return self._page([], 0)
+
+    def lazy(self) -> Page:
+        """As a page whose frames decode their rows when they are asked for: to be looked at, not to be written."""
+        return self._page(self.frames, self.lost_frames)
+
+    def whole(self) -> Page:
+        """All of it as a value, to be written."""
+        return self._page([whole(frame) for frame in self.frames], self.lost_frames)
+
+    def _page(self, frames: list[Frame], lost: int) -> Page:
+        return Page(self.rank, self.attempt, self.number, self.root, self.batch, self.step, self.complete, frames, lost)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KeptPage) and self.whole() == other.whole()
+
+    __hash__ = None  # type: ignore[assignment]  # two copies of a page are equal, and found by their number
+
+    @property
+    def _tables(self) -> PageTables:
+        return self._shelf.tables(self._key, self._make_tables)
+
+    def _make_tables(self) -> PageTables:
+        message = self._load()
+        return PageTables(message if message is not None else PageMessage(0, 0, 0, 0, self.batch, 0, False, []))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

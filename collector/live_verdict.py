@@ -1,0 +1,72 @@
+"""The verdict over an overflow while the job still runs: one line in the collector's log each time that it changes.
+
+    2026-11-22T04:05:06.123Z the verdict so far: supported: Rank 3 on gpu-2 overflowed first: +inf in the output of ...
+
+It is made of what has come so far. Pages of other ranks can still change it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+from ..core.records import Anomaly
+from ..core.wire.messages import AgentBody, EventMessage, PageMessage
+from .decide.overflow.verdict import overflow_verdict
+from .fold import Fold
+
+_SHARE = 0.2
+"""So much of one processor it may take for pages."""
+_SHARE_OF_ANOMALIES = 0.5
+"""So much for ranks that have met something."""
+
+
+class LiveVerdict:
+    """`say` is given the lines. `clock` is monotonic, `used` is processor time of this thread, `now` is the time."""
+
+    def __init__(
+        self,
+        folded: Fold,
+        say: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.thread_time,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._folded = folded
+        self._say = say
+        self._clock = clock
+        self._used = used
+        self._now = now
+        self._any = False
+        self._changed = self._urgent = False
+        self._due = self._due_if_urgent = 0.0
+        self._said = ""
+
+    def hear(self, body: AgentBody) -> None:
+        """What was added to the fold."""
+        if isinstance(body, EventMessage) and isinstance(body.event, Anomaly):
+            self._any = self._changed = self._urgent = True
+        elif isinstance(body, PageMessage):
+            self._changed = self._any
+
+    def tick(self) -> None:
+        """Decide again, if there is something new and it is time."""
+        due = self._due_if_urgent if self._urgent else self._due
+        if not self._changed or self._clock() < due:
+            return
+        before = self._used()
+        self._changed = self._urgent = False
+        try:
+            verdict = overflow_verdict(self._folded.facts())
+        except Exception as error:  # at the end it is met again, and told; here it must not end the collector
+            self._say(f"the verdict so far could not be made: {type(error).__name__}: {error}")
+            verdict = None
+        if verdict is not None:
+            line = f"the verdict so far: {verdict.certainty}: {verdict.statement}"
+            if line != self._said:
+                self._said = line
+                when = datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="milliseconds")
+                self._say(f"{when.removesuffix('+00:00')}Z {line}")
+        took, now = self._used() - before, self._clock()
+        self._due, self._due_if_urgent = now + took / _SHARE, now + took / _SHARE_OF_ANOMALIES

@@ -1,0 +1,274 @@
+"""A page as tables: checked and searched at once with NumPy, without an object for each row.
+
+Of a page that came from a rank, nearly all that is asked can be answered from its numbers. A frame becomes an object
+when somebody looks at the frames, and its rows when somebody looks at those.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any, cast
+
+import numpy
+
+from .frames import Frame, Phase, Row, RowKind
+from .pages import Names, decode_frame, decode_row
+from .recorder import layout, tables
+from .values import Encoding, Value
+from .wire.messages import PageMessage
+
+_MOST_BITS = numpy.full(256, (1 << 64) - 1, numpy.uint64)
+"""By encoding: the largest integer that stands for a number."""
+_MOST_BITS[Encoding.FLOAT64] = (1 << 63) - 1
+_MOST_BITS[Encoding.FLOAT32] = (1 << 32) - 1
+_MOST_BITS[[Encoding.FLOAT16, Encoding.BFLOAT16]] = (1 << 16) - 1
+
+_LAST_PHASE, _LAST_KIND = int(max(Phase)), int(max(RowKind))
+
+FrameFields = tuple[int, int, int, int, int, int, int, int, int]
+
+
+class PageTables:
+    """The tables of one page, of all its segments together."""
+
+    def __init__(self, message: PageMessage) -> None:
+        """Raises ValueError, or another error, for bytes that no recorder holds."""
+        segments = message.segments
+        self.batch = message.batch
+        self.frames = _joined([segment.frames for segment in segments], tables.FRAMES)
+        self.rows = _joined([segment.rows for segment in segments], tables.ROWS)
+        self.values = _joined([segment.values for segment in segments], tables.VALUES)
+        self._segments = segments
+        if len(self.frames) and self.frames["phase"].max() > _LAST_PHASE:
+            raise ValueError("a frame is of no known phase")
+        if len(self.rows) and self.rows["kind"].max() > _LAST_KIND:
+            raise ValueError("a row is of no known kind")
+        self.flags = (self.values["meta"] & 0xFF).astype(numpy.uint8)
+        most = _MOST_BITS[self.values["meta"] >> 8 & 0xFF]
+        for bits in ("low", "high"):
+            if (self.values[bits].view(numpy.uint64) > most).any():
+                raise ValueError("a value is of no known encoding")
+        order = sorted(
+            (segment.value_base, len(segment.values) // layout.VALUE.size, n) for n, segment in enumerate(segments)
+        )
+        starts = [0]
+        for segment in segments:
+            starts.append(starts[-1] + len(segment.values) // layout.VALUE.size)
+        self._bases = [base for base, _, _ in order]
+        self._counts = [count for _, count, _ in order]
+        self._starts = [starts[n] for _, _, n in order]
+
+    @property
+    def first_fields(self) -> FrameFields | None:
+        """The first frame, as it was recorded."""
+        return _fields(self.frames[0]) if len(self.frames) else None
+
+    @property
+    def last_phase(self) -> int:
+        """The phase of the last frame; -1 if there is none."""
+        return int(self.frames["phase"][-1]) if len(self.frames) else -1
+
+    @property
+    def lost_frames(self) -> int:
+        """Frames that were overwritten before they were read."""
+        seen = numpy.unique(self.frames["index"])
+        return int(seen[-1]) + 1 - len(seen) if len(seen) else 0
+
+    @property
+    def arrived(self) -> int:
+        """Rows in frames that have their numbers."""
+        positions = self._positions()
+        meta = (
+            self.values["meta"][numpy.maximum(positions, 0)] if len(self.values) else numpy.zeros(len(positions), "<i8")
+        )
+        there = (positions >= 0) & (meta >> 8 & 0xFF != 0xFF) & (self.rows["kind"] == RowKind.MEASURED)
+        return int((there & self._rows_of(numpy.ones(len(self.frames), bool))).sum())
+
+    # -- frames as objects --------------------------------------------------------------------------------------
+
+    def decode(self, names: Names) -> list[Frame]:
+        """All frames, in their order in the page."""
+        return self._decode(range(len(self.frames)), names)
+
+    def suspicious(self, names: Names) -> bool:
+        """Whether anything but the arguments of calls is nan or inf. Nothing else can be an alarm."""
+        return bool(self.flags.any()) and bool(self._suspects(names).any())
+
+    def decode_suspicious(self, names: Names) -> list[Frame]:
+        """The frames with such a row."""
+        bad = self._suspects(names)
+        starts, ends = self._bounds()
+        sums = numpy.concatenate(([0], numpy.cumsum(bad)))
+        return self._decode((int(place) for place in numpy.flatnonzero(sums[ends] > sums[starts])), names)
+
+    def _decode(self, places: Iterable[int], names: Names) -> list[Frame]:
+        starts, ends = (bound.tolist() for bound in self._bounds())
+        row_bytes = self.rows.tobytes()
+        fields = self.frames.tolist()
+        found = [
+            LazyFrame(
+                self, names, row_bytes[starts[place] * layout.ROW.size : ends[place] * layout.ROW.size], fields[place]
+            )
+            for place in places
+        ]
+        return cast(list[Frame], found)
+
+    def value_at(self, index: int) -> Value | None:
+        """The numbers at an index of the page; None if they are lost."""
+        place = bisect_right(self._bases, index) - 1
+        if place < 0 or index - self._bases[place] >= self._counts[place]:
+            return None
+        low, high, meta = self.values[self._starts[place] + index - self._bases[place]].tolist()
+        return Value(low, high, meta)
+
+    # -- what pages of many ranks have in common ------------------------------------------------------------------
+
+    def forward_modules(self) -> bytes:
+        """Of two pages with the same names: equal if their forwards called the same modules in the same order."""
+        return bytes(self.frames["module"][self._forward()].tobytes())
+
+    def shape_of_calls(self) -> bytes:
+        """Of two pages with the same names: equal if their calls nest alike and issued their collectives alike."""
+        calls = self.frames[self._forward()]
+        calls["first"] = calls["count"] = 0
+        if len(calls) and calls["seq"].min() >= 0:
+            calls["seq"] -= calls["seq"][0]
+        return bytes(calls.tobytes())
+
+    def weights(self, names: Names) -> bytes:
+        """Of two pages with the same names: equal if their forwards saw the same weights."""
+        chosen = self._rows_of(self._forward()) & _is_one_of(self.rows["slot"], names.weight_slots)
+        rows, positions = self.rows[chosen], self._positions()[chosen]
+        rows["value"] = positions >= 0
+        return self.forward_modules() + bytes(rows.tobytes()) + bytes(self.values[positions[positions >= 0]].tobytes())
+
+    def forward_weights(self, names: Names) -> list[Frame]:
+        """The frames of the forward that have a weight."""
+        sums = numpy.concatenate(([0], numpy.cumsum(_is_one_of(self.rows["slot"], names.weight_slots))))
+        starts, ends = self._bounds()
+        chosen = (sums[ends] > sums[starts]) & self._forward()
+        return self._decode((int(place) for place in numpy.flatnonzero(chosen)), names)
+
+    def _suspects(self, names: Names) -> Any:
+        if not len(self.flags):
+            return numpy.zeros(len(self.rows), bool)
+        positions = self._positions()
+        found = numpy.flatnonzero((positions >= 0) & (self.flags[positions] != 0))
+        bad = numpy.zeros(len(self.rows), bool)
+        bad[found[~_is_one_of(self.rows["slot"][found], names.argument_slots)]] = True
+        return bad
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _forward(self) -> Any:
+        return self.frames["phase"] == Phase.FORWARD
+
+    def _bounds(self) -> tuple[Any, Any]:
+        """(first row, row behind the last) of each frame."""
+        frames = [len(segment.frames) // layout.FRAME.size for segment in self._segments]
+        rows = [len(segment.rows) // layout.ROW.size for segment in self._segments]
+        begin = numpy.repeat(numpy.concatenate(([0], numpy.cumsum(rows)))[:-1] if rows else [], frames).astype(
+            numpy.int64
+        )
+        most = numpy.repeat(rows, frames).astype(numpy.int64)
+        first = self.frames["first"].astype(numpy.int64)
+        starts = numpy.minimum(first, most)
+        ends = numpy.minimum(first + self.frames["count"], most)
+        return begin + starts, begin + ends
+
+    def _rows_of(self, chosen: Any) -> Any:
+        """Which rows belong to the chosen frames."""
+        starts, ends = self._bounds()
+        steps = numpy.zeros(len(self.rows) + 1, numpy.int64)
+        numpy.add.at(steps, starts[chosen], 1)
+        numpy.add.at(steps, ends[chosen], -1)
+        return numpy.cumsum(steps[:-1]) > 0
+
+    def _positions(self) -> Any:
+        """Where the value of each row is in `values`; -1: it is not there."""
+        index = self.rows["value"].astype(numpy.int64)
+        if not self._bases:
+            return numpy.full(len(index), -1)
+        bases, counts, starts = (numpy.array(each, numpy.int64) for each in (self._bases, self._counts, self._starts))
+        place = numpy.searchsorted(bases, index, "right") - 1
+        offset = index - bases[place]
+        there = (place >= 0) & (offset < counts[place])
+        return numpy.where(there, starts[place] + offset, -1)
+
+
+class LazyFrame:
+    """A frame of a page that was received. It has what `Frame` has, and decodes its rows when they are asked for."""
+
+    __slots__ = (
+        "_names",
+        "_row_bytes",
+        "_rows",
+        "_tables",
+        "batch",
+        "cls",
+        "collectives",
+        "depth",
+        "index",
+        "module",
+        "parent",
+        "phase",
+        "seq",
+    )
+
+    def __init__(self, page: PageTables, names: Names, row_bytes: bytes, fields: FrameFields) -> None:
+        bare = decode_frame(page.batch, fields, (), page.value_at, names)
+        self.batch, self.index, self.module, self.cls, self.phase = (
+            bare.batch,
+            bare.index,
+            bare.module,
+            bare.cls,
+            bare.phase,
+        )
+        self.depth, self.parent, self.seq, self.collectives = bare.depth, bare.parent, bare.seq, bare.collectives
+        self._tables, self._names, self._row_bytes = page, names, row_bytes
+        self._rows: list[Row] | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """As `Frame` has them."""
+        if self._rows is None:
+            rows = layout.ROW.iter_unpack(self._row_bytes)
+            self._rows = [decode_row(row, self._tables.value_at, self._names) for row in rows]
+        return self._rows
+
+    title = Frame.title
+    inputs = Frame.inputs
+    outputs = Frame.outputs
+    weights = Frame.weights
+    gradients = Frame.gradients
+
+
+def whole(frame: Frame) -> Frame:
+    """The frame with all its rows, to be written."""
+    return Frame(
+        frame.batch,
+        frame.index,
+        frame.module,
+        frame.cls,
+        frame.phase,
+        frame.rows,
+        frame.depth,
+        frame.parent,
+        frame.seq,
+        frame.collectives,
+    )
+
+
+def _is_one_of(slots: Any, chosen: bytes) -> Any:
+    """`chosen` has a byte for each number of a slot, and one behind them for what is unknown."""
+    return numpy.frombuffer(chosen, bool)[numpy.minimum(slots, len(chosen) - 1)]
+
+
+def _joined(parts: list[bytes], dtype: Any) -> Any:
+    return numpy.frombuffer(bytearray().join(parts), dtype)
+
+
+def _fields(record: Any) -> FrameFields:
+    fields: FrameFields = record.tolist()
+    return fields

@@ -1,0 +1,94 @@
+"""The verdict so far, with clocks that jump."""
+
+from __future__ import annotations
+
+import pytest
+from gpuwatch.collector.fold import Fold
+from gpuwatch.collector.live_verdict import LiveVerdict
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.used = 0.0
+
+
+class Live:
+    """A fold, what was said of it, and a clock of which each decision takes 10 ms."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.clock = Clock()
+        self.folded = Fold()
+        self._n = 0
+        self.verdict = LiveVerdict(self.folded, self.said.append, lambda: self.clock.now, self._used, lambda: 0.25)
+
+    def _used(self) -> float:
+        self.clock.used += 0.01
+        return self.clock.used
+
+    def hear(self, *bodies) -> None:
+        for body in bodies:
+            self._n += 1
+            self.folded.add("a0", self._n, body)
+            self.verdict.hear(body)
+
+
+@pytest.fixture
+def live():
+    return Live()
+
+
+def overflow(make, rank, seq):
+    batch = make.Batch(rank, seq=seq)
+    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    return batch
+
+
+def test_it_is_said_as_soon_as_the_event_is_there_and_again_when_it_changes(live, make):
+    definitions, anomaly, page = overflow(make, 1, seq=9).messages()
+    live.hear(make.hello(nproc=2), definitions)
+    live.verdict.tick()
+    assert live.said == []
+    live.hear(anomaly)
+    live.verdict.tick()
+    (line,) = live.said
+    assert line.startswith("1970-01-01T00:00:00.250Z the verdict so far: supported: Rank 1 on h0 overflowed first")
+    live.hear(*overflow(make, 0, seq=3).messages())
+    live.clock.now += 10
+    live.verdict.tick()
+    assert "Rank 0 on h0 overflowed first" in live.said[-1]
+    live.hear(page)
+    live.clock.now += 10
+    live.verdict.tick()
+    assert "Rank 0 on h0 overflowed first" in live.said[-1]
+
+
+def test_pages_without_an_anomaly_are_not_decided_about(live, make):
+    batch = make.Batch(0)
+    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor()])
+    live.hear(make.hello(), *batch.messages())
+    live.verdict.tick()
+    assert live.clock.used == 0
+
+
+def test_it_takes_a_share_of_the_time_and_an_anomaly_waits_less(live, make):
+    live.hear(make.hello(nproc=3), *overflow(make, 2, seq=9).messages())
+    live.verdict.tick()
+    live.hear(overflow(make, 1, seq=5).page_message())
+    live.clock.now += 0.03
+    live.verdict.tick()
+    assert len(live.said) == 1, "10 ms of work pay for 50 ms"
+    live.hear(*overflow(make, 1, seq=5).messages())
+    live.verdict.tick()
+    assert "Rank 1 " in live.said[-1]
+
+
+def test_what_cannot_be_decided_is_said_and_ends_nothing(live, make, monkeypatch):
+    def broken(facts):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr("gpuwatch.collector.live_verdict.overflow_verdict", broken)
+    live.hear(*overflow(make, 0, seq=1).messages())
+    live.verdict.tick()
+    assert live.said == ["the verdict so far could not be made: RuntimeError: no such thing"]
