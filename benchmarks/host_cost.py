@@ -19,12 +19,9 @@ tensor, and leaves it pending. No number is read.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import random
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,25 +29,21 @@ from typing import Any
 
 import torch
 from gpuwatch.core.frames import RowKind
-from gpuwatch.core.pages import Names, decode_page
-from gpuwatch.core.recorder.layout import Field
-from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Fault
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks.forward import Hooks
 from gpuwatch.worker.record import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
-from gpuwatch.worker.stats.notable import Limits, NotableValue
 from gpuwatch.worker.stats.tensor_stats import TensorStats
-from overhead import PEER, Peer, Plain, Task, interval, machine, one_of, parameters, shared_memory
+from overhead import PEER, Peer, Plain, Task, machine, one_of, parameters
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+from turns import in_turns, interval, recorded, recorder_folder
 
 MODELS = ("gpt2", "t5")
 LAYERS, WIDTH, VOCABULARY, TOKENS = 12, 32, 64, 8
@@ -182,19 +175,9 @@ class Gpuwatch:
 
     def seen(self) -> Counts:
         """What is in the last page: a watcher that sees nothing would be the cheapest of all. Raises on a fault."""
-        reader = RecorderReader(self._path)
-        try:
-            names = Names()
-            definitions, events = reader.new_entries()
-            names.add(definitions)
-            pages = reader[Field.PAGE] + 1
-            message = reader.page(pages - 1)
-        finally:
-            reader.close()
-        faults = [f"{event.part}: {event.message}" for event in events if isinstance(event, Fault)]
-        if faults or message is None:
+        pages, page, faults = recorded(self._path)
+        if faults or page is None:
             raise SystemExit(f"{self._path.name}: {faults[:1] or 'no page'}")
-        page = decode_page(message, names)
         forward = [frame for frame in page.frames if frame.phase == "forward"]
         return Counts(
             frames=len(forward),
@@ -218,12 +201,10 @@ def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
         return recorder.value(0, 0, PENDING), pending
 
     hooks.rows.device_value, hooks.rows.device_weight = value, weight  # type: ignore[method-assign,assignment]
-    settings = hooks.progress.settings
-    notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
     real = native_writer.late_device
     native_writer.late_device = lambda: LateDevice(0)
     try:
-        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, notable, hooks._gradients)
+        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, hooks._gradients)
     finally:
         native_writer.late_device = real
     hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
@@ -283,24 +264,17 @@ def _block(variant: Variant, job: Task, steps: int) -> dict[str, float]:
 
 def measure(model: str, rounds: int, steps: int) -> tuple[list[Variant], dict[str, Counts]]:
     """All variants of a model, in turns."""
-    order = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="gpuwatch-host-cost-", dir=shared_memory()) as folder:
+    with recorder_folder() as folder:
         job = task(model)
         found = variants(job, Path(folder))
         for one in found:
             _block(one, job, 2)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        try:
-            for _ in range(rounds):
-                gc.collect()
-                for one in order.sample(found, len(found)):
-                    for part, us in _block(one, job, steps).items():
-                        one.us[part].append(us)
-        finally:
-            gc.enable()
-            gc.unfreeze()
+
+        def run(one: Variant) -> None:
+            for part, us in _block(one, job, steps).items():
+                one.us[part].append(us)
+
+        in_turns(found, rounds, run)
         counts = {one.name: one.watcher.seen() for one in found if isinstance(one.watcher, Gpuwatch)}
     return found, counts
 

@@ -17,16 +17,13 @@ garbage collector, which runs between the rounds only.
 from __future__ import annotations
 
 import argparse
-import gc
 import inspect
 import json
 import multiprocessing
 import os
 import platform
-import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -39,11 +36,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
-from gpuwatch.core.pages import Names, decode_page
-from gpuwatch.core.recorder.layout import Field
-from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Fault
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.hooks.forward import Hooks
 from rich.console import Console
@@ -53,6 +46,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 from transformers.debug_utils import DebugUnderflowOverflow
+from turns import in_turns, interval, recorded, recorder_folder
 
 MODELS = ("gpt2", "t5")
 MODES = ("eager", "compiled")
@@ -194,17 +188,8 @@ class Gpuwatch:
 
     def seen(self) -> str:
         """What is in the recorder: a watcher that sees nothing would be the cheapest of all."""
-        reader = RecorderReader(self._path)
-        try:
-            names = Names()
-            definitions, events = reader.new_entries()
-            names.add(definitions)
-            pages = reader[Field.PAGE] + 1
-            message = reader.page(pages - 1)
-        finally:
-            reader.close()
-        frames = decode_page(message, names).frames if message is not None else []
-        faults = [f"{event.part}: {event.message}" for event in events if isinstance(event, Fault)]
+        pages, last, faults = recorded(self._path)
+        frames = last.frames if last is not None else []
         rows = sum(len(frame.rows) for frame in frames)
         phases = ", ".join(sorted({str(frame.phase) for frame in frames}))
         seen = f"{pages} pages, the last one with {len(frames)} frames and {rows} rows ({phases})"
@@ -332,8 +317,7 @@ def _block(variant: Variant, steps: int, synchronize: Callable[[], None]) -> flo
 def step_times(model: str, mode: str, device: str, steps: int) -> dict[str, list[float]]:
     """Milliseconds of all steps of all variants of a model, measured in turns."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    order = random.Random(0)
-    with tempfile.TemporaryDirectory(prefix="gpuwatch-overhead-", dir=shared_memory()) as folder:
+    with recorder_folder() as folder:
         names = names_of_variants(mode)
         if mode == "eager":
             job = task(model, device)
@@ -343,17 +327,11 @@ def step_times(model: str, mode: str, device: str, steps: int) -> dict[str, list
         for one in variants:
             _block(one, WARM_UP[device], synchronize)
         graphs = _graphs()
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        try:
-            for _ in range(max(1, steps // BLOCK[device])):
-                gc.collect()
-                for one in order.sample(variants, len(variants)):
-                    one.ms.append(_block(one, BLOCK[device], synchronize))
-        finally:
-            gc.enable()
-            gc.unfreeze()
+
+        def run(one: Variant) -> None:
+            one.ms.append(_block(one, BLOCK[device], synchronize))
+
+        in_turns(variants, max(1, steps // BLOCK[device]), run)
         if _graphs() != graphs:
             print(f"{model}, {mode}: {_graphs() - graphs} graphs were compiled anew while it ran", file=sys.stderr)
         for one in variants:
@@ -367,18 +345,13 @@ def _graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def shared_memory() -> str | None:
-    """Where a launch keeps its recorders, if there is such a place."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
-
-
 # -- peak memory ----------------------------------------------------------------------------------------------------
 
 
 def peak_bytes(model: str, name: str, device: str) -> int:
     """Run in a fresh process: the most memory that it ever held, the recorder's pages included."""
     job = task(model, device)
-    with tempfile.TemporaryDirectory(prefix="gpuwatch-overhead-", dir=shared_memory()) as folder:
+    with recorder_folder() as folder:
         eager(name, job, Path(folder)).watcher.attach()
         for _ in range(MEMORY_STEPS):
             job.step()
@@ -427,14 +400,6 @@ class Row:
         low, high = self.interval or (self.ratio, self.ratio)
         clear = "" if high <= self.target or low > self.target else ", within noise"
         return ("ok" if self.ratio <= self.target else "over") + clear
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the median, from the order of the values alone."""
-    ordered = sorted(values)
-    away = round(0.98 * len(ordered) ** 0.5)
-    middle = (len(ordered) - 1) / 2
-    return ordered[max(0, round(middle - away))], ordered[min(len(ordered) - 1, round(middle + away))]
 
 
 def _compared(values: list[float]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def cli() -> None:
     gpuwatch check --nproc-per-node 8
 
     Exit codes: 0 clean; 1 the script failed by itself; 2 wrong usage; 3 preflight failed; 4 overflow found; 5 a rank
-    hung or was lost; 128 + N ended by signal N.
+    hung or was lost; 6 unknown, for something that could hold an overflow was not heard; 128 + N ended by signal N.
     """
 
 

@@ -45,7 +45,7 @@ def main() -> int:
     write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder)))
     with suppress(OSError):
         sys.stderr = (paths.logs / "collector.log").open("a", buffering=1)
-    serve(server, paths, store, config.rdzv_id)
+    serve(server, paths, store, config)
     return 0
 
 
@@ -71,9 +71,9 @@ def listen(config: CollectorConfig) -> Server:
     return Server(config.bind, *keys)
 
 
-def serve(server: Server, paths: RunPaths, store: RunStore, rdzv_id: str) -> None:
+def serve(server: Server, paths: RunPaths, store: RunStore, config: CollectorConfig) -> None:
     """Run to the end with the launch's pipe as stdin."""
-    run_protocol = RunProtocol(paths.run_id, str(paths.folder), rdzv_id)
+    run_protocol = RunProtocol(paths.run_id, str(paths.folder), config.rdzv_id, on_hang=config.on_hang)
     run_protocol.restore(store.messages(), 0.0)
     try:
         server.run(

@@ -21,6 +21,7 @@ from ..core.records import (
     PreflightBegan,
     PreflightResult,
     PreflightStage,
+    RankLook,
     ScalerSkip,
     ScriptError,
     ScriptExit,
@@ -71,6 +72,8 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
+    looks: list[RankLook] = field(default_factory=list)
+    """Where it stood each time when all ranks were asked."""
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
 
@@ -194,6 +197,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
         rank.diagnosis = diagnose(rank.anomalies, rank.pages)
+        rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
         rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
     return facts
 
@@ -228,6 +232,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (ScalerSkip, rank.scaler_skips),
         (Ignored, rank.ignored),
         (Cost, rank.costs),
+        (RankLook, rank.looks),
     ]
     for kind, events in lists:
         if isinstance(event, kind):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ..core.records import Anomaly, PreflightResult, split_label
+from ..core.records import Anomaly, PreflightResult, RankLook, Stalled, WorkerExit, split_label
 from ..core.wire.messages import (
     SCHEMA,
     Ack,
@@ -22,6 +23,7 @@ from ..core.wire.messages import (
     EventMessage,
     Hello,
     Leaving,
+    LookAtRanks,
     Refused,
     Stop,
     Want,
@@ -29,6 +31,7 @@ from ..core.wire.messages import (
     life_of,
     node_of,
 )
+from .asking import AskedAll, text_of
 from .claims import Claims
 
 SILENT_S = 20.0
@@ -66,7 +69,14 @@ class Finish:
     """Everybody is done: decide, and write the report."""
 
 
-Action = Send | Keep | Finish
+@dataclass(frozen=True)
+class Tell:
+    """Tell the user something now."""
+
+    text: str
+
+
+Action = Send | Keep | Finish | Tell
 
 
 @dataclass
@@ -105,13 +115,16 @@ class RunProtocol:
     """Messages about ranks of other nodes."""
     strangers: int = 0
     """Agents that were turned away."""
+    on_hang: Literal["report", "abort"] = "report"
     replays: int = 0
     """Hellos that were heard before, with other contents or of an agent that another has replaced."""
     by_hand: bool = False
     """No launch started this collector, so none can tell it that the job is over."""
     _wanted: dict[tuple[int, str, int], list[Want]] = field(default_factory=dict)
+    _asking: AskedAll = field(default_factory=AskedAll)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
+    _why_over: str = ""
     _ended: bool = False
     _finished: bool = False
 
@@ -178,6 +191,7 @@ class RunProtocol:
                 node.received = node.stored = max(node.received, n)
                 node.restored = True
                 self._react(node, body, now)
+        self._asking.forget()
 
     def _greet(self, agent: str, message: AgentMessage, hello: Hello, now: float) -> list[Action]:
         reason = self._why_not(agent, hello)
@@ -235,6 +249,9 @@ class RunProtocol:
 
     def _react_to_event(self, message: EventMessage, now: float) -> list[Action]:
         event = message.event
+        if isinstance(event, Stalled | RankLook | WorkerExit):
+            number = self._asking.hear(event, now)
+            return self._ask_where_they_stand(number) if number is not None else []
         if isinstance(event, PreflightResult) and event.stops:
             self._job_is_over(now)
         if not isinstance(event, Anomaly):
@@ -249,6 +266,20 @@ class RunProtocol:
         wants = [Want(where.attempt, *split_label(where.root), batch) for batch in batches]
         self._wanted[key] = wants
         return [Send(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
+
+    def _ask_where_they_stand(self, number: int) -> list[Action]:
+        return [Send(agent, LookAtRanks(number)) for agent, node in self.nodes.items() if not node.gone]
+
+    def _conclude_asking(self, now: float) -> list[Action]:
+        """When all ranks have told where they stand, or had time enough to."""
+        found = self._asking.conclude(sum(node.hello.nproc for node in self.nodes.values() if not node.replaced), now)
+        if found is None:
+            return []
+        ends = self.on_hang == "abort" and found.may_end
+        if ends:
+            self._job_is_over(now - STOP_AFTER_S)
+            self._why_over = "no rank moves any more"
+        return [Tell(text_of(found, ends, self.on_hang))]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:
@@ -273,7 +304,8 @@ class RunProtocol:
         for node in self.nodes.values():
             if not node.gone and now - node.heard > SILENT_S:
                 node.lost = True
-        if self._over_since is not None and now - self._over_since > STOP_AFTER_S:
+        actions += self._conclude_asking(now)
+        if self._over_since is not None and now - self._over_since >= STOP_AFTER_S:
             for agent, node in self.nodes.items():
                 if not node.gone and not node.stopped:
                     node.stopped = True
@@ -284,6 +316,8 @@ class RunProtocol:
         return actions
 
     def _why(self) -> str:
+        if self._why_over:
+            return self._why_over
         failed = [node.hello.host for node in self.nodes.values() if node.bye is not None and node.bye.outcome != "ok"]
         if failed:
             return f"the job has ended on {', '.join(sorted(set(failed)))}"

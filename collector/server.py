@@ -29,7 +29,7 @@ from ..core.wire.messages import (
     decode_agent,
     encode,
 )
-from ..core.wire.pipe import PreflightOver, StageLine
+from ..core.wire.pipe import Notice, PreflightOver, StageLine
 from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .finish import build, stamp, write_where_there_is_room
@@ -37,7 +37,7 @@ from .paths import RunPaths
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
-from .run_protocol import Action, Finish, Keep, RunProtocol, Send
+from .run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .store import RunStore
 
 TICK_MS = 100
@@ -94,12 +94,12 @@ class Server:
         run_protocol: RunProtocol,
         on_end: Callable[[float], None],
         end_fd: int | None,
-        tell: Callable[[StageLine | PreflightOver], object] | None = None,
+        tell: Callable[[StageLine | PreflightOver | Notice], object] | None = None,
     ) -> Report:
         """Until the job is over; returns the report, which has been written and sent to every agent.
 
         `on_end` is called once, with the time, when `end_fd` has something to read or is closed. `tell` is given the
-        lines of the preflight while it runs.
+        lines of the preflight while it runs, and sentences for the user.
         """
         self._tell = tell or (lambda line: None)
         clock = OwnClock()
@@ -159,6 +159,8 @@ class Server:
         for action in actions:
             if isinstance(action, Send):
                 self._send(action.agent, action.message)
+            elif isinstance(action, Tell):
+                self._tell(Notice(action.text))
         return any(isinstance(action, Finish) for action in actions)
 
     def _send(self, agent: str, message: CollectorMessage) -> None:

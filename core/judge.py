@@ -145,11 +145,6 @@ def _warning(row: Row, limits: Limits) -> str | None:
     return "underflow" if vanished or row.subnormals >= share else None
 
 
-def alarm_of(frame: Frame) -> Row | None:
-    """The first row of a frame that is an alarm, the frame taken by itself."""
-    return _alarm(frame, _NOTHING)
-
-
 def first_alarm(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:
     """The first alarm of a page, in the order in which things happened."""
     page = PageSoFar()

@@ -251,6 +251,43 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     cls: str | None = None
 
 
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """A node agent saw a rank not move for longer than its limit."""
+
+    where: Where
+    seconds: float
+    limit_s: float
+
+
+class StackLine(msgspec.Struct, frozen=True):
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+    """The source, where it could be read."""
+
+
+class RankLook(msgspec.Struct, frozen=True, tag="look"):
+    """Where a rank stood when all ranks were asked, because one of them had stalled. Its node agent writes it."""
+
+    where: Where
+    number: int
+    """Which time of asking."""
+    still_s: float
+    """Seconds since the rank last moved, as its agent saw it."""
+    phase: str
+    module: str | None = None
+    cls: str | None = None
+    state: str = ""
+    """The process's state, a letter as in /proc/PID/stat; "" is unknown."""
+    busy: float = 0.0
+    """Share of one core that it used meanwhile."""
+    stack: list[StackLine] = []
+    """Of the main thread, innermost call first; [] if it did not answer."""
+
+
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     """A signal told `gpuwatch launch` to end."""
 
@@ -323,5 +360,5 @@ WorkerEvent = (
     | Inventory
     | Fault
 )
-Event = WorkerEvent | WorkerExit | NodeSignal | Xid | GpuCounters | GpuHealth
+Event = WorkerEvent | WorkerExit | Stalled | RankLook | NodeSignal | Xid | GpuCounters | GpuHealth
 LogEntry = Definition | WorkerEvent

@@ -199,6 +199,7 @@ class _Launch:
             rdzv_id=plan.job,
             max_frames=self._args.max_frames,
             run_name=self._args.run_name or "",
+            on_hang=self._args.on_hang,
             fallback=str(self._scratch / RESCUED),
         )
         self._collector = HeadCollector(config, say, self._show)
@@ -263,6 +264,7 @@ class _Launch:
             trace_batches=self._args.trace_batches,
             check_only=self._args.check_only,
             job=job.on_the_wire if job is not None else None,
+            hang_timeout_s=self._args.hang_timeout,
         )
         self._agent = NodeAgent(config, say, self._stop_ranks)
 

@@ -25,6 +25,7 @@ from .peer_failures import is_peer_failure
 from .preflight.run import run_preflight
 from .script import Target, run
 from .session import Session, make_current
+from .stack_file import answer_with_stacks
 
 _TRACEBACK_CHARACTERS = 16000
 
@@ -67,6 +68,10 @@ def _open_session(settings: WorkerSettings) -> Session | None:
         return None
     session = Session(settings, recorder, identity.rank)
     make_current(session)
+    try:
+        answer_with_stacks(Path(settings.recorder_dir), identity.rank, settings.attempt)
+    except Exception as error:
+        recorder.append(Fault(session.where(), "stacks", f"{type(error).__name__}: {error}"))
     return session
 
 

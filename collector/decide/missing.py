@@ -7,8 +7,9 @@ from itertools import count, islice
 from ...core.text.ranks_text import ranks_text
 from ..facts import RankFacts, RunFacts
 
-_HARMLESS = ("preflight", "hooks", "device note", "native frame writer")
-"""Parts whose faults cost no frame: the last three are notes about how frames are read and written."""
+_HARMLESS = ("preflight", "hooks", "device note", "native frame writer", "stacks")
+"""Parts whose faults cost no frame. `hooks`, `device note` and `native frame writer` are notes about how frames are
+read and written. Without `stacks` a hang is told with less."""
 _MOST_NAMED = 64
 """Ranks that were never heard are named up to this many."""
 

@@ -73,8 +73,13 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max
 
 
 def _last(rank: RankFacts, page: Page, verdict: Verdict, target: Target | None) -> int | None:
-    """Index of the frame to end with: of the rank's own diagnosis, else the target's counterpart."""
+    """Index of the frame to end with: of the rank's own diagnosis, else the target's counterpart.
+
+    What a rank only received from others, as a gradient after an all-reduce, is no place of its own to end with.
+    """
     own = rank.diagnosis
+    if own is not None and own.source in ("received", "reduced") and target is not None and rank is not target.rank:
+        own = None
     if own is not None and (own.batch, own.root) == (page.batch, page.root):
         shown = rank.anomalies[0].frame if own.turned is not None and own.from_page else own.frame
         return max(shown, own.frame)

@@ -22,6 +22,7 @@ from .attempts import AttemptReport, other_attempts
 from .frame_selection import Target, frames_to_show, target_of
 from .notices import cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
+from .stacks import stack_of
 from .timeline import TimelineEntry, timeline_of
 
 SCHEMA = 1
@@ -108,6 +109,8 @@ class RankReport(msgspec.Struct, frozen=True):
     """Batches that `--every` skipped."""
     gpu: GpuSincePreflight | None = None
     """Error counters and XIDs of its GPU since the preflight, where there is one."""
+    stack: list[str] = []
+    """Where its main thread stood when all ranks were asked because one had stalled, innermost call first."""
     frames_comparable: bool = False
     """Whether `frames` are of the same step and collectives as those of the verdict's rank."""
 
@@ -259,6 +262,7 @@ def _rank_report(
         cost=cost_of(rank),
         batches_skipped=rank.batches_skipped,
         gpu=gpu_of(facts, rank),
+        stack=stack_of(rank),
         frames_comparable=shown.comparable,
     )
 

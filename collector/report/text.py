@@ -15,6 +15,7 @@ from .frames_text import frames_text
 from .model import FirstAnomaly, RankReport, Report
 from .notices_text import print_notices
 from .preflight_text import print_findings, print_stages
+from .stacks import stacks_text
 
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow", "unknown": "bold yellow"}
 _MAX_COLUMNS = 8
@@ -42,6 +43,7 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
         _turned_away(console, report)
         return _text_of(out)
     _ranks(console, report)
+    _stacks(console, report)
     _clocks(console, report)
     _faults(console, report)
     _turned_away(console, report)
@@ -123,6 +125,14 @@ def _list(console: Console, title: str, items: list[str]) -> None:
         console.print(Text(f"  - {lines[0]}"))
         for line in lines[1:]:
             console.print(Text(f"    {line}"), soft_wrap=True)
+
+
+def _stacks(console: Console, report: Report) -> None:
+    lines = list(stacks_text(report.ranks)) if report.verdict.kind == "hang" else []
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    if lines:
+        console.print()
 
 
 def _ranks(console: Console, report: Report) -> None:

@@ -186,6 +186,14 @@ class RecorderReader:
         """The innermost module that is running, or None between forwards."""
         return self.modules.get(self[Field.MODULE])
 
+    def movement(self) -> tuple[int, ...]:
+        """Changes whenever the rank has recorded anything, or has entered another module or phase."""
+        fields = self._header()
+        segment = fields[Field.SEGMENT]
+        head = self._head(segment % self._segments) if segment >= 0 and self._segments else []
+        written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
+        return (*(fields[field] for field in _MOVING), *written)
+
     def state(self) -> RankState:
         """A snapshot for a beat."""
         fields = self._header()
@@ -336,6 +344,18 @@ def _phase(number: int) -> RankPhase:
     return RankPhase(number) if number in RankPhase._value2member_map_ else RankPhase.STARTING
 
 
+_MOVING = (
+    Field.PHASE,
+    Field.STEP,
+    Field.BATCH,
+    Field.PAGE,
+    Field.MODULE,
+    Field.SEQ,
+    Field.MOVED_NS,
+    Field.LOG_END,
+    Field.SEGMENT,
+    Field.BATCHES_SKIPPED,
+)
 _TABLES = (
     (SegmentField.FRAMES, layout.FRAMES_PER_SEGMENT),
     (SegmentField.ROWS, layout.ROWS_PER_SEGMENT),

@@ -283,7 +283,7 @@ class RecorderWriter:
         seg = self._seg
         used = seg[_VALUES]
         if used == _VALUES_PER_SEGMENT:
-            seg = self._continue_segment()
+            seg = self.continue_segment()
             used = 0
         _pack_value(self._bytes, self._values_at + used * 24, low, high, meta)
         seg[_VALUES] = used + 1
@@ -302,7 +302,7 @@ class RecorderWriter:
         seg = self._seg
         frames, used = seg[_FRAMES], seg[_ROWS]
         if frames == _FRAMES_PER_SEGMENT or used + count > _ROWS_PER_SEGMENT:
-            seg = self._continue_segment()
+            seg = self.continue_segment()
             frames = used = 0
         data = self._bytes
         if count:
@@ -325,7 +325,8 @@ class RecorderWriter:
         fields[Field.PAGE] = page.number
         fields[Field.MOVED_NS] = time.monotonic_ns()
 
-    def _continue_segment(self) -> memoryview:
+    def continue_segment(self) -> memoryview:
+        """End the open segment, one of whose tables is full, and begin the next one. Returns its header."""
         page = self.page
         assert page is not None
         self._seg[SegmentField.CLOSED] = Closed.CONTINUED

@@ -221,6 +221,13 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     batch: int
 
 
+class LookAtRanks(msgspec.Struct, frozen=True, tag="look_at_ranks"):
+    """A rank has stalled somewhere: tell where the ranks of your node stand, one `RankLook` each."""
+
+    number: int
+    """Counts how often the collector has asked."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the job on this node, because it has ended elsewhere."""
 
@@ -242,7 +249,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-CollectorMessage = Welcome | Ack | Want | Stop | Final | Refused
+CollectorMessage = Welcome | Ack | Want | LookAtRanks | Stop | Final | Refused
 
 
 class WireError(GpuwatchError):

@@ -15,6 +15,8 @@ from .shared_options import add_collector_options, add_preflight_options
 
 LAUNCH_TIMEOUT_S = 300.0
 """For the ranks to arrive: on a cold shared file system the import of torch alone can take minutes."""
+HANG_TIMEOUT_S = 300.0
+"""Below the watchdog of NCCL (480 s) and the timeouts of process groups, which end a job and name nobody."""
 CHECK_TIMEOUT_S = 120.0
 """Somebody sits and waits for a check."""
 
@@ -156,6 +158,23 @@ def get_parser() -> argparse.ArgumentParser:
         help="end the job, as a clean one, after this batch",
     )
     group.add_argument(
+        "--hang-timeout",
+        "--hang_timeout",
+        type=parsers.number(0, 1e6, "a number of seconds"),
+        default=HANG_TIMEOUT_S,
+        metavar="SECONDS",
+        help=f"when a rank has not moved for so long ({HANG_TIMEOUT_S:.0f}; 0: never), ask all ranks where they stand "
+        "and say which one the others wait for; four times as long before the first batch, and three times the longest "
+        "rest that a rank has come back from",
+    )
+    group.add_argument(
+        "--on-hang",
+        "--on_hang",
+        choices=["report", "abort"],
+        default="report",
+        help="when no rank moves any more: say so (the default), or end the job, too",
+    )
+    group.add_argument(
         "--preflight",
         choices=["full", "quick", "off"],
         default="quick",
@@ -206,6 +225,8 @@ def get_check_parser() -> argparse.ArgumentParser:
         training_script_args=[],
         max_frames=WorkerSettings("").max_frames,
         trace_batches=[],
+        hang_timeout=0.0,
+        on_hang="report",
     )
     return parser
 

@@ -40,6 +40,7 @@ from ...core.wire.messages import (
     Final,
     Hello,
     Leaving,
+    LookAtRanks,
     PageMessage,
     RankState,
     Refused,
@@ -71,6 +72,7 @@ from .clock import ClockOffset
 from .gpus import GpuWatch
 from .outbox import Outbox
 from .ranks import RankWatch
+from .stall_watch import StallWatch
 
 TICK_S = 0.05
 BEAT_S = 0.5
@@ -107,6 +109,7 @@ class Agent:
         self._now = self._time.now()
         self._gpus = GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
+        self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         self._ends_told: set[tuple[int, int]] = set()
         """(attempt, rank) whose end an agent before this one has told of."""
         self._done: LaunchDone | None = None
@@ -319,6 +322,11 @@ class Agent:
         for watch in self._ranks.values():
             for body in watch.poll(now):
                 self._put(body)
+        if self._done is None:
+            for stalled in self._stalls.stalled(self._ranks.values(), now):
+                self._put(EventMessage(stalled))
+            for look in self._stalls.seen(now):
+                self._put(EventMessage(look))
 
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):
@@ -370,6 +378,8 @@ class Agent:
             elif isinstance(message, Want):
                 for watch in self._ranks.values():
                     watch.want(message, now)
+            elif isinstance(message, LookAtRanks):
+                self._stalls.look(self._ranks.values(), message.number, now)
             elif isinstance(message, Stop):
                 self._tell(StopRequest(message.reason))
             elif isinstance(message, Final):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from ...core.recorder.layout import FRAME, VALUE, Field, file_name
 from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
 from ...core.records import Anomaly, Definition, Fault, Where, WorkerEvent, WorkerExit, split_label
+from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
 
@@ -149,6 +151,19 @@ class RankWatch:
         except OSError:  # the next `poll` tells it
             return None
 
+    def movement(self) -> tuple[int, ...]:
+        """What changes when the rank moves; () without a recorder."""
+        if self._reader is None or self._broken:
+            return ()
+        try:
+            return self._reader.movement()
+        except OSError:  # the next `poll` tells it
+            return ()
+
+    def where(self, state: RankState) -> Where:
+        """The place of a state."""
+        return Where(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
+
     @property
     def was_removed(self) -> bool:
         """Whether there is no recorder, or none any more."""
@@ -157,8 +172,9 @@ class RankWatch:
     def remove(self) -> None:
         """Free the recorder's memory."""
         self.close()
-        with suppress(OSError):
-            self._path.unlink()
+        for path in (self._path, self._path.with_name(stack_file_name(self.rank, self.attempt))):
+            with suppress(OSError):
+                path.unlink()
 
     def close(self) -> None:
         """Let go of the recorder."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from gpuwatch.core.frames import Mark, Phase, RowKind
-from gpuwatch.core.judge import alarm_of, anomaly_of, first_expected_gradient
+from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
 from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.preflight import Finding
 from gpuwatch.core.recorder import layout
@@ -197,7 +197,7 @@ class Batch:
         )
         if self.anomaly is None:
             frame = self.decoded().frames[index]
-            row = alarm_of(frame)
+            row = judge(frame).alarm
             if row is not None:
                 self._alarm(frame, row)
         return index

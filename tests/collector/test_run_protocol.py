@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from gpuwatch.collector.asking import ANSWER_S
 from gpuwatch.collector.run_protocol import (
     ABANDONED_S,
     GONE_S,
@@ -15,8 +16,9 @@ from gpuwatch.collector.run_protocol import (
     Keep,
     RunProtocol,
     Send,
+    Tell,
 )
-from gpuwatch.core.records import Anomaly, NodeSignal, RootDef, Where
+from gpuwatch.core.records import Anomaly, NodeSignal, RankLook, RootDef, StackLine, Stalled, Where
 from gpuwatch.core.wire.messages import (
     Ack,
     AgentMessage,
@@ -24,6 +26,7 @@ from gpuwatch.core.wire.messages import (
     Bye,
     Definitions,
     EventMessage,
+    LookAtRanks,
     Refused,
     Stop,
     Want,
@@ -405,3 +408,106 @@ def test_without_any_agent_the_launchs_end_is_the_end():
     run_protocol.launch_gone(1000 + NOBODY_S)
     assert run_protocol.tick(999 + NOBODY_S) == []
     assert run_protocol.tick(1001 + NOBODY_S) == [Finish()]
+
+
+# -- a job that stands still --------------------------------------------------------------------------------------
+
+
+def stalled(rank, limit_s=300.0):
+    return EventMessage(Stalled(Where(rank, batch=4), limit_s + 1, limit_s))
+
+
+def look(rank, function, *, still_s=300.0, number=1):
+    stack = [StackLine("/torch/distributed/distributed_c10d.py", 1, function)] if function else []
+    stack.append(StackLine("/home/me/train.py", 7, "main", "work()"))
+    return EventMessage(RankLook(Where(rank, batch=4), number, still_s, "script", state="S", stack=stack))
+
+
+def asked(actions):
+    return {
+        action.agent: action.message.number
+        for action in actions
+        if isinstance(getattr(action, "message", None), LookAtRanks)
+    }
+
+
+def told(actions):
+    return [action.text for action in actions if isinstance(action, Tell)]
+
+
+def test_when_one_rank_stalls_all_nodes_are_asked_once(make):
+    cluster = Cluster(make)
+
+    assert asked(cluster.say("a0", stalled(0), 400.0)) == {"a0": 1, "a1": 1}
+    assert asked(cluster.say("a1", stalled(1), 400.1)) == {}
+
+
+def test_what_all_of_them_show_is_told_when_the_last_has_answered(make):
+    cluster = Cluster(make)
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.say("a0", look(0, "all_reduce"), 401.0)
+    assert told(cluster.tick(401.1)) == []
+    cluster.say("a1", look(1, ""), 401.2)
+    (text,) = told(cluster.tick(401.3))
+
+    assert text.startswith("Rank 1 did not come to all_reduce, in which rank 0 has waited for 300 s.")
+    assert "the job is left as it is; to have it ended: --on-hang abort" in text
+    assert told(cluster.tick(402.0)) == []
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for_for_ever(make):
+    cluster = Cluster(make)
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.say("a0", look(0, "all_reduce"), 401.0)
+    (text,) = told(cluster.tick(400.0 + ANSWER_S))
+
+    assert "1 of the ranks did not tell where they stand" in text
+
+
+def test_while_one_of_them_still_moves_it_is_no_hang(make):
+    """Rank 1 evaluates, the others wait for it."""
+    cluster = Cluster(make)
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.say("a0", look(0, "barrier"), 401.0)
+    cluster.say("a1", look(1, "", still_s=0.2), 401.0)
+    assert told(cluster.tick(401.1)) == []
+
+    assert asked(cluster.say("a0", stalled(0), 700.0)) == {"a0": 2, "a1": 2}
+    cluster.say("a0", look(0, "barrier", still_s=600.0, number=2), 701.0)
+    cluster.say("a1", look(1, "", still_s=290.0, number=2), 701.0)
+    assert len(told(cluster.tick(701.1))) == 1
+
+
+def test_a_late_answer_to_an_earlier_question_counts_for_nothing(make):
+    cluster = Cluster(make)
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.tick(400.0 + ANSWER_S)
+    cluster.say("a0", stalled(0), 700.0)
+    cluster.say("a0", look(0, "all_reduce", number=2), 701.0)
+    cluster.say("a1", look(1, "", number=1), 701.0)
+
+    assert told(cluster.tick(701.1)) == []
+
+
+@pytest.mark.parametrize(("on_hang", "stops"), [("report", 0), ("abort", 2)])
+def test_the_job_is_ended_only_where_that_was_asked_for(make, on_hang, stops):
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang = on_hang
+    cluster.say("a0", stalled(0), 400.0)
+    cluster.say("a0", look(0, "all_reduce"), 401.0)
+    cluster.say("a1", look(1, ""), 401.0)
+    actions = cluster.tick(401.1)
+
+    assert [a.message.reason for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)] == [
+        "no rank moves any more"
+    ] * stops
+
+
+def test_a_collector_that_was_started_again_does_not_conclude_from_what_is_in_its_store(make):
+    """Since then the ranks may have moved."""
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang = "abort"
+    stored = [("a0", 1, make.hello("a0", "h0", 1, 1)), ("a0", 2, stalled(0)), ("a0", 3, look(0, "all_reduce"))]
+    cluster.run_protocol.restore(stored, 0.0)
+
+    assert told(cluster.tick(100.0)) == []

@@ -10,7 +10,6 @@ from gpuwatch.core.frames import Frame, Mark, Page, Row
 from gpuwatch.core.judge import (
     Limits,
     PageSoFar,
-    alarm_of,
     anomaly_of,
     anomaly_of_page,
     first_alarm,
@@ -124,7 +123,7 @@ CASES = {
 
 @pytest.mark.parametrize(("rows", "role"), CASES.values(), ids=CASES)
 def test_the_row_of_a_frame_that_is_an_alarm(rows, role):
-    found = alarm_of(frame(*rows))
+    found = judge(frame(*rows)).alarm
     assert (found.role if found is not None else None) == role
 
 
@@ -139,8 +138,8 @@ def around(role: str, flags: int, mark: int, has_weights: bool, input_flags: int
 def test_whatever_is_expected_is_no_alarm_in_any_row(flags, mark):
     for role, has_weights, input_flags in itertools.product(("output", "grad bias"), (False, True), (0, NAN)):
         what = {"role": role, "flags": flags, "has_weights": has_weights, "input_flags": input_flags}
-        assert alarm_of(around(mark=mark, **what)) is None
-        later, plain = alarm_of(around(mark=16, **what)), alarm_of(around(mark=0, **what))
+        assert judge(around(mark=mark, **what)).alarm is None
+        later, plain = (judge(around(mark=m, **what)).alarm for m in (16, 0))
         assert (later is None) == (plain is None), "a mark of a later version hides nothing"
 
 
@@ -150,7 +149,7 @@ def test_only_neginf_in_an_output_depends_on_where_it_came_from(flags):
         expected = bool(flags)
         if flags == NEGINF and role == "output":
             expected = has_weights and not input_flags
-        assert (alarm_of(around(role, flags, 0, has_weights, input_flags)) is not None) == expected
+        assert (judge(around(role, flags, 0, has_weights, input_flags)).alarm is not None) == expected
 
 
 # -- changed in place, waived, warned of ---------------------------------------------------------------------------
@@ -179,7 +178,7 @@ CHANGED = {
 
 @pytest.mark.parametrize(("rows", "alarms"), CHANGED.values(), ids=CHANGED)
 def test_an_argument_that_the_call_changed_in_place(rows, alarms):
-    assert (alarm_of(frame(*rows)) is not None) == alarms
+    assert (judge(frame(*rows)).alarm is not None) == alarms
 
 
 def test_what_a_rule_covers_is_hidden_and_passing_it_on_is_no_alarm():

@@ -50,11 +50,13 @@ class Bench:
     cwd: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     pids: set[int] = field(default_factory=set)
+    extra: dict[str, str] = field(default_factory=dict)
+    """More of the environment."""
 
     @property
     def environment(self) -> dict[str, str]:
         clean = {name: value for name, value in os.environ.items() if name not in self.removed()}
-        return {**clean, MARK: self.mark, "OMP_NUM_THREADS": "1"}
+        return {**clean, MARK: self.mark, "OMP_NUM_THREADS": "1", **self.extra}
 
     @staticmethod
     def removed() -> list[str]:

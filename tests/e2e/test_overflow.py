@@ -8,6 +8,18 @@ from gpuwatch.core.exits import RANK_OVERFLOW
 slow = pytest.mark.slow
 
 
+@pytest.fixture(
+    params=[
+        pytest.param({}, id="host"),
+        pytest.param({"GPUWATCH_LATE_DEVICE": "7"}, id="late", marks=[slow, pytest.mark.sample(2, of="a late device")]),
+    ]
+)
+def bench(bench, request):
+    """The numbers are there at once, as in host memory; or they come later, as from a device."""
+    bench.extra = request.param
+    return bench
+
+
 @pytest.mark.parametrize(
     ("nproc", "rank", "batch"),
     [(2, 1, 3), pytest.param(2, 0, 0, marks=pytest.mark.soak), pytest.param(4, 2, 1, marks=slow)],

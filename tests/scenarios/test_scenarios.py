@@ -10,22 +10,36 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # run.py is a script, and finds its neighbours like this
 
-from runner import SCRIPTS, Ended, Grade, judge, run
+from runner import LATE_DEVICE, SCRIPTS, Ended, Grade, judge, run
 from truths import CLEAN, KINDS, LEAF, SCENARIOS, Scenario
 
 NOT_SCENARIOS = {"common.py", "witness.py"}
 
 
+def each(number: int, where: str) -> pytest.MarkDecorator:
+    """Every scenario; so many of each kind are in CI's sample."""
+    return pytest.mark.parametrize(
+        "scenario",
+        [
+            pytest.param(scenario, id=scenario.name, marks=pytest.mark.sample(number, of=f"scenarios {where}: {kind}"))
+            for kind, scenarios in KINDS.items()
+            for scenario in scenarios
+        ],
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        pytest.param(scenario, id=scenario.name, marks=pytest.mark.sample(3, of=f"scenarios: {kind}"))
-        for kind, scenarios in KINDS.items()
-        for scenario in scenarios
-    ],
-)
+@each(3, "in host memory")
 def test_the_verdict_is_the_truth(scenario):
+    outcome = run(scenario)
+
+    assert outcome.grade is Grade.RIGHT, "\n".join([*outcome.differences, outcome.log])
+
+
+@pytest.mark.slow
+@each(1, "on a late device")
+def test_the_verdict_is_the_same_when_the_numbers_come_late(scenario, monkeypatch):
+    monkeypatch.setenv(LATE_DEVICE, "7")
     outcome = run(scenario)
 
     assert outcome.grade is Grade.RIGHT, "\n".join([*outcome.differences, outcome.log])

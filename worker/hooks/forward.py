@@ -40,7 +40,7 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
-from ..stats.notable import NotableValue
+from ..stats.notable import Notable
 from ..without_modes import without_modes
 from .backward import Gradients
 from .grad_scaler import Scalers
@@ -55,7 +55,7 @@ HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_mod
 """Whether torch passes keyword arguments to a global forward hook. torch 2.5 does not: its frames lack them."""
 
 _is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._get_tracing_state
+_is_tracing = torch._C._is_tracing
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
 _SKIPPED = int(Mark.SKIPPED)
@@ -93,7 +93,7 @@ class Hooks:
         selection = Selection(settings.modules, settings.ignore)
         self.progress = Progress(recorder, settings, rank)
         self._roots = Roots(recorder, selection)
-        notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
+        notable = Notable(Limits(settings.near_overflow, settings.underflow_share))
         self.rows = Rows(recorder, selection, notable, self._fault)
         self.judging = Judging(self.progress, self.rows)
         self.frames = Frames(self.progress, self.judging)
@@ -112,7 +112,7 @@ class Hooks:
             self.frames,
             self._gradients,
         )
-        self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, notable, self._gradients)
+        self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
@@ -199,7 +199,7 @@ class Hooks:
             return
         if self._skipped_root is not None and self._stays_skipped(module):
             return
-        if _is_tracing() is not None:
+        if _is_tracing():
             return
         try:
             self._enter(module)
@@ -221,7 +221,7 @@ class Hooks:
             if self._skipped_root() is module:
                 self._leave_skipped(module, args, *rest)
             return
-        if not self._stack or _is_tracing() is not None:
+        if not self._stack or _is_tracing():
             return
         kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
         finished = False
@@ -298,23 +298,20 @@ class Hooks:
 
     def _enter(self, module: torch.nn.Module) -> None:
         stack = self._stack
-        known = None
-        if stack:
-            root = stack[0].root
-            known = root.modules.get(id(module))
-            if known is not None and (known.ref() is not module or known.guessed):
-                known = None
-            if (known is None or stack[0].ref() is module) and not self._still_running():
+        info = stack[0].root.modules.get(id(module)) if stack else None
+        if info is None or info is stack[0] or info.guessed or info.ref() is not module:
+            if stack and not self._still_running():
                 stack.clear()  # an interrupt ended the last forward without its hooks
-        if stack:
-            if _this_thread() != self._thread:
-                return  # a second thread within one forward: its calls have no order relative to the first thread's
-            info = known if known is not None else self._roots.child(module, root, stack[-1])
-        else:
-            opened = self._enter_root(module)
-            if opened is None:
+            if not stack:
+                info = self._enter_root(module)
+            elif _this_thread() == self._thread:
+                info = self._roots.child(module, stack[0].root, stack[-1])
+            else:
+                info = None
+            if info is None:
                 return
-            info = opened
+        elif _this_thread() != self._thread:
+            return  # a second thread within one forward: its calls have no order relative to the first thread's
         info.seq = issued()
         if info.is_wrapper:
             info.entered = self._recorder.frame_count
@@ -387,29 +384,24 @@ class Hooks:
                 return False  # entered before the hooks were attached
             stack.pop()
             info = stack[-1]
-        error = sys.exc_info()[1] if output is None else None
-        raised = error is not None and error is not self._outer_exception
+        raised = output is None and sys.exc_info()[1] not in (None, self._outer_exception)
+        writer, page = self.writer, self._recorder.page
+        depth = len(stack) - 1
         try:
             if info.is_wrapper:
                 self._leave_wrapper(info, module, args, kwargs, output, raised)
-            elif info.watched and not (
-                self.writer is not None
-                and output is not None
-                and self._recorder.page is not None
-                and self.writer.frame(
-                    info,
-                    module,
-                    args,
-                    kwargs,
-                    output,
-                    self._recorder.page,
-                    self._parent(),
-                    len(stack) - 1,
-                    self._phase,
-                    self.progress.step,
-                )
-            ):
-                without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
+            elif info.watched:
+                caller = stack[depth - 1]
+                parent = self._parent() if caller.is_wrapper or not depth else caller.id
+                if (
+                    writer is None
+                    or output is None
+                    or page is None
+                    or not writer.frame(
+                        info, module, args, kwargs, output, page, parent, depth, self._phase, self.progress.step
+                    )
+                ):
+                    without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
         finally:
             stack.pop()
         fields = self._fields

@@ -1,11 +1,11 @@
-/* The stores of one frame. Another process reads the file meanwhile. */
+/* Writes a frame while another process reads the file. */
 
 #include "frame_store.h"
 
 #include <string.h>
 
-/* The open segment in the recorder's memory, which is lent until PyBuffer_Release: a file that is unmapped cannot be
-   written to. NULL, with no exception set, if there is none. The interpreter's lock is kept until then. */
+/* The open segment; NULL, with no exception set, if there is none. The file cannot be unmapped until PyBuffer_Release. The
+   caller keeps the interpreter's lock until then. */
 static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
 {
     if (self->cell.buf == NULL)
@@ -23,7 +23,7 @@ static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
     return NULL;
 }
 
-/* What is in the open segment; 0 if there is none. */
+/* Read the counts of the open segment; 0 if there is none. */
 static int read_segment(FrameWriter *self, Frame *frame)
 {
     Py_buffer memory;
@@ -87,13 +87,13 @@ static void put_frame(char *segment, const Frame *frame, const Call *call)
     memcpy(place + FRAME_ROWS, rows, sizeof rows);
 }
 
-/* Whoever sees this count sees what was stored before it. */
+/* Write a number that another process reads. A process that sees it also sees all that was stored before it. */
 static void publish(int64_t *place, int64_t number)
 {
     __atomic_store_n(place, number, __ATOMIC_RELEASE);
 }
 
-/* The segment, if nobody has written in it since the frame was made; else NULL. */
+/* The open segment, if nothing was written into it since the frame was begun; else NULL. */
 static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memory)
 {
     int64_t at;
@@ -108,7 +108,7 @@ static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memor
     return NULL;
 }
 
-/* Go on in another segment: this one is full. Python's recorder does it. NULL if the page is not as it was. */
+/* Have Python's recorder continue the page in a new segment, because this one is full. NULL if the page has changed. */
 static char *borrow_next(FrameWriter *self, Frame *frame, Py_buffer *memory)
 {
     const int64_t next_value = frame->value_base + frame->values;

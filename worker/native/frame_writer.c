@@ -1,6 +1,5 @@
-/* FrameWriter: writes what nearly every frame is into the page that is open, as worker/hooks/ and worker/record/ do. What is
-   not ordinary it leaves to them, and then it has written and remembered nothing. It works on their dictionaries, and its
-   cursor is theirs: the offset of the open segment, and the counts in that segment's header. */
+/* Writes ordinary frames into the open page, as worker/hooks/ and worker/record/ write any frame. It works on their
+   dictionaries. A frame that is not ordinary is left to them: then nothing was written and remembered here. */
 
 #include "frame_writer.h"
 
@@ -37,7 +36,7 @@ static PyObject *answer(int taken)
 
 /* -- a module call ---------------------------------------------------------------------------------------------- */
 
-/* Gradients.watch_parameter, unless it has nothing to do: it is watched already, or it needs no gradient */
+/* Call Gradients.watch_parameter, unless the parameter is watched already or needs no gradient */
 static int watch_parameter(FrameWriter *self, PyObject *parameter, PyObject *info, PyObject *name)
 {
     PyObject *key = PyLong_FromVoidPtr(parameter);
@@ -56,13 +55,14 @@ static int watch_parameter(FrameWriter *self, PyObject *parameter, PyObject *inf
 
 static int parameter_rows(FrameWriter *self, Frame *frame, PyObject *info, PyObject *slots, PyObject *module, int64_t step)
 {
-    PyObject *parameters = PyObject_GetAttr(module, s__parameters), *name, *parameter;
+    /* not PyObject_GetAttr: that calls Module.__getattr__ through Python's own slot */
+    PyObject *parameters = PyObject_GenericGetAttr(module, s__parameters), *name, *parameter;
     Py_ssize_t position = 0;
     int good = parameters != NULL && PyDict_CheckExact(parameters);
     while (good && PyDict_Next(parameters, &position, &name, &parameter)) {
         if (parameter == Py_None)
             continue;
-        Py_INCREF(name); /* what is called here could change the dictionary */
+        Py_INCREF(name); /* the calls below could change the dictionary */
         Py_INCREF(parameter);
         good = (PyObject *)Py_TYPE(parameter) == self->parameter &&
                (!self->with_grads || watch_parameter(self, parameter, info, name)) &&
@@ -103,13 +103,14 @@ static int output_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObjec
     return 1;
 }
 
-/* What Python says of a module call. */
+/* What the forward hook passes. */
 typedef struct {
     PyObject *info, *module, *args, *kwargs, *output, *page;
     int64_t parent, depth, phase, step;
 } ModuleCall;
 
-/* Write the frame of a module call: 1, 0 if it is left to Python, or -1 with an exception set, and then it is written. */
+/* Write the frame of a module call. 1; 0 if it is left to Python; -1 with an exception set if its outputs could not be
+   hooked after it was written. */
 static int write_frame(FrameWriter *self, const ModuleCall *module_call)
 {
     Frame frame;
@@ -187,7 +188,7 @@ static PyObject *writer_weights(FrameWriter *self, PyObject *const *args, Py_ssi
     return answer(taken);
 }
 
-/* Gradients.is_local of one gradient */
+/* Gradients.is_local */
 static int is_local(FrameWriter *self, PyObject *gradient)
 {
     int64_t version;
@@ -232,6 +233,7 @@ static int writer_traverse(FrameWriter *self, visitproc visit, void *arg)
 #define VISIT(NAME) Py_VISIT(self->NAME);
     EACH_OBJECT(VISIT)
     EACH_OPTIONAL(VISIT)
+    Py_VISIT(self->version);
     return 0;
 }
 
@@ -243,6 +245,7 @@ static int writer_clear(FrameWriter *self)
 #define CLEAR(NAME) Py_CLEAR(self->NAME);
     EACH_OBJECT(CLEAR)
     EACH_OPTIONAL(CLEAR)
+    Py_CLEAR(self->version);
     return 0;
 }
 
@@ -262,7 +265,7 @@ static int expect(PyObject *object, int right, const char *expected)
     return object != NULL && right;
 }
 
-/* {dtype code: (bits from which on it is near overflow, bits of the largest number)}; 0 with an exception set */
+/* From {dtype code: (bits from which on it is near overflow, bits of the largest number)}; 0 with an exception set */
 static int set_near(FrameWriter *self, PyObject *near)
 {
     for (int code = 0; code < FLOATS_END; code++) {
@@ -286,6 +289,18 @@ static int set_cursor(FrameWriter *self)
         return 1;
     PyErr_SetString(PyExc_ValueError, "no room in the cursor");
     return 0;
+}
+
+static int set_version(FrameWriter *self)
+{
+    PyObject *version = PyObject_GetAttr(self->tensor, s__version);
+    const int is_in_c = version != NULL && Py_IS_TYPE(version, &PyGetSetDescr_Type);
+    if (!expect(version, is_in_c, "Tensor._version must be computed in C")) {
+        Py_XDECREF(version);
+        return 0;
+    }
+    self->version = (PyGetSetDescrObject *)version;
+    return 1;
 }
 
 /* The recorder's memory is borrowed anew for each frame: a map whose memory is lent could not be closed. */
@@ -327,7 +342,7 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         expect(self->tensor, PyType_Check(self->tensor), "tensor must be a class") &&
         expect(self->numbers, PyType_Check(self->numbers), "numbers must be a class") &&
         expect(near, PyDict_Check(near), "near must be a dict") && set_near(self, near) &&
-        (self->exchange = exchange_of(exchange)) != NULL && check_memory(self) && set_cursor(self))
+        (self->exchange = exchange_of(exchange)) != NULL && check_memory(self) && set_cursor(self) && set_version(self))
         return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
@@ -336,22 +351,22 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 static PyMethodDef writer_methods[] = {
     {"frame", METHOD(writer_frame), METH_FASTCALL,
      "frame(info, module, args, kwargs, output, page, parent, depth, phase, step) -> bool\n\n"
-     "Write the frame of a module call into `page`, which is open; False if it is not an ordinary one."},
+     "Write the frame of a module call into the open page `page`. False if Python must write it."},
     {"weights", METHOD(writer_weights), METH_FASTCALL,
      "weights(info, [(name, parameter), ...], step) -> bool\n\n"
-     "Write the frame of a module's weights after an optimizer step; False if it is not an ordinary one."},
+     "Write the frame of a module's weights after an optimizer step. False if Python must write it."},
     {"all_local", METHOD(writer_all_local), METH_O,
-     "all_local([(name, parameter), ...]) -> bool\n\nWhether all gradients that there are were looked at, and are as "
-     "they were."},
+     "all_local([(name, parameter), ...]) -> bool\n\nWhether every gradient was recorded in the backward and has not "
+     "changed since."},
     {"hook", METHOD(writer_hook), METH_FASTCALL,
-     "hook(info, role[, page]) -> hook\n\nThe hook for the gradient of an output, or without a page of a parameter."},
+     "hook(info, role[, page]) -> hook\n\nThe hook for the gradient of an output; without a page, of a parameter."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot writer_slots[] = {
-    {Py_tp_doc, "Writes what nearly all frames and gradients are: plain contiguous float tensors in host memory that\n"
-                "are finite and not near overflow, and what is known of the others already. For anything else, all\n"
-                "of it answers False, and has written nothing."},
+    {Py_tp_doc, "Writes ordinary frames: those of finite tensors in host memory that are not near overflow, of tensors\n"
+                "on a device, and of tensors that were read before. For any other frame each method returns False,\n"
+                "and no frame is written."},
     {Py_tp_new, writer_new}, {Py_tp_dealloc, writer_dealloc}, {Py_tp_traverse, writer_traverse},
     {Py_tp_clear, writer_clear}, {Py_tp_methods, writer_methods}, {0, NULL},
 };

@@ -1,4 +1,4 @@
-/* Gradients of outputs and of parameters: worker/hooks/backward.py for ordinary ones. */
+/* Records ordinary gradients of outputs and of parameters, as worker/hooks/backward.py records any. */
 
 #include "gradient_hooks.h"
 
@@ -60,14 +60,18 @@ PyObject *new_gradient_hook(FrameWriter *writer, PyObject *info, PyObject *role,
 
 /* -- what they see ---------------------------------------------------------------------------------------------- */
 
-/* Gradients.local of a gradient that is stored; 0 if it cannot be made */
+/* Enter a gradient that was read into Gradients.local; 0 if that fails */
 static int remember_local(FrameWriter *self, PyObject *gradient)
 {
     int64_t version = 0;
-    if (!integer_of(gradient, s__version, &version))
+    if (!version_of(self, gradient, &version))
         return 0;
     PyObject *ref = PyWeakref_NewRef(gradient, NULL);
-    PyObject *memory = ref != NULL ? Py_BuildValue("(NL)", ref, (long long)version) : NULL;
+    PyObject *memory = ref != NULL ? with_integers(PyTuple_New(2), 1, &version, 1) : NULL;
+    if (memory != NULL)
+        PyTuple_SET_ITEM(memory, 0, ref);
+    else
+        Py_XDECREF(ref);
     PyObject *key = PyLong_FromVoidPtr(gradient);
     const int good = memory != NULL && key != NULL && PyDict_SetItem(self->local, key, memory) == 0;
     Py_XDECREF(memory);
@@ -75,7 +79,8 @@ static int remember_local(FrameWriter *self, PyObject *gradient)
     return good;
 }
 
-/* Gradients.take and put. 1 when it is written; 0 when it is left to them. `is_local`: of a parameter */
+/* Gradients.take for an ordinary gradient: 1 if its frame was written, 0 if it is left to Python. `is_local`: the gradient
+   of a parameter */
 static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject *gradient, int is_local)
 {
     Frame frame;
@@ -103,7 +108,7 @@ static int take_gradient(FrameWriter *self, Hook *hook, PyObject *page, PyObject
     return taken;
 }
 
-/* Gradients.of_parameter. 1, or 0 if it is left to it */
+/* Gradients.of_parameter for an ordinary gradient: 1, or 0 if it is left to Python */
 static int take_parameter(Hook *self, PyObject *parameter)
 {
     FrameWriter *writer = (FrameWriter *)self->writer;
@@ -112,7 +117,7 @@ static int take_parameter(Hook *self, PyObject *parameter)
     if (truth_of(self->gradients, s__attached) != 1 || truth_of(writer->progress, s_skipped) != 0 || !may_look(writer))
         return 0;
     before = PyObject_GetAttr(self->gradients, s_before_parameter);
-    if (before != NULL && before != Py_None) { /* what a compiled backward has left may come first */
+    if (before != NULL && before != Py_None) { /* it writes the frames of a compiled backward, which come first */
         PyObject *done = PyObject_CallOneArg(before, self->info);
         Py_XDECREF(done);
         if (done == NULL)

@@ -1,4 +1,4 @@
-/* The operator with which a graph looks at a tensor: worker/compile/graph_op.py for ordinary ones. */
+/* The operator with which a compiled graph reads an ordinary tensor: see worker/compile/graph_op.py. */
 
 #include "graph_look.h"
 
@@ -32,7 +32,7 @@ static PyObject *look_at_bits(Look *self, PyObject *tensor, const TensorView *vi
     return stats_of(stats, low, high, encodings[view->dtype] << 8, KIND_MEASURED);
 }
 
-/* 1 when it was an ordinary tensor; else 0, with no exception set */
+/* 1 if it was an ordinary tensor; else 0, with no exception set */
 static int look_at(Look *self, PyObject *tensor, PyObject *place)
 {
     TensorView view;
@@ -110,8 +110,8 @@ static PyObject *look_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 static PyType_Slot look_slots[] = {
     {Py_tp_doc, "Look(exchange, seen, cls, numbers, tensor, otherwise)\n\n"
-                "Called with (tensor, token, place), it puts what it sees of an ordinary tensor into seen[place]; of any\n"
-                "other, `otherwise` is called."},
+                "Called with (tensor, token, place), it puts the numbers of an ordinary tensor into seen[place]. For any other\n"
+                "tensor it calls `otherwise`."},
     {Py_tp_new, look_new}, {Py_tp_call, look_call}, {Py_tp_dealloc, look_dealloc}, {Py_tp_traverse, look_traverse},
     {Py_tp_clear, look_clear}, {0, NULL},
 };

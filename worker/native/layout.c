@@ -1,4 +1,4 @@
-/* The numbers of layout.h, for Python to compare. */
+/* The numbers of layout.h as tables, and as a dict that Python compares with its own. */
 
 #include "layout.h"
 

@@ -1,4 +1,4 @@
-/* gpuwatch.worker.native.core: what Python sees of this extension. It is optional: what it does, worker/ can do in Python. */
+/* The extension module gpuwatch.worker.native.core. It is optional: the Python code of worker/ can do all that it does. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -81,14 +81,15 @@ static int add_numbers(PyObject *module)
 static PyMethodDef methods[] = {
     {"extremes", METHOD(extremes), METH_FASTCALL,
      "extremes(address, count, bytes) -> (low, high)\n\n"
-     "Smallest and largest of `count` signed integers of `bytes` bytes each, the sign bit cleared. Raises TypeError."},
+     "Smallest and largest of `count` integers of `bytes` bytes each, with the sign bit cleared. Raises TypeError."},
     {"below", METHOD(below), METH_FASTCALL,
      "below(address, count, bytes, limit) -> (zeros, small)\n\n"
-     "How many are zero, and how many below `limit` (zeros too), the sign bit cleared. Raises TypeError."},
+     "Count the integers that are 0 and those below `limit` (0 included), with the sign bit cleared. Raises TypeError."},
     {"use_threads", METHOD(use_threads), METH_FASTCALL,
      "use_threads(parallel, most, is_parallel, thread, team) -> None\n\n"
-     "Read large tensors with the threads of the OpenMP whose functions GOMP_parallel, omp_get_max_threads,\n"
-     "omp_in_parallel, omp_get_thread_num and omp_get_num_threads are at these addresses; without any: with none."},
+     "Read large tensors with the threads of an OpenMP library. The arguments are the addresses of its GOMP_parallel,\n"
+     "omp_get_max_threads, omp_in_parallel, omp_get_thread_num and omp_get_num_threads. Without arguments, the calling\n"
+     "thread reads alone."},
     {NULL, NULL, 0, NULL},
 };
 

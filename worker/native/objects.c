@@ -66,11 +66,18 @@ int integer_of(PyObject *object, PyObject *name, int64_t *number)
         PyErr_Clear();
         return 0;
     }
-    *number = PyLong_Check(found) ? PyLong_AsLongLong(found) : -1;
-    const int good = PyLong_Check(found) && !PyErr_Occurred();
-    PyErr_Clear();
+    const int good = integer_from(found, number);
     Py_DECREF(found);
     return good;
+}
+
+int integer_from(PyObject *object, int64_t *number)
+{
+    *number = PyLong_Check(object) ? PyLong_AsLongLong(object) : -1;
+    if (*number != -1 || !PyErr_Occurred())
+        return PyLong_Check(object);
+    PyErr_Clear();
+    return 0;
 }
 
 int truth_of(PyObject *object, PyObject *name)
@@ -83,4 +90,16 @@ int truth_of(PyObject *object, PyObject *name)
     const int truth = found == Py_True ? 1 : found == Py_False ? 0 : -1;
     Py_DECREF(found);
     return truth;
+}
+
+PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *numbers, Py_ssize_t count)
+{
+    for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromLongLong(numbers[i]);
+        if (number == NULL)
+            Py_CLEAR(tuple);
+        else
+            PyTuple_SET_ITEM(tuple, start + i, number);
+    }
+    return tuple;
 }

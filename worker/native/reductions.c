@@ -1,4 +1,4 @@
-/* The loops over bits. Each is compiled for the wide registers, too; which of them are there is asked at run time. */
+/* The loops over bits. Each is also compiled for wide registers, and chosen by the processor at run time. */
 
 #include "reductions.h"
 
@@ -48,7 +48,7 @@ FOR_EACH_WIDTH(EXTREMES, int16_t, 16)
 FOR_EACH_WIDTH(EXTREMES, int32_t, 32)
 FOR_EACH_WIDTH(EXTREMES, int64_t, 64)
 
-/* In blocks whose counts fit the element's own type: that many can be added up in one register. */
+/* Counts in blocks so small that a count fits the element's own type: the compiler can then keep it in a wide register. */
 #define BELOW(TYPE, BITS, NAME, TARGET)                                                                            \
     TARGET static void below##BITS##_##NAME(const void *memory, size_t count, int64_t limit, int64_t *zeros, int64_t *small) \
     {                                                                                                              \

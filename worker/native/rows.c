@@ -23,6 +23,18 @@ void clear_frame(Frame *frame)
     frame->used = 0;
 }
 
+int version_of(FrameWriter *self, PyObject *tensor, int64_t *version)
+{
+    PyObject *found = self->version->d_getset->get(tensor, self->version->d_getset->closure);
+    if (found == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    const int good = integer_from(found, version);
+    Py_DECREF(found);
+    return good;
+}
+
 /* -- gather ----------------------------------------------------------------------------------------------------- */
 
 static Row *next_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role)
@@ -44,16 +56,35 @@ static Row *next_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject 
     return row;
 }
 
+/* Where `recent_shapes` keeps the shape of a tensor; NULL if the tensor has too many dimensions. */
+static RecentShape *recent_shape(FrameWriter *self, const DLTensor *tensor)
+{
+    uint64_t hash = (uint64_t)tensor->ndim;
+    for (int i = 0; i < tensor->ndim; i++)
+        hash = (hash ^ (uint64_t)tensor->shape[i]) * 0x9E3779B97F4A7C15u; /* 2^64 / the golden ratio */
+    return tensor->ndim <= RECENT_DIMS ? &self->recent_shapes[hash >> 32 & (RECENT_SHAPES - 1)] : NULL;
+}
+
+/* The id of a tensor's shape; 0 if the Python path has not given it one yet. */
 static int shape_of(FrameWriter *self, const TensorView *view, uint32_t *shape)
 {
+    const size_t bytes = (size_t)view->dl.ndim * sizeof *view->dl.shape;
+    RecentShape *recent = recent_shape(self, &view->dl);
+    if (recent != NULL && recent->is_used && recent->ndim == view->dl.ndim &&
+        memcmp(recent->sizes, view->dl.shape, bytes) == 0) {
+        *shape = recent->id;
+        return 1;
+    }
     PyObject *dims = dims_of(view);
-    if (dims == NULL)
-        return 0;
-    PyObject *found = find(self->shapes, dims);
-    Py_DECREF(dims);
+    PyObject *found = dims != NULL ? find(self->shapes, dims) : NULL;
+    Py_XDECREF(dims);
     if (found == NULL)
         return 0;
     *shape = (uint32_t)PyLong_AsUnsignedLongMask(found);
+    if (recent != NULL) {
+        *recent = (RecentShape){.is_used = 1, .ndim = view->dl.ndim, .id = *shape};
+        memcpy(recent->sizes, view->dl.shape, bytes);
+    }
     return 1;
 }
 
@@ -66,7 +97,7 @@ static int place_of(FrameWriter *self, Row *row)
     return 1;
 }
 
-/* Whether its numbers are to be had from a device's reader: 1 or 0, or -1 if it is to be left to the Python path. */
+/* Whether a device's reader reads it: 1 or 0, or -1 if the tensor is left to Python. */
 static int is_for_device(FrameWriter *self, const Row *row)
 {
     if (row->view.is_host && self->reads_host)
@@ -82,7 +113,7 @@ static int is_empty(const DLTensor *tensor)
     return 0;
 }
 
-/* Its numbers are to be read, if it has memory. 0 if it is to be left to the Python path. */
+/* Plan to read its numbers, if it has memory. 0 if the tensor is left to Python. */
 static int plan_to_read(FrameWriter *self, Row *row)
 {
     if (is_empty(&row->view.dl)) {
@@ -132,7 +163,7 @@ static int from_memory(PyObject *seen, Row *row)
 static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tensor)
 {
     row->object = Py_NewRef(tensor);
-    if (!integer_of(tensor, s__version, &row->version) || row->version < 0)
+    if (!version_of(self, tensor, &row->version) || row->version < 0)
         return 0;
     for (int i = 0; i < frame->used - 1; i++) {
         const Row *other = &frame->rows[i];
@@ -152,7 +183,7 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
         return 0;
     if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
         is_for_device(self, row) == 1)
-        return 0; /* changed in place: the Python path shows what it was before */
+        return 0; /* changed in place: Python also records the numbers it had before */
     if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
         row->dtype < FLOATS_END) {
         row->address = row->view.address;
@@ -164,8 +195,8 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
                 return 1;
             }
         }
-        row->place = Py_BuildValue("(NLi)", PyLong_FromVoidPtr(row->address), (long long)row->view.count,
-                                   (int)row->dtype);
+        const int64_t place[] = {(int64_t)(intptr_t)row->address, row->view.count, row->dtype};
+        row->place = with_integers(PyTuple_New(3), 0, place, 3);
         if (row->place == NULL)
             return 0;
         seen = find(self->by_memory, row->place);
@@ -180,13 +211,13 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     return plan_to_read(self, row);
 }
 
-/* Whatever is neither None nor a tensor, and holds none */
+/* An object that is not a tensor and holds none */
 static int is_scalar(PyObject *leaf)
 {
     return PyBool_Check(leaf) || PyLong_CheckExact(leaf) || PyFloat_CheckExact(leaf) || PyUnicode_CheckExact(leaf);
 }
 
-/* A leaf that is not opened any further */
+/* The row of a leaf */
 static int closed_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int is_output)
 {
     PyObject *cls = (PyObject *)Py_TYPE(leaf);
@@ -205,7 +236,7 @@ static int closed_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject
     return 1;
 }
 
-/* The leaves of a list, a mapping, a dataclass and what else Python knows how to open */
+/* The rows of the leaves of a list, a mapping, a dataclass or another container that Python can open */
 static int open_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *value, int depth,
                      int is_output)
 {
@@ -231,7 +262,7 @@ int leaf_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, 
     return open_rows(self, frame, slots, role, leaf, depth, is_output);
 }
 
-/* The numbers of a weight that were read since the last optimizer step; 0 if the Python path has to see them. */
+/* Use the numbers of a weight that were read since the last optimizer step; 0 if they are left to Python. */
 static int from_known(FrameWriter *self, PyObject *known, Row *row)
 {
     PyObject *stats = PyTuple_GET_ITEM(known, 3);
@@ -260,7 +291,7 @@ int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name,
         return 0;
     row->is_weight = 1;
     row->object = Py_NewRef(weight);
-    if (!integer_of(weight, s__version, &row->version) || row->version < 0)
+    if (!version_of(self, weight, &row->version) || row->version < 0)
         return 0;
     row->key = PyLong_FromVoidPtr(weight);
     if (row->key == NULL)
@@ -300,13 +331,13 @@ static int is_near_overflow(const FrameWriter *self, const Row *row)
     return row->dtype < FLOATS_END && self->near[row->dtype] <= row->high && row->high < self->largest[row->dtype];
 }
 
-/* Zeros and subnormals of low precision are counted in one batch of so many, by the Python path. */
+/* Whether zeros and subnormals are counted, which Python does: for low precision, in one of COUNT_EVERY batches. */
 static int is_counted(const Frame *frame, const Row *row)
 {
     return (row->dtype == DTYPE_FLOAT16 || row->dtype == DTYPE_BFLOAT16) && frame->batch % COUNT_EVERY == 0;
 }
 
-/* Smallest and largest absolute value; 0 if it holds what the Python path has to see */
+/* Smallest and largest absolute value; 0 if the tensor is left to Python, as a non-finite one is */
 static int read_here(Row *row)
 {
     const TensorView *view = &row->view;
@@ -321,7 +352,7 @@ static int read_here(Row *row)
     return row->high < inf_bits[row->dtype];
 }
 
-/* Those in host memory: 0 if one of them has to be seen by the Python path */
+/* Read the tensors in host memory; 0 if one of them is left to Python */
 static int read_host_rows(FrameWriter *self, Frame *frame)
 {
     for (int i = 0; i < frame->used; i++) {
@@ -349,7 +380,21 @@ static int read_on_device(FrameWriter *self, Row *row, PyObject *count)
     return good;
 }
 
-/* Also (ref, version, step, numbers), for the next frame of this weight, if there are numbers */
+/* (ref, version, step, numbers) of a weight; NULL with an exception set. Takes over `numbers`, which may be NULL. */
+static PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject *numbers)
+{
+    const int64_t when[] = {row->version, step};
+    PyObject *known = numbers != NULL ? with_integers(PyTuple_New(4), 1, when, 2) : NULL;
+    if (known == NULL) {
+        Py_XDECREF(numbers);
+        return NULL;
+    }
+    PyTuple_SET_ITEM(known, 0, Py_NewRef(ref));
+    PyTuple_SET_ITEM(known, 3, numbers);
+    return known;
+}
+
+/* The same for a weight. Also makes `known`, for the next frame of this weight, if there are numbers */
 static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, int64_t step)
 {
     PyObject *before = row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None, *known = NULL;
@@ -359,12 +404,12 @@ static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, i
     if (good && PyTuple_GET_ITEM(found, 1) != before) {
         if (PyTuple_GET_ITEM(found, 1) != Py_None) {
             PyObject *ref = PyWeakref_NewRef(row->object, NULL);
-            known = ref != NULL ? Py_BuildValue("(NLLO)", ref, (long long)row->version, (long long)step,
-                                                PyTuple_GET_ITEM(found, 1))
-                                : NULL;
+            known = ref != NULL ? known_of(row, ref, step, Py_NewRef(PyTuple_GET_ITEM(found, 1))) : NULL;
+            Py_XDECREF(ref);
             good = known != NULL;
         }
         Py_XSETREF(row->known, known);
+        row->is_known_new = known != NULL;
     }
     Py_XDECREF(found);
     return good;
@@ -409,25 +454,20 @@ int read_rows(FrameWriter *self, Frame *frame, int64_t step)
 
 PyObject *stats_of(PyTypeObject *type, int64_t low, int64_t high, int64_t meta, int64_t kind)
 {
-    PyObject *stats = type->tp_alloc(type, 4);
     const int64_t fields[] = {low, high, meta, kind};
-    for (int i = 0; stats != NULL && i < 4; i++) {
-        PyObject *number = PyLong_FromLongLong(fields[i]);
-        if (number == NULL)
-            Py_CLEAR(stats);
-        else
-            PyTuple_SET_ITEM(stats, i, number);
-    }
-    return stats;
+    return with_integers(type->tp_alloc(type, 4), 0, fields, 4);
 }
 
-/* (ref, version, step, numbers) of a weight that was read; 0 if it cannot be made */
-static int make_known(FrameWriter *self, Row *row, PyObject *ref, int64_t step)
+/* See `is_memory`. NULL with an exception set. Takes over `ref`. */
+static PyObject *memory_of(const Row *row, PyObject *ref)
 {
-    PyObject *stats = stats_of((PyTypeObject *)self->numbers, row->low, row->high, row->meta, row->kind);
-    if (stats != NULL)
-        row->known = Py_BuildValue("(OLLN)", ref, (long long)row->version, (long long)step, stats);
-    return row->known != NULL;
+    const int64_t numbers[] = {row->version, row->value, row->shape, row->dtype, row->kind, 0, row->high, row->meta};
+    PyObject *memory = with_integers(PyTuple_New(9), 1, numbers, 8);
+    if (memory == NULL)
+        Py_DECREF(ref);
+    else
+        PyTuple_SET_ITEM(memory, 0, ref);
+    return memory;
 }
 
 int make_memories(FrameWriter *self, Frame *frame, int64_t step)
@@ -440,13 +480,16 @@ int make_memories(FrameWriter *self, Frame *frame, int64_t step)
                                            : PyWeakref_NewRef(row->object, NULL);
         if (ref == NULL)
             return 0;
-        if (row->is_weight && row->known == NULL && !row->on_device && !make_known(self, row, ref, step)) {
-            Py_DECREF(ref);
-            return 0;
+        if (row->is_weight && row->known == NULL && !row->on_device) {
+            PyObject *numbers = stats_of((PyTypeObject *)self->numbers, row->low, row->high, row->meta, row->kind);
+            row->known = known_of(row, ref, step, numbers);
+            row->is_known_new = 1;
+            if (row->known == NULL) {
+                Py_DECREF(ref);
+                return 0;
+            }
         }
-        row->seen = Py_BuildValue("(NLLIiiiLL)", ref, (long long)row->version, (long long)row->value,
-                                  (unsigned int)row->shape, (int)row->dtype, (int)row->kind, 0, (long long)row->high,
-                                  (long long)row->meta);
+        row->seen = memory_of(row, ref);
         if (row->seen == NULL)
             return 0;
     }
@@ -461,7 +504,7 @@ void remember(FrameWriter *self, Frame *frame)
             continue;
         if (PyDict_SetItem(self->seen, row->key, row->seen) < 0 ||
             (row->place != NULL && PyDict_SetItem(self->by_memory, row->place, row->seen) < 0) ||
-            (row->is_weight && row->known != NULL && PyDict_SetItem(self->weights, row->key, row->known) < 0))
-            PyErr_Clear(); /* no memory: it will be looked at again */
+            (row->is_known_new && PyDict_SetItem(self->weights, row->key, row->known) < 0))
+            PyErr_Clear(); /* no memory: the tensor will be read again */
     }
 }

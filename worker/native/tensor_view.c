@@ -17,7 +17,7 @@ const Exchange *exchange_of(PyObject *capsule)
     return exchange;
 }
 
-/* How many elements lie at the address without a gap, an expanded dimension once; 0 for another layout. */
+/* The number of elements at the address without a gap; 0 for another layout. An expanded dimension counts once. */
 static int64_t dense(const DLTensor *tensor, int *is_in_order)
 {
     int64_t count = 1, sizes[MOST_DIMS], strides[MOST_DIMS];
@@ -56,7 +56,7 @@ static int64_t dense(const DLTensor *tensor, int *is_in_order)
     return count;
 }
 
-/* The code of a dtype in core/values.py; 0 for one that is not known */
+/* The code of a dtype in core/values.py; 0 for an unknown one */
 static uint8_t code_of(const DLTensor *tensor)
 {
     if (tensor->dtype.lanes != 1)
@@ -105,9 +105,10 @@ static int number_from(PyObject *object, PyObject *method, uintptr_t *number)
     }
     *number = (uintptr_t)PyLong_AsVoidPtr(found);
     Py_DECREF(found);
-    const int good = !PyErr_Occurred();
+    if (*number != 0 || !PyErr_Occurred())
+        return 1;
     PyErr_Clear();
-    return good;
+    return 0;
 }
 
 int is_in_storage(PyObject *tensor, const TensorView *view)
@@ -128,14 +129,8 @@ int is_in_storage(PyObject *tensor, const TensorView *view)
 
 PyObject *dims_of(const TensorView *view)
 {
-    PyObject *dims = PyTuple_New(view->dl.ndim);
-    for (int i = 0; dims != NULL && i < view->dl.ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(view->dl.shape[i]);
-        if (size == NULL)
-            Py_CLEAR(dims);
-        else
-            PyTuple_SET_ITEM(dims, i, size);
-    }
-    PyErr_Clear();
+    PyObject *dims = with_integers(PyTuple_New(view->dl.ndim), 0, view->dl.shape, view->dl.ndim);
+    if (dims == NULL)
+        PyErr_Clear();
     return dims;
 }

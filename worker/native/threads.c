@@ -1,9 +1,9 @@
 /* Several threads over one tensor.
 
-   A large tensor is read by the threads that have written it, each the part that is still in its own cache: torch's
-   OpenMP threads, which share a loop out in equal stretches, in order (at::parallel_for). They are reached by the entry
-   points that a compiler calls for `#pragma omp parallel`, in the very library that torch has loaded: with another one
-   there would be twice as many threads. */
+   Torch's own OpenMP threads read a large tensor. They divide it as at::parallel_for does, into equal stretches in
+   order, so each thread finds the part that it wrote in its own cache. This code calls the functions that a compiler
+   calls for `#pragma omp parallel`, in the library that torch has loaded. Another library would bring as many threads
+   again. */
 
 #include "threads.h"
 
@@ -59,10 +59,10 @@ static void read_shared(const void *memory, size_t count, long bytes, int64_t *l
     }
 }
 
-/* The lock is released for a tensor whose reading takes about as long as Python lets a thread keep the lock anyway, 5 ms.
-   Whoever releases it while another thread runs Python code gets it back after those 5 ms. One thread reads 64 MiB in
-   2 ms and 128 MiB in 4.6 ms; with a second thread in Python and the lock released, 64 MiB took 32 ms in place of 11
-   (medians of 15 on a busy machine with 2 cores). Nothing that is shorter is worth it. */
+/* A thread that releases the lock while another one runs Python code gets it back after 5 ms. So the lock is released
+   only for tensors that take about as long to read. One thread reads 64 MiB in 2 ms and 128 MiB in 4.6 ms. With a second
+   thread in Python code, 64 MiB took 32 ms with the lock released and 11 ms without (medians of 15 on a busy machine with
+   2 cores). */
 void read_extremes(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high)
 {
     if (count * (size_t)bytes < RELEASE_FROM) {

@@ -16,7 +16,7 @@ def issued() -> int:
     if module is None:
         return -1
     try:
-        groups = module._world.pg_map
+        groups = module._pg_map  # what `_world.pg_map` returns, without the call of a property
         if not groups:
             return -1
         total = 0

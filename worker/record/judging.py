@@ -19,8 +19,6 @@ from ...core.recorder.writer import OpenPage
 from ...core.records import Anomaly, Fault, Ignored, ScalerSkip, Warned
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
-from ..stats.device_buffer import DeviceStatsBuffer
-from ..stats.notable import near_by_encoding
 from .page_filter import frames_to_judge
 from .progress import Progress
 from .rows import Rows
@@ -80,11 +78,6 @@ class Judging:
         """The last note of the device buffer that was recorded."""
         self._graph_fault_recorded = False
         rows.expect = self.expect
-        rows.on_device_buffer = self._begin
-
-    def _begin(self, buffer: DeviceStatsBuffer) -> None:
-        buffer.near_bits = near_by_encoding(self._limits.near_overflow)
-        buffer.underflow_share = self._limits.underflow_share
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -155,7 +148,7 @@ class Judging:
         `everything`: no number of the page is outstanding, so those that are still missing were lost.
         """
         judged = _judged(page)
-        notable, arguments = self._rows.notable.mask, self._rows.argument_slots
+        notable, arguments = self._rows.notable.rows, self._rows.argument_slots
         found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, everything=everything)
         for index in found:
             frame = self._own.frame(page, index)

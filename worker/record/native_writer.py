@@ -20,7 +20,6 @@ from ...core.records import Fault
 from ...core.values import DTYPE_CODES, INF_BITS, Encoding
 from ..hooks.backward import Gradients
 from ..stats.device import late_device
-from ..stats.notable import NotableValue
 from ..stats.tensor_stats import TensorStats
 from .collectives import issued
 from .leaves import KWARGS, leaves_of
@@ -100,7 +99,7 @@ def difference(native: dict[str, int]) -> str:
     return f"not used: it was built for another layout ({found}); install gpuwatch again" if found else ""
 
 
-def native_writer_of(progress: Progress, rows: Rows, notable: NotableValue, gradients: Gradients) -> Any:
+def native_writer_of(progress: Progress, rows: Rows, gradients: Gradients) -> Any:
     """A FrameWriter; None if it was not built, this torch does not support it, or `--sync` is set.
 
     It reads tensors in host memory itself. For tensors on a device it calls `rows.device_value` and
@@ -137,9 +136,9 @@ def native_writer_of(progress: Progress, rows: Rows, notable: NotableValue, grad
             hook_dict=OrderedDict,
             handle=RemovableHandle,
             leaves_of=leaves_of,
-            next_segment=progress.recorder._continue_segment,
+            next_segment=progress.recorder.continue_segment,
             exchange=exchange,
-            near=notable.near,
+            near=rows.notable.near,
             forward="forward" in settings.watch,
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,

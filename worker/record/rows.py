@@ -17,7 +17,7 @@ from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
 from ..stats.device import has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
-from ..stats.notable import NotableValue
+from ..stats.notable import Notable
 from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
 from ..without_modes import without_modes
 from .collectives import issued
@@ -83,7 +83,7 @@ class Rows:
         self,
         recorder: RecorderWriter,
         selection: Selection,
-        notable: NotableValue,
+        notable: Notable,
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._recorder = recorder
@@ -105,7 +105,6 @@ class Rows:
         self.count = False
         """Count zeros and subnormals in this batch."""
         self.device_buffer: DeviceStatsBuffer | None = None
-        self.on_device_buffer: Callable[[DeviceStatsBuffer], None] | None = None
         self.expect: Callable[[OpenPage], None] | None = None
         """Called with the current page when a value is added whose numbers arrive later."""
         self._device_failed = False
@@ -297,7 +296,7 @@ class Rows:
             return Row((slot, NOTHING, NOTHING, code, int(seen_as), mark), 0, True)
         value = self._recorder.value(low, high, meta)
         packed = (slot, value, self._shape_of(dims), code, 0, mark)
-        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable(code, high, meta)))
+        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """The row of a weight. A weight is read once per optimizer step, and every page holds its numbers."""
@@ -342,7 +341,7 @@ class Rows:
         value = self._recorder.value(low, high, meta)
         code = place[2][0]
         packed = (slot, value, self._shape(tensor), code, 0, mark)
-        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable(code, high, meta)))
+        return _new(Row, (packed, meta & 0xFF, True, high, meta, self.notable.value(code, high, meta)))
 
     def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | DeviceRow | None = None) -> Row:
         value, flags, high, meta = NOTHING, 0, 0, 0
@@ -369,7 +368,7 @@ class Rows:
                 value = self._recorder.value(low, high, meta)
                 flags = meta & 0xFF
         packed = (slot, value, self._shape(tensor), code, int(kind), mark)
-        notable = meta != PENDING and kind == _MEASURED and self.notable(code, high, meta)
+        notable = meta != PENDING and kind == _MEASURED and self.notable.value(code, high, meta)
         return _new(Row, (packed, flags, True, high, meta, notable))
 
     def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
@@ -391,13 +390,11 @@ class Rows:
             if self._device_failed or not has_reader(tensor.device):
                 return None
             try:
-                self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device)
+                self.device_buffer = DeviceStatsBuffer(self._recorder, tensor.device, notable=self.notable)
             except Exception as error:
                 self._device_failed = True
                 self._on_fault("device", error)
                 return None
-            if self.on_device_buffer is not None:
-                self.on_device_buffer(self.device_buffer)
         buffer = self.device_buffer
         seq = issued()
         if seq != self._seq:  # a collective was issued since and may hang: send now what was read before it

@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import torch
 
+from ...core.judge import Limits
 from ...core.recorder import layout
 from ...core.recorder.layout import Field
 from ...core.recorder.writer import RecorderWriter
@@ -40,7 +41,7 @@ _CAPACITY = layout.VALUES_PER_SEGMENT
 class DeviceStatsBuffer:
     """The device side of one recorder, for all devices of the same kind as `device` in this process.
 
-    `near_bits` and `underflow_share` are limits of the filter in `collect()`: see `Notable`.
+    `collect()` names the pages with a number that is `notable`.
     """
 
     def __init__(
@@ -50,8 +51,7 @@ class DeviceStatsBuffer:
         *,
         driver: Device | None = None,
         reader: Reader | None = None,
-        near_bits: dict[int, int] | None = None,
-        underflow_share: float | None = None,
+        notable: Notable | None = None,
     ) -> None:
         self.device = device
         """The device of the first tensor that was measured."""
@@ -59,9 +59,7 @@ class DeviceStatsBuffer:
         """What does not work as it should, and what that costs. Empty if all is well. It may grow."""
         self.not_seen_in_graphs = 0
         """Calls that measured nothing because the user captured a graph."""
-        self._near_bits = near_bits or {}
-        self._underflow_share = underflow_share
-        self._notable = Notable(self._near_bits, underflow_share)
+        self._notable = notable or Notable(Limits())
         self._driver = driver or device_for(device)
         self._recorder = recorder
         self._fields = recorder.fields
@@ -87,26 +85,6 @@ class DeviceStatsBuffer:
         self._anchor: Any = ctypes.c_char.from_buffer(self._memory)  # prevents the memory from being unmapped
         self._register()
         recorder.on_segment_end = self._segment_ended
-
-    @property
-    def near_bits(self) -> dict[int, int]:
-        """See the class."""
-        return self._near_bits
-
-    @near_bits.setter
-    def near_bits(self, near_bits: dict[int, int]) -> None:
-        self._near_bits = near_bits
-        self._notable = Notable(near_bits, self._underflow_share)
-
-    @property
-    def underflow_share(self) -> float | None:
-        """See the class."""
-        return self._underflow_share
-
-    @underflow_share.setter
-    def underflow_share(self, share: float | None) -> None:
-        self._underflow_share = share
-        self._notable = Notable(self._near_bits, share)
 
     def _best_reader(self) -> Reader:
         if self._driver.type != "cuda":
@@ -184,7 +162,7 @@ class DeviceStatsBuffer:
         self._read(source, buffer, position, count)
         buffer.positions.append(position)
         self._queued += 1
-        limit = self._notable.limit(tensor.dtype)
+        limit = self._notable.wide_limit(tensor.dtype)
         if limit is not None:
             buffer.limits[position] = limit
         return index
@@ -281,7 +259,7 @@ class DeviceStatsBuffer:
             without_modes(self._send, self._recorder.cursor[0] + layout.VALUES_AT, self._queued_page, is_end=False)
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Flush, and wait until all numbers have arrived, at most `timeout_s` seconds. See `pages_pending()`.
+        """Flush, and wait until all numbers have arrived, at most `timeout_s` seconds. See `pending()`.
 
         While the user captures a graph it neither flushes nor waits.
         """
@@ -449,10 +427,6 @@ class DeviceStatsBuffer:
     def pending(self, page: int) -> bool:
         """Whether a value of the page is outstanding."""
         return self._of_page[page] > 0 or (self._queued > 0 and self._queued_page == page)
-
-    def pages_pending(self) -> bool:
-        """Whether a value of any page is outstanding."""
-        return self._queued > 0 or bool(self._of_page)
 
     @property
     def flying(self) -> int:

@@ -5,101 +5,83 @@ It may pass numbers in which the judge finds nothing. It never holds back number
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy
 import torch
 
 from ...core.judge import Limits
-from ...core.values import COUNTED, DTYPE_CODES, DTYPE_MAX, DTYPE_NAMES, INF_BITS, SHARE, Encoding, decode
+from ...core.values import COUNTED, DTYPE_CODES, DTYPE_MAX, DTYPE_NAMES, SHARE, Encoding
 from .tensor_stats import CODES, FLOATS, measure
 
-_ENCODINGS = 256
+_CODES = 256
 _NEVER = (1 << 63) - 1
-_ALL_ZERO = SHARE << 16 | COUNTED
-_ROUNDING = {int(Encoding.FLOAT64): 1 << 12}
-"""Bits of tolerance: the judge compares logarithms, which do not tell neighbouring float64 numbers apart."""
+_BY_ENCODING = {
+    Encoding.FLOAT64: "float64",
+    Encoding.FLOAT32: "float32",
+    Encoding.FLOAT16: "float16",
+    Encoding.BFLOAT16: "bfloat16",
+}
+"""Encoding -> the dtype that is recorded in it as it is."""
 
 
 class Notable:
-    """The filter for arrays of values from a device.
+    """The filter with the limits of one watch.
 
-    `near_bits`: encoding -> bits (without the sign) from which on a value is near overflow; empty: no such limit.
-    `underflow_share`: the share of subnormal elements from which on a tensor is in underflow; None: no such limit.
+    It knows a value by its dtype code if it stands in a row, and by its encoding alone if it comes from a device. An
+    encoding has the limits of its own dtype. `wide_limit` has those of a dtype that is recorded in a wider encoding.
     """
-
-    def __init__(self, near_bits: dict[int, int] | None = None, underflow_share: float | None = None) -> None:
-        self._near = numpy.full(_ENCODINGS, _NEVER, numpy.int64)
-        self._largest = numpy.full(_ENCODINGS, _NEVER, numpy.int64)
-        for encoding, bits in INF_BITS.items():
-            self._largest[encoding] = bits - 1  # what masks are filled with
-        for code, bits in (near_bits or {}).items():
-            self._near[code] = bits - _ROUNDING.get(code, 0)
-        self._powers = _powers(near_bits or {})
-        self._limits: dict[torch.dtype, int | None] = {}
-        self._least_share = _NEVER
-        if underflow_share is not None and 0 < underflow_share < 1:
-            self._least_share = math.floor(underflow_share * SHARE) << 32 | COUNTED
-
-    def limit(self, dtype: torch.dtype) -> int | None:
-        """For a dtype that is recorded in a wider encoding: bits from which on a tensor is near overflow.
-
-        None for the other dtypes, whose encoding has the limit.
-        """
-        if dtype in FLOATS or not (dtype.is_floating_point or dtype.is_complex):
-            return None
-        if dtype not in self._limits:
-            largest = DTYPE_MAX.get(str(dtype).removeprefix("torch."))
-            limit = None
-            if largest is not None and self._powers is not None:
-                near = largest * 2.0 ** -(self._powers + 0.01)
-                wide = (
-                    numpy.float64(near).view(numpy.int64) if dtype.is_complex else numpy.float32(near).view(numpy.int32)
-                )
-                limit = int(wide)
-            self._limits[dtype] = limit
-        return self._limits[dtype]
-
-    def any(self, values: Any) -> bool:
-        """Whether one of the values, (n, 3) of int64 (low, high, meta), is notable by itself."""
-        high, meta = values[:, 1], values[:, 2]
-        encoding = meta >> 8 & 0xFF
-        notable = (meta & 0xFF) != 0
-        notable |= (high >= self._near[encoding]) & (high < self._largest[encoding])
-        notable |= (meta & (SHARE << 32 | COUNTED)) >= self._least_share
-        notable |= (meta & _ALL_ZERO) == _ALL_ZERO
-        return bool(notable.any())
-
-
-class NotableValue:
-    """The same filter for one value in host memory: non-finite, near overflow or in underflow."""
 
     def __init__(self, limits: Limits) -> None:
         self.near = near_bits(limits.near_overflow)
         """dtype code -> (bits of abs max from which on it is near overflow, bits of the largest finite number)"""
         share = limits.underflow_share
         self._least_share = int(share * SHARE) if 0 < share < 1 else SHARE + 1
-        self._from = numpy.full(_ENCODINGS, _NEVER, numpy.int64)
-        self._to = numpy.full(_ENCODINGS, _NEVER, numpy.int64)
-        for dtype, (first, last) in self.near.items():
-            self._from[dtype], self._to[dtype] = first, last
+        self._powers = limits.near_overflow
+        self._of_dtype = _ranges(self.near)
+        own = {int(encoding): DTYPE_CODES[name] for encoding, name in _BY_ENCODING.items()}
+        self._of_encoding = _ranges({encoding: self.near[code] for encoding, code in own.items() if code in self.near})
+        self._wide_limits: dict[torch.dtype, int | None] = {}
 
-    def mask(self, dtype: Any, high: Any, meta: Any) -> Any:
-        """The same for arrays of one length: dtype codes, and high and meta as int64. Returns an array of bool."""
-        found = (meta & 0xFF) != 0
-        found |= (high >= self._from[dtype]) & (high < self._to[dtype])
+    def value(self, dtype: int, high: int, meta: int) -> bool:
+        """Whether one value of this dtype code is notable. core/values.py says what `high` and `meta` are."""
+        return bool(self._is_notable(high, meta, *self.near.get(dtype, (_NEVER, _NEVER))))
+
+    def rows(self, dtype: Any, high: Any, meta: Any) -> Any:
+        """The same for arrays of one length: dtype codes as integers, high and meta as int64. Returns one of bool."""
+        return self._is_notable(high, meta, *self._of_dtype[:, dtype])
+
+    def any(self, values: Any) -> bool:
+        """Whether one of the values from a device, (n, 3) of int64 (low, high, meta), is notable by its encoding."""
+        high, meta = values[:, 1], values[:, 2]
+        return bool(self._is_notable(high, meta, *self._of_encoding[:, meta >> 8 & 0xFF]).any())
+
+    def _is_notable(self, high: Any, meta: Any, near: Any, largest: Any) -> Any:
+        """The filter itself, for integers and for arrays: non-finite, near overflow, or in underflow."""
+        is_non_finite = (meta & 0xFF) != 0
+        is_near = (near <= high) & (high < largest)
         share, zeros = meta >> 32 & SHARE, meta >> 16 & SHARE
-        return found | ((meta & COUNTED) != 0) & ((share >= self._least_share) | (zeros == SHARE))
+        is_underflow = ((meta & COUNTED) != 0) & ((share >= self._least_share) | (zeros == SHARE))
+        return is_non_finite | is_near | is_underflow
 
-    def __call__(self, dtype: int, high: int, meta: int) -> bool:
-        """Whether a value with these numbers (see core/values.py) must be judged."""
-        if meta & 0xFF:
-            return True
-        near = self.near.get(dtype)
-        if near is not None and near[0] <= high < near[1]:
-            return True
-        return meta & COUNTED != 0 and (meta >> 32 & SHARE >= self._least_share or meta >> 16 & SHARE == SHARE)
+    def wide_limit(self, dtype: torch.dtype) -> int | None:
+        """For a dtype that is recorded in a wider encoding: bits from which on a tensor is near overflow.
+
+        None for the other dtypes, whose encoding has the limit.
+        """
+        if dtype in FLOATS or not (dtype.is_floating_point or dtype.is_complex):
+            return None
+        if dtype not in self._wide_limits:
+            largest = DTYPE_MAX.get(str(dtype).removeprefix("torch."))
+            limit = None
+            if largest is not None and self._powers > 0:
+                near = largest * 2.0 ** -(self._powers + 0.01)
+                wide = (
+                    numpy.float64(near).view(numpy.int64) if dtype.is_complex else numpy.float32(near).view(numpy.int32)
+                )
+                limit = int(wide)
+            self._wide_limits[dtype] = limit
+        return self._wide_limits[dtype]
 
 
 def near_bits(powers: float) -> dict[int, tuple[int, int]]:
@@ -115,22 +97,15 @@ def near_bits(powers: float) -> dict[int, tuple[int, int]]:
         if largest is None or dtype.is_complex:
             continue
         limits = torch.tensor([largest * 2.0**-powers, largest], dtype=torch.float64, device="cpu").to(dtype)
-        found[code] = (measure(limits[0]).high, measure(limits[1]).high)
+        # The judge compares logarithms, which do not tell neighbouring float64 numbers apart.
+        rounding = 1 << 12 if dtype is torch.float64 else 0
+        found[code] = (measure(limits[0]).high - rounding, measure(limits[1]).high)
     return found
 
 
-def near_by_encoding(powers: float) -> dict[int, int]:
-    """Encoding -> bits of the smallest number that is near overflow: the `near_bits` of `Notable`."""
-    dtypes = {"float64": Encoding.FLOAT64, "float32": Encoding.FLOAT32}
-    dtypes |= {"float16": Encoding.FLOAT16, "bfloat16": Encoding.BFLOAT16}
-    near = near_bits(powers)
-    return {int(encoding): near[code][0] for name, encoding in dtypes.items() if (code := DTYPE_CODES[name]) in near}
-
-
-def _powers(near_bits: dict[int, int]) -> float | None:
-    """The number of powers of two below the largest number that counts as near overflow; None without a limit."""
-    for encoding, bits in near_bits.items():
-        near = decode(bits, encoding)
-        if encoding in INF_BITS and near > 0:
-            return math.log2(decode(INF_BITS[Encoding(encoding)] - 1, encoding)) - math.log2(near)
-    return None
+def _ranges(near: dict[int, tuple[int, int]]) -> Any:
+    """(2, 256) of int64: the two numbers of each code, and for any other code numbers that no value reaches."""
+    ranges = numpy.full((2, _CODES), _NEVER, numpy.int64)
+    for code, limits in near.items():
+        ranges[:, code] = limits
+    return ranges

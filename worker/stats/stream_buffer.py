@@ -21,7 +21,7 @@ class DeviceRow:
         self.position = position
         """Its position in the segment in which it was measured."""
         self.limit = limit
-        """See `Notable.limit`."""
+        """See `Notable.wide_limit`."""
         self.packed: tuple[torch.Tensor, int] | None = None
         """(n, 3) on the device, and its row in it, while its copy is outstanding."""
         self.numbers: tuple[int, int, int] | None = None
@@ -61,7 +61,7 @@ class Copy:
         self.blocks: list[Block] = []
         self.remembered: list[DeviceRow] = []
         self.limits: dict[int, int] = {}
-        """Position -> see `Notable.limit`."""
+        """Position -> see `Notable.wide_limit`."""
         self.event: Any = None
 
     @property

@@ -17,7 +17,6 @@ from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.record import native_writer
-from gpuwatch.worker.stats.notable import Limits, NotableValue
 from gpuwatch.worker.stats.tensor_stats import TensorStats, measure
 from torch import nn
 
@@ -74,10 +73,9 @@ def writer_for(watched: Watched, value: Any, weight: Any = None, *, reads_host: 
     """A native writer with a reader of our own; `reads_host=False`: every tensor is one on a device."""
     hooks = watched.hooks
     hooks.rows.device_value, hooks.rows.device_weight = value, weight
-    notable = NotableValue(Limits(hooks.progress.settings.near_overflow, hooks.progress.settings.underflow_share))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_writer, "late_device", lambda: None if reads_host else object())
-        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, notable, hooks._gradients)
+        writer = native_writer.native_writer_of(hooks.progress, hooks.rows, hooks._gradients)
     assert writer is not None
     return writer
 

@@ -7,6 +7,7 @@ import threading
 import numpy
 import pytest
 import torch
+from gpuwatch.core.judge import Limits
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
@@ -15,7 +16,7 @@ from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, Encoding, NonFinit
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.device_reader import KINDS, TorchReader
 from gpuwatch.worker.stats.late_device import LateDevice
-from gpuwatch.worker.stats.notable import Notable, near_by_encoding
+from gpuwatch.worker.stats.notable import Notable
 from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,7 +162,7 @@ class Operations(TorchDispatchMode):
 
 @each_device
 def test_no_mode_of_the_scripts_sees_the_copies(recorder, device):
-    pages = device_buffer(recorder, device, underflow_share=0.1)
+    pages = device_buffer(recorder, device, notable=UNDERFLOW)
     page = recorder.begin_page(0, 0, 0)
     pages.measure(torch.ones(2, device=device), count=True)
     with Operations() as operations, torch.device("meta"):
@@ -216,19 +217,20 @@ def test_what_is_still_on_its_way_is_not_told(recorder):
     late = LateDevice()
     late.held = {0}
     pages = device_buffer(recorder, "cpu", driver=late)
-    assert not pages.pages_pending()
     page = recorder.begin_page(0, 0, 0)
+    assert not pages.pending(page.number)
     pages.measure(torch.tensor(NAN))
-    assert pages.pages_pending()
     assert pages.pending(page.number)
     recorder.end_page(page)
-    assert (pages.collect(), pages.flying, pages.pages_pending(), pages.pending(0)) == ([], 1, True, True)
+    assert (pages.collect(), pages.flying, pages.pending(0)) == ([], 1, True)
     assert not pages.pending(1)
     late.held.clear()
-    assert (pages.collect(), pages.flying, pages.pages_pending(), pages.pending(0)) == ([0], 0, False, False)
+    assert (pages.collect(), pages.flying, pages.pending(0)) == ([0], 0, False)
 
 
-NEAR = {int(Encoding.FLOAT16): 0x7800, int(Encoding.BFLOAT16): 0x7F00}  # 32768, and the same power of two in bfloat16
+NEAR = Notable(Limits(near_overflow=1.0))
+UNDERFLOW = Notable(Limits(underflow_share=0.1))
+BOTH = Notable(Limits(1.0, 0.1))
 
 
 @each_device
@@ -237,7 +239,7 @@ NEAR = {int(Encoding.FLOAT16): 0x7800, int(Encoding.BFLOAT16): 0x7F00}  # 32768,
     [
         ([32768.0], torch.float16, True),
         ([-40000.0, 1.0], torch.float16, True),
-        ([32752.0], torch.float16, False),
+        ([32736.0], torch.float16, False),
         ([65504.0], torch.float16, False),  # what masks are filled with
         ([INF], torch.float16, True),
         ([2.0**127], torch.bfloat16, True),
@@ -254,7 +256,7 @@ NEAR = {int(Encoding.FLOAT16): 0x7800, int(Encoding.BFLOAT16): 0x7F00}  # 32768,
 )
 @pytest.mark.parametrize("again", [False, True])
 def test_pages_near_overflow_are_told(recorder, device, values, dtype, told, again):
-    pages = device_buffer(recorder, device, near_bits=NEAR)
+    pages = device_buffer(recorder, device, notable=NEAR)
     page = recorder.begin_page(0, 0, 0)
     pages.measure(torch.tensor(values, device=device).to(dtype))
     row = pages.last()
@@ -282,7 +284,7 @@ def test_pages_near_overflow_are_told(recorder, device, values, dtype, told, aga
     ],
 )
 def test_pages_in_underflow_and_with_vanished_tensors_are_told(recorder, device, values, count, told):
-    pages = device_buffer(recorder, device, underflow_share=0.1)
+    pages = device_buffer(recorder, device, notable=UNDERFLOW)
     page_with(recorder, pages, torch.tensor(values, dtype=torch.float16, device=device), count=count)
     assert arrived(pages) == [0] * told
 
@@ -294,8 +296,8 @@ def test_the_filter_misses_no_number_that_is_near_overflow(dtype, powers):
     name = str(dtype).removeprefix("torch.")
     largest = DTYPE_MAX.get(name, 0.0)
     around = largest * 2.0**-powers * (1 + torch.linspace(-1e-2, 1e-2, 101, dtype=torch.float64))
-    notable = Notable(near_by_encoding(powers))
-    limit = notable.limit(dtype)
+    notable = Notable(Limits(near_overflow=powers))
+    limit = notable.wide_limit(dtype)
     for tensor in around.to(dtype).reshape(-1, 1):
         value = Value(*measure(tensor)[:3])
         room = headroom(value.abs_max, name)
@@ -309,7 +311,7 @@ def test_the_filter_misses_no_number_that_is_near_overflow(dtype, powers):
 @each_device
 @pytest.mark.parametrize("seen_to_arrive", [False, True])
 def test_a_row_in_a_later_page(recorder, device, seen_to_arrive):
-    pages = device_buffer(recorder, device, near_bits=NEAR, underflow_share=0.1)
+    pages = device_buffer(recorder, device, notable=BOTH)
     weight = torch.tensor([40000.0, 0.0, 1e-7, INF], dtype=torch.float16)
     page = recorder.begin_page(0, 0, 0)
     pages.measure(torch.ones(1, device=device))
@@ -405,7 +407,7 @@ def test_a_device_that_does_not_answer_costs_rows_and_nothing_else(small):
     assert [value.meta for value in values_of(small, 29)] == [PENDING, PENDING]
     assert not pages.pending(29)
     pages.finish(timeout_s=0.0)
-    assert pages.pages_pending()
+    assert pages.flying
 
     late.held = set()
     assert pages.collect() == [0, 1, 2, 3]
@@ -459,7 +461,7 @@ def test_a_stream_that_is_captured_while_another_one_is_current_is_left_alone(re
     assert (late.copies, pages.flying) == (2, 1)  # that of stream 0 was not asked for
     late.captured, late.held = set(), set()
     pages.finish()
-    assert not pages.pages_pending()
+    assert (pages.flying, pages.pending(0)) == (0, False)
     assert [value.abs_max for value in values_of(recorder, 0)] == [0.0, 1.0]
 
     late.current = 1
@@ -484,7 +486,7 @@ def test_a_default_device_of_the_scripts_does_not_matter(recorder):
     late = LateDevice(0, longest=3, refuses="refused")
     torch.set_default_device("meta")
     try:
-        pages = device_buffer(recorder, "cpu", driver=late, near_bits=NEAR, underflow_share=0.1)
+        pages = device_buffer(recorder, "cpu", driver=late, notable=BOTH)
         page = recorder.begin_page(0, 0, 0)
         pages.measure(values)
         pages.measure(weight, count=True)
@@ -547,7 +549,7 @@ def test_finish_waits_for_everything(recorder, device):
         pages.measure(torch.tensor([float(stream), NAN], device=device))
     assert pages.collect() == []
     pages.finish()
-    assert (pages.flying, pages.pages_pending(), pages.pending(page.number)) == (0, False, False)
+    assert (pages.flying, pages.pending(page.number)) == (0, False)
     assert [value.flags for value in values_of(recorder, 0)] == [NonFinite.NAN] * 3
     assert pages.collect() == [0]
 
@@ -626,8 +628,7 @@ def test_a_device_that_has_failed_is_told_once_and_never_waited_for(recorder, ca
     for _ in range(2):
         getattr(pages, call)()
         assert pages.note.count("device-side assert triggered") == 1
-        assert not pages.pages_pending()
-        assert not pages.pending(page.number)
+        assert (pages.flying, pages.pending(page.number)) == (0, False)
 
 
 def test_where_torchs_operations_fail_as_well_the_kernel_is_not_to_blame(recorder):
@@ -684,7 +685,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA
 @pytest.mark.gpu
 @on_cuda
 def test_nothing_waits_for_the_device(recorder):
-    pages = device_buffer(recorder, "cuda", near_bits=NEAR, underflow_share=0.1)
+    pages = device_buffer(recorder, "cuda", notable=BOTH)
     dtypes = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
     tensors = [torch.ones(5000, device="cuda").to(dtype) for dtype in dtypes]
     page_with(recorder, pages, *tensors, count=True)  # compiled now

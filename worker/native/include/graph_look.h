@@ -1,4 +1,4 @@
-/* A look from inside of a compiled graph: worker/compile/graph_op.py. */
+/* Reads tensors inside a compiled graph, for worker/compile/graph_op.py. */
 
 #ifndef GPUWATCH_GRAPH_LOOK_H
 #define GPUWATCH_GRAPH_LOOK_H

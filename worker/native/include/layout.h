@@ -1,7 +1,7 @@
-/* The numbers that this extension shares with Python: bytes of the recorder, codes of a row.
+/* The numbers that this extension shares with Python: offsets in the recorder, and codes of a row.
 
-   Each stands here once. `layout_numbers` hands all of them to Python by name, where worker/record/native_writer.py
-   compares them with core/recorder/layout.py, core/frames.py and core/values.py before it makes a FrameWriter. */
+   `layout_numbers` hands them to Python by name. worker/record/native_writer.py compares each of them with
+   core/recorder/layout.py, core/frames.py and core/values.py before it makes a FrameWriter. */
 
 #ifndef GPUWATCH_LAYOUT_H
 #define GPUWATCH_LAYOUT_H
@@ -45,7 +45,7 @@ enum { EACH_NUMBER(AS_CONSTANT) };
     DO(BFLOAT16, 3, 4, 0x7F80, 4, 16)                   \
     DO(FLOAT64, 4, 1, 0x7FF0000000000000, 2, 64)
 
-/* The other dtypes, which are not read here but by a device's reader: name, code, and DLPack's code and bits */
+/* The other dtypes: name, code, and DLPack's code and bits. Those after BOOL are read by a device's reader only. */
 #define EACH_OTHER(DO)                                                                                        \
     DO(INT64, 5, 0, 64) DO(INT32, 6, 0, 32) DO(INT16, 7, 0, 16) DO(INT8, 8, 0, 8) DO(UINT8, 9, 1, 8)            \
     DO(BOOL, 10, 6, 8) DO(COMPLEX64, 11, 5, 64) DO(COMPLEX128, 12, 5, 128) DO(COMPLEX32, 13, 5, 32)             \

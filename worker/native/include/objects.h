@@ -28,17 +28,22 @@ PyObject *wrong(const char *expected);
 int is_ref_to(PyObject *ref, PyObject *object);
 int is_alive(PyObject *ref);
 
-/* An attribute that is an integer. 0 if it is not, with no exception set: the Python path will say why. */
+/* An integer, and an attribute that is one. 0 if it is not, with no exception set: the Python path will say why. */
+int integer_from(PyObject *object, int64_t *number);
 int integer_of(PyObject *object, PyObject *name, int64_t *number);
 
 /* An attribute that is True or False: 1, 0, or -1 for anything else, with no exception set. */
 int truth_of(PyObject *object, PyObject *name);
 
+/* Fill a new tuple with integers from `start` on. Returns the tuple, or NULL with an exception set if there is no memory.
+   `tuple` may be NULL. Py_BuildValue reads its format twice and takes three times as long. */
+PyObject *with_integers(PyObject *tuple, Py_ssize_t start, const int64_t *numbers, Py_ssize_t count);
+
 /* Borrowed; NULL with no exception set. */
 static inline PyObject *find(PyObject *dict, PyObject *key)
 {
     PyObject *found = PyDict_GetItemWithError(dict, key);
-    if (found == NULL)
+    if (found == NULL && PyErr_Occurred())
         PyErr_Clear();
     return found;
 }

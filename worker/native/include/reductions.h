@@ -9,14 +9,15 @@
 /* Choose the widest registers of this processor. Once, before any of the others. */
 void choose_width(void);
 
-/* Smallest and largest of `count` integers of 2, 4 or 8 bytes, the sign bit cleared; of none the largest number and 0. */
+/* Smallest and largest of `count` integers of 2, 4 or 8 bytes, with the sign bit cleared. For no integers at all, these are
+   the largest number of the type and 0. */
 void reduce_extremes(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high);
 
-/* Smallest and largest absolute value of integers of 1, 2, 4 or 8 bytes, unsigned ones of 1 byte only. 0 if one of them is
-   the smallest that there is, which has no absolute value. */
+/* Smallest and largest absolute value of integers of 1, 2, 4 or 8 bytes. Only those of 1 byte may be unsigned. 0 if one of
+   them is the smallest number of its type, which has no absolute value. */
 int reduce_integers(const void *memory, size_t count, long bytes, int is_signed, int64_t *low, int64_t *high);
 
-/* How many are zero, and how many below `limit` (zeros included), the sign bit cleared. Added to what is there. */
+/* Add to `zeros` how many are 0, and to `small` how many are below `limit` (0 included), with the sign bit cleared. */
 void reduce_below(const void *memory, size_t count, long bytes, int64_t limit, int64_t *zeros, int64_t *small);
 
 #endif

@@ -1,8 +1,8 @@
 /* The rows of one frame, before it is stored. worker/record/rows.py says what a row is.
 
-   A frame is made in four steps, and each of them may give it up, which has then written and remembered nothing:
-   gather (what each row is about, and what is known of it), read (the numbers of those that are new), number (where
-   their values will stand), remember (what the next frame is to know). */
+   A frame is made in four steps: gather (what each row is about, and what is known of it), read (the numbers of new
+   tensors), number (the index of each value), remember (what the next frames need). Each step may give up. Then nothing was
+   remembered, and Python writes the frame. */
 
 #ifndef GPUWATCH_ROWS_H
 #define GPUWATCH_ROWS_H
@@ -16,14 +16,15 @@ typedef struct {
     int64_t value; /* its index in the page */
     uint8_t dtype, kind;
     uint16_t mark;
-    int to_read, has_value; /* its numbers are to be read here; they are to be written here */
-    int on_device;          /* its numbers are to be had from the device's reader, which writes them */
-    int is_new, is_weight;  /* first seen in this page: to be remembered */
+    int to_read, has_value; /* this code reads its numbers; it writes them */
+    int on_device;          /* the device's reader reads and writes its numbers */
+    int is_new, is_weight;  /* is_new: first seen in this page, so it is remembered */
+    int is_known_new;       /* `known` is not what FrameWriter.weights holds */
     int is_output;
     int same;               /* the earlier row about the same elements, or NO_ROW */
     int64_t version, low, high, meta;
     TensorView view;
-    void *address;                                 /* NULL if it is not to be found again by its memory */
+    void *address;                                 /* NULL if views of the same memory are not looked for */
     PyObject *role, *object, *key, *seen, *place, *known; /* the tensor, and what is remembered of it */
 } Row;
 
@@ -35,17 +36,21 @@ typedef struct {
 
 void clear_frame(Frame *frame);
 
-/* Gather. Each is 0 if there is a row that is not an ordinary one. `slots`: role -> slot of the module. `depth`: how deep in
-   the arguments or in what was returned. */
+/* The in-place changes of a tensor that is exactly a Tensor or a Parameter; 0 for an inference tensor, with no exception
+   set. It calls torch's getter of `_version` directly: the lookup of the attribute takes as long as the getter. */
+int version_of(FrameWriter *self, PyObject *tensor, int64_t *version);
+
+/* Gather. Each returns 0 if a row is not an ordinary one. `slots`: role -> slot of the module. `depth`: levels of nesting
+   around the leaf in the arguments or in the output. */
 int leaf_rows(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *leaf, int depth, int is_output);
 int weight_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *name, PyObject *weight, int64_t step);
 int gradient_row(FrameWriter *self, Frame *frame, PyObject *slots, PyObject *role, PyObject *gradient, int mark);
 
-/* Read and number; 0 if there is something in it that the Python path has to see. May release the lock, and calls Python
-   for what lies on a device. `step`: optimizer steps so far, which is how old the numbers of a weight may be. */
+/* Read and number; 0 if Python must write the frame. May release the interpreter's lock, and calls Python for tensors on a
+   device. `step`: optimizer steps so far. The numbers of a weight are valid within one step. */
 int read_rows(FrameWriter *self, Frame *frame, int64_t step);
 
-/* Make all that is to be remembered; 0 if that fails. Then, when the frame is stored, put it in its place. */
+/* Make the objects to remember; 0 if that fails. `remember` puts them into the dictionaries after the frame was stored. */
 int make_memories(FrameWriter *self, Frame *frame, int64_t step);
 void remember(FrameWriter *self, Frame *frame);
 

@@ -7,7 +7,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-/* Of dlpack.h, what does not change within its major version 1. */
+/* The part of dlpack.h that does not change within its major version 1. */
 typedef struct {
     void *data;
     struct { int32_t type, id; } device;
@@ -25,27 +25,27 @@ typedef struct {
 } Exchange;
 
 typedef struct {
-    DLTensor dl; /* shape and strides are the tensor's own: not to be used after another thread may have run */
+    DLTensor dl; /* do not use shape and strides after another thread may have run: they are the tensor's own */
     uint8_t dtype; /* core/values.py */
     int is_host;
-    int64_t count; /* of the elements that lie at `address` without a gap; 0 for another layout */
+    int64_t count; /* elements at `address` without a gap; 0 for another layout */
     int is_in_order; /* contiguous */
     void *address;
 } TensorView;
 
-/* The table in torch's capsule, if it is a version that is known here; else NULL with an exception set. */
+/* The table in torch's capsule; NULL with an exception set if its version is unknown. */
 const Exchange *exchange_of(PyObject *capsule);
 
-/* The view of a strided tensor on any device; 0 if it has none, or no dtype that is known, with no exception set. */
+/* The view of a strided tensor on any device; 0, with no exception set, if it has none or its dtype is unknown. */
 int view_of(const Exchange *exchange, PyObject *tensor, TensorView *view);
 
-/* Whether it is what is read here, in one piece of host memory: floats, and integers. */
+/* Whether this code can read it: floats, or integers, in one piece of host memory. */
 int is_plain(const TensorView *view);
 int is_plain_integer(const TensorView *view);
 
-/* Whether all of it lies in memory that the storage has: 1, 0, or -1 if torch does not tell. A storage may be freed or made
-   smaller under its tensors, as FSDP does with untyped_storage().resize_(0): a view with an offset then has an address
-   that is not NULL. */
+/* Whether the whole tensor lies in the memory of its storage: 1, 0, or -1 if torch does not tell. A storage may be freed or
+   shrunk under its tensors, as FSDP does with untyped_storage().resize_(0). The address of a view with an offset is then not
+   NULL. */
 int is_in_storage(PyObject *tensor, const TensorView *view);
 
 /* The shape as a tuple. NULL with no exception set. */

@@ -1,4 +1,4 @@
-/* Reads a tensor: large ones with torch's own threads, and with the interpreter's lock released. */
+/* Reads a tensor: a large one with torch's own threads, and a very large one with the interpreter's lock released. */
 
 #ifndef GPUWATCH_THREADS_H
 #define GPUWATCH_THREADS_H
@@ -8,11 +8,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* From so many bytes on, the interpreter's lock is released while a tensor is read. See threads.c for the measurement. */
+/* Tensors of at least this many bytes are read with the interpreter's lock released. threads.c has the measurement. */
 #define RELEASE_FROM ((size_t)1 << 27)
 
-/* `reduce_extremes` of memory that the caller keeps alive. Called with the lock held; another thread may run meanwhile
-   if there are RELEASE_FROM bytes. */
+/* `reduce_extremes` of memory that the caller keeps alive. The caller holds the interpreter's lock. It is released for
+   RELEASE_FROM bytes and more, so another thread may run then. */
 void read_extremes(const void *memory, size_t count, long bytes, int64_t *low, int64_t *high);
 
 /* use_threads(parallel, most, is_parallel, thread, team), for Python. */

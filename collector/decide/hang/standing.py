@@ -1,0 +1,114 @@
+"""What one rank was doing when it was asked: waiting for others, and in what, or something of its own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ....core.frames import module_text
+from ....core.records import RankLook, StackLine
+
+_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_AROUND_COLLECTIVES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/torch/distributed/utils.py",
+    "/torch/distributed/fsdp/",
+    "/torch/nn/parallel/distributed.py",
+)
+"""Where torch calls collectives from, of which some have no function in Python."""
+_IN_TORCH = ("/torch/", "/gpuwatch/worker/", "/lib/python3", "<frozen ", "<string>")
+_OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
+"""Functions of torch around a collective that say nothing."""
+_WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
+_WAITS_FOR_DEVICE = (".item(", ".cpu(", ".tolist(", ".numpy(", "cuda.synchronize(")
+"""Calls that a rank on a GPU stands in while its device waits for other ranks. In host memory they take no time."""
+DEVICE = "a call that waits for the device"
+BACKWARD = "the backward's reduction of gradients"
+QUIET = 0.5
+"""Share of a core. gloo and NCCL wait without using one; what computes uses all of it."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stood."""
+
+    rank: int
+    kind: Literal["waits", "may wait", "stopped", "own", "unknown"]
+    """`waits`: in a collective or its wait. `may wait`: for its device, or in a backward that uses no processor, which
+    is what waiting for the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything
+    else."""
+    operation: str
+    """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`; "" if it does not wait."""
+    line: str
+    """`train.py:41 in main: dist.all_reduce(loss)`, the innermost line that is the user's own; "" is unknown."""
+    doing: str
+    """Phase and module, as its recorder says: `in the forward of batch 4, in `net` (Net)`."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for others, as far as can be seen."""
+        return self.kind in ("waits", "may wait")
+
+
+def standing_of(look: RankLook) -> Standing:
+    """Classify one look.
+
+    >>> standing_of(RankLook(Where(1, batch=4), 1, 60.0, "script", state="T")).kind
+    'stopped'
+    """
+    line = next(map(_shown, _users(look.stack)), "")
+    if look.state in ("T", "t"):
+        return Standing(look.where.rank, "stopped", "", line, _doing(look))
+    operation, sure = _operation(look)
+    if operation:
+        return Standing(look.where.rank, "waits" if sure else "may wait", operation, line, _doing(look))
+    return Standing(look.where.rank, "own" if look.stack else "unknown", "", line, _doing(look))
+
+
+def _operation(look: RankLook) -> tuple[str, bool]:
+    """(what it waits in, whether that is sure); ("", False) if it does not."""
+    stack = look.stack
+    if not stack:
+        return "", False
+    for line in stack:
+        if line.file.endswith(_COLLECTIVES) and not line.function.startswith("_") and line.function not in _OWN_WORDS:
+            return line.function, True
+        if not any(part in line.file for part in _AROUND_COLLECTIVES):
+            break
+    inner = stack[0]
+    resting = look.state == "S" and look.busy < QUIET and not any("importlib" in line.file for line in stack)
+    if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
+        return inner.function.lstrip("_"), True
+    if any(word in inner.text for word in _WAITS_FOR_DEVICE):
+        return DEVICE, False
+    if any(word in inner.text for word in _WAITS):
+        return "wait", True
+    if inner.function == "_engine_run_backward" and look.busy < QUIET and look.state != "R":
+        return BACKWARD, False
+    return "", False
+
+
+def _users(stack: list[StackLine]) -> Iterator[StackLine]:
+    """Lines of the user's own files, innermost first; where there are none, of any file."""
+    own = [line for line in stack if not any(part in line.file for part in _IN_TORCH)]
+    yield from own or stack
+
+
+def _shown(line: StackLine) -> str:
+    name = line.file.rpartition("/")[2]
+    return f"{name}:{line.line} in {line.function}" + (f": {line.text}" if line.text else "")
+
+
+def _doing(look: RankLook) -> str:
+    batch = look.where.batch
+    inside = f", in {module_text(look.module, look.cls)}" if look.module is not None else ""
+    if look.phase == "forward":
+        return f"in the forward of batch {batch}{inside}"
+    if look.phase in ("backward", "optimizer"):
+        return f"in the {'backward' if look.phase == 'backward' else 'optimizer step'} of batch {batch}"
+    if look.phase in ("finished", "raised"):
+        return f"leaving, after its script had {'ended' if look.phase == 'finished' else 'raised'}"
+    return f"outside of a forward, after batch {batch}" if batch >= 0 else "before its first batch"

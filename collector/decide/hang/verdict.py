@@ -1,0 +1,102 @@
+"""The verdict of a job that stood still to its end."""
+
+from __future__ import annotations
+
+import signal
+
+from ....core.records import RankLook, WorkerExit
+from ...facts import RankFacts, RunFacts
+from ..verdict_model import Concurrent, Verdict
+from ..words import cascade_of, device_of, own_error
+from .finding import HangFinding, find_hang
+
+
+def hang_verdict(facts: RunFacts) -> Verdict | None:
+    """None if no rank had stalled, if one has moved since, or if what the others waited for has told its own reason."""
+    ranks = facts.of_attempt(facts.last_attempt)
+    looks = last_looks(ranks)
+    if (
+        not looks
+        or _job_went_well(facts)
+        or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks)
+    ):
+        return None
+    early = {rank.rank: rank.exit for rank in ranks if rank.exit is not None and _ended_before(rank.exit, looks)}
+    found = find_hang(list(looks.values()), early, len(ranks))
+    if found is None:
+        return None
+    absent = {found.rank, *found.others}
+    if any(_says_why(rank, waited=rank.rank not in absent) for rank in ranks if rank.rank not in early):
+        return None
+    return _verdict(facts, found, ranks)
+
+
+def last_looks(ranks: list[RankFacts]) -> dict[int, RankLook]:
+    """rank -> where it stood when the ranks were asked for the last time."""
+    number = max((look.number for rank in ranks for look in rank.looks), default=0)
+    return {rank.rank: look for rank in ranks for look in rank.looks if look.number == number}
+
+
+def _job_went_well(facts: RunFacts) -> bool:
+    return all(node.bye is not None and node.bye.outcome == "ok" for node in facts.nodes.values())
+
+
+def _moved_since(rank: RankFacts, look: RankLook) -> bool:
+    """Whether a rank has gone on after it was asked. How it was ended says nothing of that."""
+    where = rank.exit.where if rank.exit is not None else None
+    if where is None:
+        return False
+    before = look.where
+    return (where.step, where.batch, where.seq) != (before.step, before.batch, before.seq)
+
+
+def _ended_before(exit_: WorkerExit, looks: dict[int, RankLook]) -> bool:
+    """A rank that was not asked had ended by then."""
+    return exit_.where.rank not in looks and exit_.by == "itself"
+
+
+def _says_why(rank: RankFacts, *, waited: bool) -> bool:
+    """Whether a rank ended for a reason of its own, which is then the verdict.
+
+    Of those that waited, the watchdog of NCCL aborts the process, and a group's timeout raises: that is no reason.
+    """
+    error = own_error(rank)
+    if error is not None:
+        return not error.peer_failure
+    code = rank.exit.code if rank.exit is not None and rank.exit.by == "itself" else None
+    return code not in (None, 0, -signal.SIGABRT) if waited else code not in (None, 0)
+
+
+def _verdict(facts: RunFacts, found: HangFinding, ranks: list[RankFacts]) -> Verdict:
+    named = next((rank for rank in ranks if rank.rank == found.rank), None)
+    look = last_looks(ranks).get(found.rank) if found.rank is not None else None
+    where = (
+        look.where if look is not None else named.exit.where if named is not None and named.exit is not None else None
+    )
+    return Verdict(
+        kind="hang",
+        statement=found.statement,
+        certainty=found.certainty,
+        rank=found.rank,
+        host=(facts.host(named) or None) if named is not None else None,
+        device=device_of(named) if named is not None else None,
+        module=look.module if look is not None else None,
+        cls=look.cls if look is not None else None,
+        attempt=facts.last_attempt,
+        step=where.step if where is not None else None,
+        batch=where.batch if where is not None and where.batch >= 0 else None,
+        evidence=found.evidence,
+        next=found.next,
+        concurrent=[_concurrent(facts, rank) for rank in ranks if rank.rank in found.others],
+        cascade=cascade_of(
+            facts, facts.last_attempt, {rank for rank in (found.rank, *found.others) if rank is not None}
+        ),
+    )
+
+
+def _concurrent(facts: RunFacts, rank: RankFacts) -> Concurrent:
+    look = last_looks([rank]).get(rank.rank)
+    module = look.module if look is not None and look.module is not None else ""
+    return Concurrent(
+        rank.rank, module, look.cls or "" if look is not None else "", None, "", facts.host(rank), "did not come"
+    )

@@ -1,0 +1,38 @@
+"""Where the ranks stood when they were asked: their stacks, those that are the same together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from ...core.text.ranks_text import ranks_text
+from ..facts import RankFacts
+
+if TYPE_CHECKING:
+    from .model import RankReport
+
+MOST_LINES = 12
+"""Of each stack, in the text. report.json has more."""
+_NOT_THE_USERS = ("/torch/", "/gpuwatch/worker/", "<frozen ", "/worker/script.py", "/worker/__main__.py")
+
+
+def stack_of(rank: RankFacts) -> list[str]:
+    """The rank's last stack, innermost call first: `/home/me/train.py:41 in main: dist.all_reduce(loss)`."""
+    if not rank.looks:
+        return []
+    return [
+        f"{line.file}:{line.line} in {line.function}" + (f": {line.text}" if line.text else "")
+        for line in rank.looks[-1].stack
+    ]
+
+
+def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
+    """Lines: ranks that stand at the same place share one stack."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank in ranks:
+        if rank.stack:
+            groups.setdefault(tuple(rank.stack), []).append(rank.rank)
+    for stack, numbers in groups.items():
+        yield f"Where {ranks_text(numbers)} stood, innermost call first (calls inside of torch are left out)"
+        own = [line for line in stack if not any(part in line for part in _NOT_THE_USERS)]
+        yield from (f"  {line}" for line in list(dict.fromkeys([stack[0], *own]))[:MOST_LINES])

@@ -1,0 +1,43 @@
+"""How a rank that has stopped moving is asked where it stands: by a signal, and it answers into a file.
+
+`faulthandler` writes the stack of Python's frames from within the signal's handler, so that a rank answers while it
+waits in a collective, sleeps or loops. (docs.python.org/3/library/faulthandler.html)
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+
+from .records import StackLine
+
+MOST_LINES = 40
+_LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
+
+
+def asking_signal() -> int | None:
+    """The signal; None where there is none to spare. SLURM, Lightning and torchrun use no real-time signals."""
+    last = getattr(signal, "SIGRTMAX", None)
+    return int(last) - 3 if last is not None else None
+
+
+def stack_file_name(rank: int, attempt: int) -> str:
+    """Name of a rank's file within its node's folder."""
+    return f"rank-{rank:05d}.attempt-{attempt:03d}.stack"
+
+
+def parse_stack(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> list[StackLine]:
+    """The last stack in what faulthandler has written, innermost call first; [] if there is none.
+
+    `source` gives the text of a line of a file, "" where it is unknown.
+    """
+    last = text.rfind("most recent call first")
+    found = []
+    for line in text[last:].splitlines()[1:] if last >= 0 else ():
+        match = _LINE.fullmatch(line)
+        if match is None:
+            break
+        number = int(match["line"])
+        found.append(StackLine(match["file"], number, match["function"], source(match["file"], number).strip()[:200]))
+    return found[:MOST_LINES]

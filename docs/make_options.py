@@ -1,0 +1,82 @@
+"""Writes docs/options.md from the parsers themselves: `python docs/make_options.py`. A test compares the two."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+import click
+from gpuwatch.cli.collect import command as collect
+from gpuwatch.cli.report import command as report
+from gpuwatch.cli.submit import HELP
+from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
+
+PAGE = Path(__file__).parent / "options.md"
+TOP = """\
+# All options
+
+This page is made from the parsers. Every command also has `--help`. An option with dashes may be spelled with `_` too,
+as torchrun's may.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    launch, check = own_options(get_parser()), own_options(get_check_parser())
+    parts = [
+        TOP,
+        "## gpuwatch launch\n\nAll options of torchrun, and these. A default stands in parentheses.\n",
+        table((flag(action), help_of(action)) for action in launch),
+        "## gpuwatch check\n\nAll options of torchrun, and these. It takes no script.\n",
+        table((flag(action), help_of(action)) for action in check),
+        "## gpuwatch submit\n",
+        "".join(f"    {line}".rstrip() + "\n" for line in HELP.splitlines()),
+        "## gpuwatch report\n",
+        table(click_rows(report)),
+        "## gpuwatch collect\n",
+        table(click_rows(collect)),
+    ]
+    return "\n".join(parts)
+
+
+def own_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The options of the group "gpuwatch"."""
+    (group,) = [group for group in parser._action_groups if group.title == "gpuwatch"]
+    return list(group._group_actions)
+
+
+def flag(action: argparse.Action) -> str:
+    """`--every N`, `--on-overflow {abort,continue}`."""
+    name = action.option_strings[0]
+    if action.choices is not None:
+        return f"{name} {{{','.join(map(str, action.choices))}}}"
+    return name if action.nargs == 0 else f"{name} {action.metavar}"
+
+
+def help_of(action: argparse.Action) -> str:
+    """The help as argparse shows it."""
+    return (action.help or "").replace("%%", "%")
+
+
+def click_rows(command: click.Command) -> list[tuple[str, str]]:
+    """Option and help, as click shows them."""
+    context = click.Context(command)
+    return [
+        record
+        for option in command.get_params(context)
+        if isinstance(option, click.Option) and (record := option.get_help_record(context))
+    ]
+
+
+def table(rows: Iterable[tuple[str, str]]) -> str:
+    """A Markdown table."""
+    lines = ["| option | meaning |", "|---|---|"]
+    for option, meaning in rows:
+        escaped = option.strip().replace("|", "\\|")
+        lines.append(f"| `{escaped}` | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

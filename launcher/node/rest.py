@@ -1,0 +1,48 @@
+"""When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
+
+A limit that suits one job is wrong for the next. A rank may rest for as long as the user says, for three times the
+longest rest that it has come back from, and before its first batch for four times as long: data is loaded there, and
+models are compiled.
+"""
+
+from __future__ import annotations
+
+LONGEST_REST_TIMES = 3.0
+BEFORE_FIRST_BATCH_TIMES = 4.0
+_SCRIPT = frozenset({"script", "forward", "backward", "optimizer"})
+"""Phases in which a rank is expected to move. What a preflight waits for has deadlines of its own."""
+
+
+class Rest:
+    """How long one rank has rested. Times are monotonic seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._last: tuple[int, ...] = ()
+        self._since = now
+        self._longest = 0.0
+        self._times_told = 0
+
+    def seconds(self, now: float) -> float:
+        """Since it last moved."""
+        return now - self._since
+
+    def moved(self, movement: tuple[int, ...], batch: int, now: float) -> None:
+        """What its recorder shows now (`RecorderReader.movement`); `batch` is its newest one, -1 before the first."""
+        if movement == self._last:
+            return
+        if batch > 0:  # rests before are of another kind: imports, compilation
+            self._longest = max(self._longest, now - self._since)
+        self._last, self._since, self._times_told = movement, now, 0
+
+    def limit_s(self, batch: int, timeout_s: float) -> float:
+        """How long it may rest. `batch` is its newest one, -1 before the first."""
+        least = timeout_s * (BEFORE_FIRST_BATCH_TIMES if batch < 0 else 1.0)
+        return max(least, LONGEST_REST_TIMES * self._longest)
+
+    def is_told(self, phase: str, batch: int, timeout_s: float, now: float) -> bool:
+        """True when a rest has become too long, and each time that it is twice as long as when it was last told of."""
+        limit_s = self.limit_s(batch, timeout_s) * 2**self._times_told
+        if phase not in _SCRIPT or self.seconds(now) <= limit_s:
+            return False
+        self._times_told += 1
+        return True

@@ -1,0 +1,70 @@
+"""The node agent's watch over ranks that do not move: tells of one that stalls, and looks at all when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ...core.records import RankLook, Stalled
+from .looks import Look
+from .ranks import RankWatch
+from .rest import Rest
+
+_EVERY_S = 1.0
+
+
+class StallWatch:
+    """Of the ranks of one node. `timeout_s` 0: tells of none."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._rests: dict[tuple[int, int], Rest] = {}
+        self._looks: list[tuple[int, RankWatch, Look]] = []
+        self._next = 0.0
+
+    def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[Stalled]:
+        """Ranks that have rested for too long, each once."""
+        if now < self._next or not self._timeout_s:
+            return
+        self._next = now + _EVERY_S
+        for watch in watches:
+            state = watch.state() if not watch.ended else None
+            if state is None:
+                continue
+            rest = self._rest(watch, state.batch, now)
+            if rest.is_told(state.phase, state.batch, self._timeout_s, now):
+                limit_s = rest.limit_s(state.batch, self._timeout_s)
+                yield Stalled(watch.where(state), round(rest.seconds(now), 1), round(limit_s, 1))
+
+    def look(self, watches: Collection[RankWatch], number: int, now: float) -> None:
+        """Look at all of these ranks; `seen` gives what comes of it."""
+        for watch in watches:
+            if not watch.ended:
+                self._looks.append((number, watch, Look(self._folder, watch.rank, watch.attempt, watch.pid, now)))
+
+    def seen(self, now: float) -> Iterator[RankLook]:
+        """The looks that are finished."""
+        due = [entry for entry in self._looks if entry[2].is_due(now)]
+        self._looks = [entry for entry in self._looks if not entry[2].is_due(now)]
+        for number, watch, look in due:
+            found = look.result(now)
+            state = watch.state()
+            if state is None or watch.ended:
+                continue
+            yield RankLook(
+                where=watch.where(state),
+                number=number,
+                still_s=round(self._rest(watch, state.batch, now).seconds(now), 1),
+                phase=state.phase,
+                module=state.module,
+                cls=state.cls,
+                state=found.state,
+                busy=found.busy,
+                stack=found.stack,
+            )
+
+    def _rest(self, watch: RankWatch, batch: int, now: float) -> Rest:
+        rest = self._rests.setdefault((watch.rank, watch.attempt), Rest(now))
+        rest.moved(watch.movement(), batch, now)
+        return rest

@@ -1,0 +1,103 @@
+"""Two or more ranks that train, until one of them does what --how says in batch 3."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Loops(torch.autograd.Function):
+    """Its backward never ends."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        while True:
+            time.sleep(0.01)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.widen = nn.Linear(8, 16)
+        self.loops = False
+        self.loops_back = False
+
+    def forward(self, x):
+        while self.loops:
+            time.sleep(0.01)
+        y = self.widen(x)
+        return Loops.apply(y) if self.loops_back else y
+
+
+def load_batch(stuck):
+    while stuck:
+        time.sleep(0.01)
+    return torch.randn(4, 8)
+
+
+def save_checkpoint():
+    time.sleep(10_000)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--how", required=True)
+    parser.add_argument("--rank", type=int, default=1)
+    parser.add_argument("--batches", type=int, default=6)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    me = dist.get_rank() == options.rank
+    net = nn.Sequential(Block(), nn.Linear(16, 1))
+    ddp = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for batch in range(options.batches):
+        now = me and batch == 3
+        x = load_batch(now and options.how == "data")
+        net[0].loops = now and options.how == "forward"
+        net[0].loops_back = now and options.how == "backward"
+        if now and options.how == "evaluates":
+            until = time.monotonic() + 30
+            while time.monotonic() < until:
+                net(torch.randn(4, 8))
+                time.sleep(0.02)
+        if options.how == "computes" and batch == 3:
+            until = time.monotonic() + 30
+            while time.monotonic() < until:
+                sum(range(1000))
+        if now and options.how == "sleeps":
+            time.sleep(40)
+        if options.how == "apart" and batch == 3:
+            if me:
+                save_checkpoint()
+            dist.barrier()
+        if now and options.how == "checkpoint":
+            save_checkpoint()
+        if now and options.how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if now and options.how == "leaves":
+            os._exit(0)
+        loss = ddp(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not (now and options.how == "skips"):
+            dist.all_reduce(loss.detach().clone())
+        if now and options.how == "other":
+            dist.broadcast(torch.zeros(3), src=0)
+    print("done", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

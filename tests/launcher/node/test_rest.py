@@ -1,0 +1,64 @@
+"""How long a rank may rest. Time is a number that the test sets."""
+
+from gpuwatch.launcher.node.rest import BEFORE_FIRST_BATCH_TIMES, LONGEST_REST_TIMES, Rest
+
+LIMIT_S = 100.0
+
+
+def told(rest, now, *, phase="forward", batch=5):
+    return rest.is_told(phase, batch, LIMIT_S, now)
+
+
+def test_a_rank_that_moves_is_not_told():
+    rest = Rest(0.0)
+    for second in range(1000):
+        rest.moved((second,), 5, float(second))
+        assert not told(rest, second + 0.5)
+
+
+def test_a_rest_is_told_once_and_again_when_it_is_twice_as_long():
+    rest = Rest(0.0)
+    rest.moved((1,), 5, 0.0)
+    times = [second for second in range(900) if told(rest, float(second))]
+
+    assert times == [101, 201, 401, 801]
+
+
+def test_after_it_has_moved_the_next_rest_is_told_anew():
+    rest = Rest(0.0)
+    rest.moved((1,), 0, 0.0)
+    assert told(rest, 101.0)
+    rest.moved((2,), 0, 102.0)
+    assert not told(rest, 150.0)
+    assert told(rest, 203.0)
+
+
+def test_before_the_first_batch_it_may_rest_longer():
+    rest = Rest(0.0)
+    rest.moved((1,), -1, 0.0)
+
+    assert not told(rest, BEFORE_FIRST_BATCH_TIMES * LIMIT_S, batch=-1)
+    assert told(rest, BEFORE_FIRST_BATCH_TIMES * LIMIT_S + 1, batch=-1)
+
+
+def test_a_rest_that_it_came_back_from_is_allowed_again_and_three_times_as_long():
+    rest = Rest(0.0)
+    rest.moved((1,), 5, 0.0)
+    rest.moved((2,), 5, 80.0)  # a checkpoint
+
+    assert not told(rest, 80.0 + LONGEST_REST_TIMES * 80.0)
+    assert told(rest, 81.0 + LONGEST_REST_TIMES * 80.0)
+
+
+def test_what_came_before_the_first_batch_tells_nothing_of_later_rests():
+    rest = Rest(0.0)
+    rest.moved((1,), -1, 0.0)
+    rest.moved((2,), 0, 90.0)  # torch was imported, the model compiled
+
+    assert told(rest, 191.0)
+
+
+def test_a_preflight_and_a_start_have_deadlines_of_their_own():
+    rest = Rest(0.0)
+    for phase in ("starting", "preflight", "unwatched", "finished", "raised"):
+        assert not told(rest, 1e6, phase=phase)

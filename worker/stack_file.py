@@ -1,0 +1,24 @@
+"""Lets the node agent ask this rank where it stands, whatever it waits for: see core/stalls.py."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from pathlib import Path
+
+from ..core.stalls import asking_signal, stack_file_name
+
+
+def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
+    """Register the handler; its file stays open. Raises OSError if the file cannot be made.
+
+    Only the main thread's stack is written, as it is the one that is interrupted: another one could change meanwhile.
+    A handler that somebody else has for that signal stays.
+    """
+    number = asking_signal()
+    if number is None or signal.getsignal(number) is not signal.SIG_DFL:
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(folder / stack_file_name(rank, attempt), flags, 0o600)
+    faulthandler.register(number, file=file, all_threads=False, chain=False)
