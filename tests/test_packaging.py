@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
 pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
-NOT_SHIPPED = {"tests", "examples", "benchmarks", "build", "dist"}
+NOT_SHIPPED = {"tests", "docs", "examples", "benchmarks", "build", "dist"}
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:

@@ -190,7 +190,7 @@ class RecorderReader:
         """Changes whenever the rank has recorded anything, or has entered another module or phase."""
         fields = self._header()
         segment = fields[Field.SEGMENT]
-        head = self._head(segment) if 0 <= segment < self._segments else []
+        head = self._head(segment % self._segments) if segment >= 0 and self._segments else []
         written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
         return (*(fields[field] for field in _MOVING), *written)
 

@@ -153,7 +153,12 @@ class RankWatch:
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
-        return self._reader.movement() if self._reader is not None and not self._broken else ()
+        if self._reader is None or self._broken:
+            return ()
+        try:
+            return self._reader.movement()
+        except OSError:  # the next `poll` tells it
+            return ()
 
     def where(self, state: RankState) -> Where:
         """The place of a state."""

@@ -18,7 +18,7 @@ from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.records import Anomaly, Warned, Where
-from gpuwatch.core.wire.messages import Definitions, EventMessage, Hello
+from gpuwatch.core.wire.messages import Bye, Definitions, EventMessage, Hello
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.scratch import keep_rescued
 
@@ -142,6 +142,25 @@ def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
     assert (verdict.exit_code, verdict.kind) == (6, "unknown"), verdict.text
     assert "this node's records are in" in verdict.text
     assert stored(later, Hello) == []
+
+
+def test_a_collector_that_is_killed_when_only_its_own_node_has_the_verdict(make_node):
+    head, other = make_node(), make_node()
+    address = head.start_collector()
+    for number, node in enumerate((head, other)):
+        node.start_agent(address, ranks=range(number, number + 1), nodes=2)
+        node.train(0, 1)
+    until(lambda: len(stored(head, Hello)) == 2, "both hellos")
+    other.end_ranks()
+    until(lambda: stored(head, Bye), "the other node's goodbye")
+    kill(other.agent, signal.SIGSTOP)
+    head.end_ranks()
+    assert head.verdict().kind == "clean"
+    kill(head.collector)
+    kill(other.agent, signal.SIGCONT)
+    head.collector.end(30.0)
+    verdict = other.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
 
 
 @pytest.mark.slow  # a collector that never came is given up after 15 s

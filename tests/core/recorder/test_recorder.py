@@ -168,6 +168,15 @@ def test_the_ring_keeps_the_newest_pages(folder):
         assert tables(reader.last_page())[0][0][1] == 9
 
 
+def test_a_frame_is_a_movement_also_when_the_ring_has_come_round(folder):
+    with open_pair(folder, segments=2) as (writer, reader):
+        for batch in range(3):
+            writer.begin_page(0, batch, 0)
+            before = reader.movement()
+            writer.frame(0, 0, 0, 0, 0, [])
+            assert reader.movement() != before, f"batch {batch}"
+
+
 def test_of_a_page_bigger_than_the_ring_the_end_is_left_with_its_true_indexes(folder):
     with open_pair(folder, segments=2) as (writer, reader):
         page = writer.begin_page(0, 0, 0)

@@ -125,6 +125,7 @@ def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
         assert anomalies(watch.poll(0)) == []
         os.truncate(path, size)
         watch.state()
+        watch.movement()
         bodies = [*watch.poll(100), *watch.end(-7, "itself", 101)]
     finally:
         watch.close()
