@@ -241,6 +241,7 @@ def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, fo
             bad = nodes.ranks[number * (ranks // min(anomalies, ranks))]
             seq = 1_000_000 - number  # earlier in the training than the one before, whatever its batch
             raised.append((bad.overflow(seq) / 1e9, bad.rank))
+            nodes.turn()  # making the pages of the others here takes longer than on their own machines
             for rank in nodes.ranks:
                 if rank is not bad:
                     rank.next_page(seq)
