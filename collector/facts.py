@@ -9,6 +9,7 @@ from ..core.frames import Page
 from ..core.judge import anomaly_of_page
 from ..core.pages import Names, decode_page
 from ..core.records import (
+    Absorbed,
     Anomaly,
     Bandwidth,
     Cost,
@@ -70,6 +71,7 @@ class RankFacts:
     warned: list[Warned] = field(default_factory=list)
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
+    absorbed: list[Absorbed] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
@@ -78,6 +80,11 @@ class RankFacts:
     def hidden_rows(self) -> int:
         """Rows that a rule of the user's has hidden."""
         return max(self.state.ignored if self.state is not None else 0, len(self.ignored))
+
+    @property
+    def absorbed_rows(self) -> int:
+        """Nan out of masks of -inf that the model has taken away again."""
+        return max(self.state.absorbed if self.state is not None else 0, len(self.absorbed))
 
     @property
     def skipped_steps(self) -> int:
@@ -193,6 +200,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
         rank.diagnosis = diagnose(rank.anomalies, rank.pages)
         rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
     return facts
@@ -227,6 +235,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (Warned, rank.warned),
         (ScalerSkip, rank.scaler_skips),
         (Ignored, rank.ignored),
+        (Absorbed, rank.absorbed),
         (Cost, rank.costs),
     ]
     for kind, events in lists:
@@ -281,6 +290,7 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.batch,
         state.seq,
         state.ignored,
+        state.absorbed,
         state.scaler_skips,
         state.warned,
         state.batches_skipped,

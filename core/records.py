@@ -80,6 +80,17 @@ class Where(msgspec.Struct, frozen=True):
     """Name of a process group -> collectives that the rank had issued on it."""
 
 
+class OptimizerStep(msgspec.Struct, frozen=True):
+    """The optimizer that stepped on a weight, with the settings that are numbers, as in its parameter group.
+
+    `betas=(0.9, 0.999)` is `betas[0]` and `betas[1]`; True is 1.
+    """
+
+    cls: str
+    """`torch.optim.adamw.AdamW`"""
+    settings: dict[str, float] = {}
+
+
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """The first frame of a batch with a non-finite value that is not an expected one."""
 
@@ -99,6 +110,8 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """Why an expected value became an alarm: `GradScaler skipped 12 steps in a row (scale 16)`."""
     collectives: int = 0
     """How many collectives were issued during the module's call."""
+    optimizer: OptimizerStep | None = None
+    """Of a weight that was found non-finite after a step: whose step it was, if that is known."""
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warned"):
@@ -141,6 +154,19 @@ class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
     module: str
     role: str
     value: str
+
+
+class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
+    """The first nan of one row of one module that came of a mask of -inf and that the call around it took away."""
+
+    where: Where
+    module: str
+    cls: str
+    role: str
+    value: str
+    dtype: str
+    by: str = ""
+    """Name of the module around it, which returned something finite."""
 
 
 class Cost(msgspec.Struct, frozen=True, tag="cost"):
@@ -313,6 +339,7 @@ WorkerEvent = (
     | Warned
     | ScalerSkip
     | Ignored
+    | Absorbed
     | Cost
     | ScriptError
     | ScriptExit

@@ -10,11 +10,12 @@ from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "weight", "skipped", "reduced", "received", "carried"]
+Source = Literal["made", "outside", "changed", "weight", "skipped", "reduced", "received", "carried"]
 """How the value came to the place that a diagnosis names.
 
 made        that place made it, out of finite values
 outside     the model, or its backward, was handed it
+changed     a weight was changed outside of forward, backward and step
 weight      it is in a weight, and no frame shows how it came there
 skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
@@ -53,6 +54,8 @@ class LocalDiagnosis:
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
     """(module, class) in which an expected -inf turned into nan."""
+    mask: str = ""
+    """Of which -inf a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: str = "forward"
     """Phase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
     cause: str = ""

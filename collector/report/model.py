@@ -20,7 +20,7 @@ from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
 from .attempts import AttemptReport, other_attempts
 from .frame_selection import Target, frames_to_show, target_of
-from .notices import cost_of, scaler_of, waived_of, warnings_of
+from .notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
 from .timeline import TimelineEntry, timeline_of
 
@@ -110,6 +110,9 @@ class RankReport(msgspec.Struct, frozen=True):
     """Error counters and XIDs of its GPU since the preflight, where there is one."""
     frames_comparable: bool = False
     """Whether `frames` are of the same step and collectives as those of the verdict's rank."""
+    absorbed: int = 0
+    """Nan out of masks of -inf that the model took away again; `absorbed_first` has the first of each place."""
+    absorbed_first: list[dict[str, Any]] = []
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -260,6 +263,8 @@ def _rank_report(
         batches_skipped=rank.batches_skipped,
         gpu=gpu_of(facts, rank),
         frames_comparable=shown.comparable,
+        absorbed=rank.absorbed_rows,
+        absorbed_first=absorbed_of(rank),
     )
 
 

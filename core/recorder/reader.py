@@ -196,6 +196,7 @@ class RecorderReader:
             world_size=fields[Field.WORLD_SIZE],
             hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
             overflow=self.overflow_seen,
+            absorbed=fields[Field.ABSORBED],
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

@@ -324,6 +324,32 @@ STEP = [
         _found("optimizer", 1, "gate", "Linear", role="weight", value="nan", batch=0),
         evidence="exp_avg",
     ),
+    *(
+        Scenario(
+            f"a weight changed between the backward and the step of {name}{', foreach' if foreach == '1' else ''}",
+            "before_step.py",
+            _found("weight", 1, "body.up", "Linear", role="weight", value="+inf", batch=2, certainty="established"),
+            args=("--optimizer", name, "--foreach", foreach),
+            statement="changed outside of forward, backward and step",
+            witness="rank=1 phase=weight module=body.up class=Linear batch=3",
+        )
+        for name, foreach in (
+            ("SGD", "-1"),
+            ("Adam", "0"),
+            ("AdamW", "1"),
+            ("Adagrad", "-1"),
+            ("RMSprop", "-1"),
+            ("Adafactor", "-1"),
+        )
+    ),
+    Scenario(
+        "a weight changed between the backward and the step of an unknown optimizer",
+        "before_step.py",
+        _found("optimizer", 1, "body.up", "Linear", role="weight", value="+inf", batch=2, certainty="supported"),
+        args=("--optimizer", "own"),
+        statement="the step made it, or something else has changed the weight",
+        witness="rank=1 phase=weight module=body.up class=Linear batch=3",
+    ),
     Scenario(
         "the script's own clipping",
         "own_clipping.py",
@@ -403,30 +429,63 @@ PARALLEL = [
 EXPECTED = [
     Scenario("masks of -inf", "attention.py", CLEAN),
     Scenario(
-        "mask handed in with a closed row",
-        "attention.py",
-        _found("input", 1, "", "Net", role="kwargs.mask", value="-inf", batch=2),
-        args=(
-            "--fault",
-            "given",
-        ),
-        statement="`attend`",
+        "rows masked whole, taken away again",
+        "masked_rows.py",
+        CLEAN,
+        witness="rank=0 phase=forward module=attend.softmax class=Softmax batch=0",
+        counts={0: {"absorbed": 3}, 1: {"absorbed": 3}},
+        stdout="absorbed: nan in output of `attend.softmax`",
     ),
     Scenario(
-        "mask handed in and added to another one",  # both places of the -inf are true: as given, and as added up
+        "rows masked whole, kept",
+        "masked_rows.py",
+        _forward(1, "attend.softmax", "Softmax", value="nan", batch=2),
+        args=("--fault", "kept"),
+        witness="rank=1 phase=forward module=attend.softmax class=Softmax batch=2",
+    ),
+    Scenario(
+        "a fault behind rows masked whole",
+        "masked_rows.py",
+        _found("weight", 1, "up", "Linear", role="weight", batch=2),
+        args=("--fault", "behind"),
+        witness="rank=1 phase=forward module=attend.softmax class=Softmax batch=2",
+    ),
+    Scenario(
+        "nan out of finite numbers, taken away again",
+        "masked_rows.py",
+        _forward(1, "attend.log", "Log", value="nan", batch=2, certainty="established"),
+        args=("--fault", "log"),
+        evidence="`attend` .*took it away",
+    ),
+    Scenario(
+        "mask handed in with a closed row",
         "attention.py",
-        {"kind": "overflow", "rank": 1, "module": "", "class": "Net", "value": "-inf", "batch": 2},
+        # a mask of -inf comes in with every batch: what is new is that attention makes nan of it
+        _forward(1, "attend", "Attend", value="nan", batch=2, certainty="established"),
+        args=("--fault", "given"),
+        statement=r"a row of input\[2\] is -inf throughout",
+    ),
+    Scenario(
+        "mask handed in and added to another one",
+        "attention.py",
+        _forward(1, "attend", "Attend", value="nan", batch=2, certainty="established"),
         args=("--fault", "added"),
-        statement="`attend`",
+        statement=r"a row of input\[2\] is -inf throughout",
+    ),
+    Scenario(
+        "mask with a closed row, in the first batch that has a mask",
+        "attention.py",
+        _found("input", 1, "", "Net", role="kwargs.mask", value="-inf", batch=2),
+        args=("--fault", "first"),
+        statement="`attend` .*turned it into nan",
         witness="rank=1 phase=backward module=attend class=Attend batch=2",
     ),
     Scenario(
         "mask made inside with a closed row",
         "attention.py",
-        _forward(1, "padding", "Padding", value="-inf", batch=2),
+        _forward(1, "attend", "Attend", value="nan", batch=2, certainty="established"),
         args=("--fault", "made"),
-        statement="`attend`",
-        witness="rank=1 phase=backward module=attend class=Attend batch=2",
+        evidence="the -inf in .* came from output of `padding`",
     ),
     Scenario(
         "GradScaler finds its scale",

@@ -27,8 +27,10 @@ from ...core.recorder.writer import RecorderWriter
 from ...core.records import Fault, Where
 from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
+from ...core.values import NonFinite
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
+from ..record.closed_rows import closed_marked
 from ..record.collectives import issued
 from ..record.cost import CostMeter
 from ..record.frames import Frames
@@ -59,6 +61,7 @@ _is_tracing = torch._C._get_tracing_state
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
 _SKIPPED = int(Mark.SKIPPED)
+_NAN = int(NonFinite.NAN)
 
 _CALL = torch.nn.Module._call_impl.__code__
 """The code object of every module call. A stack frame with this code is a module call."""
@@ -478,6 +481,9 @@ class Hooks:
                     if weights:
                         self._read_weights_again(info, module, rows, weights)
                     self._read_arguments_again(info, arguments, rows, weights)
+                if any(row.flags & _NAN for row in rows[first:]):
+                    for position, (_, leaf) in enumerate(arguments, weights):
+                        rows[position] = closed_marked(rows[position], leaf)
                 if self.rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
         self.frames.put(

@@ -7,6 +7,7 @@ does not change which row is the first alarm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...core.errors import OverflowDetected
@@ -16,7 +17,7 @@ from ...core.judge import Judgement, Limits, PageSoFar, anomaly_at
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
-from ...core.records import Anomaly, Fault, Ignored, ScalerSkip, Warned
+from ...core.records import Absorbed, Anomaly, Fault, Ignored, OptimizerStep, ScalerSkip, Warned
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.device_buffer import DeviceStatsBuffer
@@ -66,11 +67,14 @@ class Judging:
         self._limits = Limits(settings.near_overflow, settings.underflow_share)
         self.aborts = settings.on_overflow == "abort"
         """An overflow ends the job."""
+        self.optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None] | None = None
+        """Tells whose step has written a weight."""
         self.pending: Anomaly | None = None
         """Why the job is to end at the next place where it may."""
         self._anomalies = 0
         self._warned: set[tuple[str, str, str, str]] = set()
         self._hidden: set[tuple[str, str, str]] = set()
+        self._absorbed: set[tuple[str, str, str]] = set()
         self._scaled: list[NonFiniteRow] = []
         self._late: dict[int, OpenPage] = {}
         """Page number -> page, for pages with numbers that have not arrived."""
@@ -94,13 +98,16 @@ class Judging:
 
     def suspects(self, page: OpenPage) -> bool:
         """Whether every further frame of a page must be judged."""
-        return page.judged is not None and _judged(page).suspicious
+        return page.judged is not None and (_judged(page).suspicious or bool(_judged(page).so_far.masked))
 
     def judge(self, page: OpenPage, index: int) -> None:
         """Judge the notable frame `index`: now, or when the outstanding numbers of its page have arrived."""
         if page.number in self._late:
             self._to_judge.add(page.number)
             self.collect()
+            return
+        if _judged(page).so_far.masked:  # a frame that the native writer wrote since may decide about it
+            self._advance(page, everything=True)
             return
         frame = self._own.frame(page, index)
         if frame is not None:
@@ -132,6 +139,7 @@ class Judging:
             if number in self._late:
                 self._to_judge.add(number)
                 _judged(self._late[number]).suspicious = True
+        self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
         arrived = {number for number in self._late if not buffer.pending(number)}
         for number in sorted(self._to_judge):
             page = self._late.get(number)
@@ -156,7 +164,8 @@ class Judging:
         """
         judged = _judged(page)
         notable, arguments = self._rows.notable.mask, self._rows.argument_slots
-        found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, everything=everything)
+        undecided = judged.so_far.undecided_depth
+        found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, undecided, everything=everything)
         for index in found:
             frame = self._own.frame(page, index)
             if frame is not None:
@@ -172,8 +181,10 @@ class Judging:
             self._warn(kind, page, frame, row)
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
+        for nan in found.absorbed:
+            self._absorb(NonFiniteRow(page, nan.frame, nan.row), frame)
         if found.alarm is not None:
-            self.alarm(NonFiniteRow(page, frame, found.alarm))
+            self.alarm(NonFiniteRow(page, found.of or frame, found.alarm))
 
     # -- non-finite ---------------------------------------------------------------------------------------------
 
@@ -186,7 +197,8 @@ class Judging:
         if not cause and bad.row.mark & Mark.SKIPPED:
             cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
-        anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause)
+        stepped = self.optimizer_of(bad) if bad.frame.phase == "optimizer" and self.optimizer_of is not None else None
+        anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped)
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
@@ -206,6 +218,16 @@ class Judging:
             rule = self._rows.rule_for(frame.module, row.role)
             where = self._progress.where_of(page, frame)
             self._recorder.append(Ignored(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
+
+    def _absorb(self, bad: NonFiniteRow, by: Frame) -> None:
+        """Count a nan that the call `by` has taken away, and record an event for the first of its module and role."""
+        self._fields[Field.ABSORBED] += 1
+        page, frame, row = bad
+        key = (self._recorder.names.root_label(page.root), frame.module, row.role)
+        if key not in self._absorbed and len(self._absorbed) < _MAX_WARNED:
+            self._absorbed.add(key)
+            where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
+            self._recorder.append(Absorbed(where, frame.module, frame.cls, row.role, value, row.dtype, by.module))
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
         """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""

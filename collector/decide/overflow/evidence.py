@@ -61,6 +61,7 @@ _HANDED = {
     "made": "it was made there, later",
     "outside": "it was handed that from outside of its model",
     "weight": "nobody saw it become bad",
+    "changed": "a weight was changed there outside of forward, backward and step",
     "skipped": "that batch was skipped",
     "reduced": "it came out of a reduction over the ranks",
     "received": "collectives ran there, so another rank can have sent it",
@@ -76,6 +77,10 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     if first.phase == "forward" and first.is_origin:
         if first.between is not None:
             return [f"{where}: no module call before it returned a non-finite value"]
+        if first.mask:
+            return [
+                f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was nan"
+            ]
         return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
     if first.phase == "backward":
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
@@ -94,7 +99,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
 
 
 def _of_mask(first: LocalDiagnosis) -> list[str]:
-    if first.turned is None:
+    if first.turned is None or first.mask:
         return []
     return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
 

@@ -14,7 +14,7 @@ from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 
-_TIERS = (("made",), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
+_TIERS = (("made", "changed"), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 
 

@@ -33,7 +33,9 @@ def sentence(
     text = _what(first, who, verb, odd, plural=bool(alike))
     if others:
         text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
-    if first.turned is not None:
+    if first.mask:
+        text += f"; {first.mask}"
+    elif first.turned is not None:
         text += f"; {module_text(*first.turned)} turned it into nan"
     if first.cause:
         text += f" ({first.cause})"
@@ -52,6 +54,11 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     lead = f"{who} {verb}: "
     if first.source == "weight":
         return _of_weight(first, who, odd)
+    if first.source == "changed":
+        return (
+            f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; it was changed "
+            "outside of forward, backward and step: that step's rule cannot have made it"
+        )
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
     if first.phase == "input":
@@ -60,10 +67,15 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.phase == "backward":
         return lead + _of_gradient(first, batch)
     if first.phase == "optimizer":
+        if not first.sure:
+            return (
+                f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}, from finite "
+                "gradients: the step made it, or something else has changed the weight after the forward"
+            )
         return f"{lead}the step after {batch} made {first.value} in the {first.role} of {module}, from finite gradients"
     again = ", when it was run again for the backward" if first.seen_in == "recompute" else ""
     made = first.value
-    if first.turned is not None:
+    if first.turned is not None and not first.mask:
         lead = f"{who} met nan that came from an expected -inf: "
     if first.between is not None:
         return f"{lead}{made} in {module}'s own forward, {between_text(first.between)}, {batch}{again}"
@@ -176,6 +188,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         ]
     if first.source == "skipped":
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
+    if first.source == "changed":
+        return [
+            "Look at what the script does with weights between backward() and step(): an average, a clamp, a copy. If "
+            "nothing does, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
+        ]
     if first.source == "received":
         return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]
     if first.source == "reduced":

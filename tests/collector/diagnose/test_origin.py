@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
 from gpuwatch.collector.facts import fold
+from gpuwatch.core.frames import Mark
 from gpuwatch.core.wire.messages import EventMessage
 
 
-def find(batch, **page):
-    """The diagnosis of a batch, by way of its messages."""
+def find(batch, before="finite", **page):
+    """The diagnosis of a batch, by way of its messages. `before`: what was where -inf is now, in the batch before."""
     messages = [batch.definitions(), EventMessage(batch.anomaly), batch.page_message(**page)]
+    if before != "unknown":
+        messages.append(batch.page_before(masks=before == "-inf"))
     facts = fold(("a", n, body) for n, body in enumerate(messages))
     (rank,) = facts.ranks.values()
     return rank.diagnosis
@@ -275,6 +278,64 @@ def test_a_call_that_hands_the_mask_on_is_not_where_it_came_in(make):
     batch.call("attend", "Attend", given=[x, wide], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
     assert (find(batch).phase, find(batch).role, find(batch).turned) == ("input", "input[1]", ("attend", "Attend"))
+
+
+def _masked(make, closed):
+    batch = make.Batch(batch=5)
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    marks = {"kwargs.mask": Mark.CLOSED} if closed else {}
+    kwargs = {"mask": mask}
+    batch.call("attn", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs=kwargs, marks=marks)
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    return batch
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_mask_that_is_neginf_in_every_batch_is_no_cause(make, closed):
+    found = find(_masked(make, closed), before="-inf")
+    assert (found.module, found.phase, found.role, found.value, found.source) == (
+        "attn",
+        "forward",
+        "output",
+        "nan",
+        "made",
+    )
+    assert found.sure
+    assert "kwargs.mask held -inf in batch 4 as well, and no nan came of it" in found.notes
+    assert found.mask == ("a row of kwargs.mask is -inf throughout" if closed else "kwargs.mask held -inf")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_in_the_first_batch_nobody_knows_whether_the_mask_is_new(make, closed):
+    found = find(_masked(make, closed), before="unknown")
+    assert (found.module, found.phase, found.source, found.sure) == ("attn", "forward", "made", closed)
+    assert "the -inf in kwargs.mask came from input[1] of the root module (Net)" in found.notes
+
+
+def test_a_mask_that_is_new_is_the_cause(make):
+    found = find(_masked(make, True))
+    assert (found.module, found.phase, found.role, found.source) == ("", "input", "input[1]", "outside")
+
+
+def test_code_behind_a_call_that_always_returns_neginf_made_the_nan_itself(make):
+    batch = make.Batch(batch=5)
+    x, scores = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attend.scores", "Scores", given=[x], returned=[scores], parent="attend")
+    batch.call("attend", "Attend", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch, before="-inf")
+    assert (found.module, found.role, found.value) == ("attend", "output", "nan")
+
+
+def test_it_is_told_who_took_a_nan_away(make):
+    batch = make.Batch()
+    x = batch.tensor()
+    batch.call("block.log", "Log", given=[x], returned=[batch.tensor(make.NAN)], parent="block")
+    batch.call("block", "Block", given=[x], returned=[batch.tensor()])
+    batch.call("", "Net", given=[x], returned=[batch.tensor()])
+    found = find(batch)
+    assert (found.module, found.sure) == ("block.log", True)
+    assert found.notes == ("`block` (Block) took it away: it returned no nan",)
 
 
 def test_own_code_right_after_a_call_that_returned_neginf(make):
