@@ -54,6 +54,10 @@ class LocalDiagnosis:
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
     """(module, class) in which an expected -inf turned into nan."""
+    suspects: tuple[str, ...] = ()
+    """Calls that can have made a gradient, where several can have: `module` holds all of them."""
+    own_code: tuple[str, ...] = ()
+    """Modules whose own code can have made a gradient."""
     mask: str = ""
     """Of which -inf a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: str = "forward"

@@ -283,6 +283,37 @@ BACKWARD = [
         },
         witness="rank=1 phase=gradient module=block.enter class=Linear batch=2",
     ),
+    Scenario(
+        "residual, pre-norm, and the root's own loss",
+        "shared_input.py",
+        # the frames show that `scale` was handed what is bad; own code may have used it as well
+        _backward(1, "block.scale", "Scale", batch=2, certainty="supported"),
+        statement="own code of `block`",
+    ),
+    Scenario(
+        "residual, post-norm",
+        "shared_input.py",
+        # the sum that `scale` was handed has no frame: `scale` or the block's own code
+        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "block", "batch": 2, "certainty": "supported"},
+        args=("--block", "postnorm"),
+        statement="by `block.scale` or its own code",
+        witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+    ),
+    Scenario(
+        "gated feed-forward",
+        "shared_input.py",
+        _backward(1, "block.scale", "Scale", batch=2, certainty="supported"),
+        args=("--block", "gated"),
+        statement="own code of `block`",
+    ),
+    Scenario(
+        "attention whose q, k and v share their input",
+        "shared_input.py",
+        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "block", "batch": 2, "certainty": "supported"},
+        args=("--block", "attention"),
+        statement="by `block.q`, `block.scale`, `block.v` or its own code",
+        witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+    ),
     Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
     Scenario(
         "sum of accumulated gradients",
@@ -434,7 +465,7 @@ EXPECTED = [
         CLEAN,
         witness="rank=0 phase=forward module=attend.softmax class=Softmax batch=0",
         counts={0: {"absorbed": 3}, 1: {"absorbed": 3}},
-        stdout="absorbed: nan in output of `attend.softmax`",
+        statement="6 tensors of nan out of masks that the model took away",
     ),
     Scenario(
         "rows masked whole, kept",

@@ -92,6 +92,8 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [line]
         if first.role == first.at[2]:
             return [line, f"the gradient of what {seen} returned was finite"]
+        if first.own_code:
+            return [line, f"{place_of(first)} was handed that tensor, and the gradient of its own output was finite"]
         return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
     if first.phase == "optimizer":
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]

@@ -15,6 +15,7 @@ from .replicas import OddWeight
 _WHOLE_BATCHES = (
     "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
 )
+_MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 _NO_STEP = "No optimizer step has run yet: "
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
@@ -112,10 +113,27 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
     if first.source == "outside":
         return f"{gradient}, handed in from outside of the model (the script's own loss), backward, {batch}"
     if first.between is not None:
-        after = f"after that of `{first.between[0]}` and " if first.between[0] else ""
-        before = f"before that of `{first.between[1]}`" if first.between[1] else "before its end"
-        return f"{gradient}, made in {module}'s backward, {after}{before}, {batch}"
-    return f"{first.value} in the {first.role} of {module}, backward, {batch}"
+        return f"{gradient}, made in {module}'s backward{_by(first)}, {batch}"
+    own = " or ".join(map(_own_code_of, first.own_code))
+    also = f", or made by {own}, which may have used the same tensor" if own else ""
+    return f"{first.value} in the {first.role} of {module}, backward, {batch}{also}"
+
+
+def _by(first: LocalDiagnosis) -> str:
+    """`, by `norm`, `act` or its own code`: what in the named module can have made a gradient; "" if unknown."""
+    named = [f"`{name}`" if name else "the root module" for name in first.suspects[:_MOST_NAMED]]
+    if len(first.suspects) > _MOST_NAMED:
+        named.append(f"one of {len(first.suspects) - _MOST_NAMED} more calls")
+    named += ["its own code" if name == first.module else _own_code_of(name) for name in first.own_code]
+    if first.value != "nan" and len(first.suspects) > 1:
+        named.append("the sum of their gradients")
+    if not named:
+        return ""
+    return f", by {', '.join(named[:-1])} or {named[-1]}" if len(named) > 1 else f", by {named[0]}"
+
+
+def _own_code_of(name: str) -> str:
+    return f"the own code of `{name}`" if name else "the root module's own code"
 
 
 def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
