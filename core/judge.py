@@ -51,7 +51,7 @@ class Judgement(NamedTuple):
     scaled: Row | None = None
     """The first non-finite gradient that a GradScaler is to catch."""
     warnings: tuple[tuple[str, Row], ...] = ()
-    """(`near overflow` or `underflow`, row)"""
+    """(`near overflow`, `underflow`, or `zero` for a gradient that is exactly zero, row)"""
     of: Frame | None = None
     """The frame of the alarm, where that is an earlier one than the frame that was judged."""
     absorbed: tuple[MaskNan, ...] = ()
@@ -201,13 +201,35 @@ def _warning(row: Row, limits: Limits) -> str | None:
         and row.headroom is not None
         and row.headroom <= limits.near_overflow
         and row.abs_max != DTYPE_MAX.get(row.dtype)  # what masks are filled with
+        and not row.mark & Mark.SCALED  # a GradScaler's scale grows until gradients overflow
     ):
         return "near overflow"
     share = limits.underflow_share
     if row.subnormals is None or not 0 < share < 1:
         return None
-    vanished = row.zeros == 1.0 and row.role_kind is RoleKind.GRAD_OUTPUT
-    return "underflow" if vanished or row.subnormals >= share else None
+    if row.subnormals >= share:
+        return "underflow"
+    return "zero" if row.zeros == 1.0 and row.role_kind is RoleKind.GRAD_OUTPUT else None
+
+
+class ZeroGradients:
+    """Which gradients that are exactly zero were not so before: only those have vanished.
+
+    A gradient is zero by design where the layer behind it begins at zero, such as LoRA's B. Zeros are counted in one of
+    `every` batches, and only a gradient that is all zero is told to this class.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._last: dict[tuple[str, str, str], int] = {}
+
+    def has_vanished(self, root: str, module: str, role: str, batch: int) -> bool:
+        """Take in a gradient that is exactly zero in a counted batch. True if it was not zero when last counted."""
+        key = (root, module, role)
+        last, self._last[key] = self._last.get(key), batch
+        if last is None:
+            return batch >= self._every
+        return batch - last > self._every
 
 
 def alarm_of(frame: Frame) -> Row | None:

@@ -10,6 +10,7 @@ from gpuwatch.core.frames import Frame, Mark, Page, Row
 from gpuwatch.core.judge import (
     Limits,
     PageSoFar,
+    ZeroGradients,
     alarm_of,
     anomaly_of,
     anomaly_of_page,
@@ -273,6 +274,38 @@ def test_a_warning_is_given_where_the_value_was_first_returned():
     assert [kind for kind, _ in so_far.judge(frame(near), limits).warnings] == ["near overflow"]
     assert so_far.judge(frame(near, module="parent"), limits).warnings == ()
     assert judge(frame(near)).warnings == (), "nobody asked"
+
+
+def _gradient(**more) -> Row:
+    return msgspec.structs.replace(row("grad output", mark=more.pop("mark", 0)), **more)
+
+
+WARNINGS = {
+    "near overflow": (_gradient(abs_max=40000.0, headroom=0.7), ["near overflow"]),
+    "near overflow of what a GradScaler scales": (_gradient(abs_max=40000.0, headroom=0.7, mark=SCALED), []),
+    "subnormals": (_gradient(zeros=0.5, subnormals=0.2), ["underflow"]),
+    "zeros beside few subnormals": (_gradient(zeros=0.95, subnormals=0.05), []),
+    "exactly zero": (_gradient(abs_min=0.0, abs_max=0.0, zeros=1.0, subnormals=0.0), ["zero"]),
+}
+
+
+@pytest.mark.parametrize(("gradient", "kinds"), WARNINGS.values(), ids=WARNINGS)
+def test_a_warning_of_a_gradient(gradient, kinds):
+    found = judge(frame(gradient, phase="backward"), Limits(near_overflow=1.0, underflow_share=0.1))
+    assert [kind for kind, _ in found.warnings] == kinds
+
+
+@pytest.mark.parametrize(
+    ("zero_in", "vanished_in"),
+    [
+        ((0, 10, 20), ()),  # zero by design
+        ((10, 20), (10,)),
+        ((0, 20, 30), (20,)),  # not in batch 10
+    ],
+)
+def test_a_gradient_has_vanished_only_if_it_was_not_zero_before(zero_in, vanished_in):
+    zeros = ZeroGradients(10)
+    assert tuple(batch for batch in zero_in if zeros.has_vanished("Net", "fc", "grad output", batch)) == vanished_in
 
 
 def test_a_gradient_that_a_scaler_catches_is_told_apart():

@@ -558,6 +558,14 @@ EXPECTED = [
         CLEAN,
         warnings=((0, "underflow", "head", "grad weight"), (1, "underflow", "head", "grad weight")),
     ),
+    Scenario("LoRA's zeros", "quiet.py", CLEAN, counts={0: {"warned": 0}, 1: {"warned": 0}}),
+    Scenario(
+        "gradients that a GradScaler scales",
+        "quiet.py",
+        CLEAN,
+        args=("--kind", "scaled"),
+        counts={0: {"warned": 0}, 1: {"warned": 0}},
+    ),
     Scenario("near overflow", "near_overflow.py", CLEAN, warnings=((1, "near overflow", "up", "output"),)),
 ]
 

@@ -7,13 +7,14 @@ does not change which row is the first alarm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
 from ...core.frames import Frame, Mark, Row, module_text
-from ...core.judge import Judgement, Limits, PageSoFar, anomaly_at
+from ...core.judge import Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
@@ -24,7 +25,7 @@ from ..stats.device_buffer import DeviceStatsBuffer
 from ..stats.notable import near_by_encoding
 from .page_filter import frames_to_judge
 from .progress import Progress
-from .rows import Rows
+from .rows import COUNT_EVERY, Rows
 
 _MAX_ANOMALIES = 64
 _MAX_WARNED = 256
@@ -73,6 +74,7 @@ class Judging:
         """Why the job is to end at the next place where it may."""
         self._anomalies = 0
         self._warned: set[tuple[str, str, str, str]] = set()
+        self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, max(1, settings.every)))
         self._hidden: set[tuple[str, str, str]] = set()
         self._absorbed: set[tuple[str, str, str]] = set()
         self._scaled: list[NonFiniteRow] = []
@@ -178,6 +180,11 @@ class Judging:
         for row in found.hidden:
             self._hide(NonFiniteRow(page, frame, row))
         for kind, row in found.warnings:
+            if kind == "zero":
+                root = self._recorder.names.root_label(page.root)
+                if not self._zeros.has_vanished(root, frame.module, row.role, page.batch):
+                    continue
+                kind = "underflow"
             self._warn(kind, page, frame, row)
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
