@@ -19,6 +19,7 @@ from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.records import Absorbed, Anomaly, Fault, Ignored, OptimizerStep, ScalerSkip, Warned
+from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
 from ..stats.device_buffer import DeviceStatsBuffer
@@ -261,7 +262,7 @@ class Judging:
         pending, self.pending = self.pending, None
         if pending is not None:
             self._fields[Field.ABORT] = ExitCode.OVERFLOW
-            raise OverflowDetected(sentence(pending))
+            raise OverflowDetected(sentence(pending, launched=bool(self._progress.settings.recorder_dir)))
 
     # -- near overflow and underflow ----------------------------------------------------------------------------
 
@@ -297,12 +298,19 @@ def _judged(page: OpenPage) -> _PageJudged:
     return judged
 
 
-def sentence(anomaly: Anomaly) -> str:
-    """The message of the failing rank's OverflowDetected."""
+_LAUNCHED = (
+    "the combined report follows when all ranks have ended. To go on training after an overflow: --on-overflow continue"
+)
+_ALONE = 'report() of the watch shows the frames. To go on training after an overflow: on_overflow="continue"'
+
+
+def sentence(anomaly: Anomaly, *, launched: bool = True) -> str:
+    """The message of the failing rank's OverflowDetected. `launched`: the run has a launcher, and a report."""
     module = module_text(anomaly.module, anomaly.cls)
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
+    is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT
+    handed = ", which was handed a non-finite input" if is_output and not anomaly.inputs_finite else ""
     return (
-        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}, "
-        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; the combined report follows when all ranks have "
-        "ended. To go on training after an overflow: --on-overflow continue"
+        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}{handed}, "
+        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; {_LAUNCHED if launched else _ALONE}"
     )
