@@ -23,7 +23,7 @@ from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from .frames import Frame, Mark, Page, Row, is_inside
-from .records import Anomaly, OptimizerStep, Where
+from .records import Anomaly, LookedAgain, OptimizerStep, Where
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
@@ -276,6 +276,7 @@ def anomaly_at(
     aborts: bool = False,
     cause: str = "",
     optimizer: OptimizerStep | None = None,
+    again: LookedAgain | None = None,
 ) -> Anomaly:
     """The event for one row of a frame, at a place in the run."""
     return Anomaly(
@@ -294,4 +295,5 @@ def anomaly_at(
         cause=cause or ("not looked into: --every" if row.mark & Mark.SKIPPED else ""),
         collectives=frame.collectives,
         optimizer=optimizer,
+        again=again,
     )

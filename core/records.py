@@ -91,6 +91,20 @@ class OptimizerStep(msgspec.Struct, frozen=True):
     settings: dict[str, float] = {}
 
 
+class LookedAgain(msgspec.Struct, frozen=True):
+    """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
+
+    weights: dict[str, str] = {}
+    shards: dict[str, str] = {}
+    """Of FSDP2: this rank's own parts of the weights."""
+    buffers: dict[str, str] = {}
+    """Those that are not finite."""
+    autocast: str = ""
+    """The dtype that autocast computed in; "" where it was off."""
+    same_step: bool = True
+    """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
+
+
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """The first frame of a batch with a non-finite value that is not an expected one."""
 
@@ -112,6 +126,8 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """How many collectives were issued during the module's call."""
     optimizer: OptimizerStep | None = None
     """Of a weight that was found non-finite after a step: whose step it was, if that is known."""
+    again: LookedAgain | None = None
+    """What a second look at the module has found. Only a rank's first alarm has it."""
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warned"):

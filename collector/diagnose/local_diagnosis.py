@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...core.frames import Frame, Page, Row
+from ...core.frames import Frame, Page, Row, module_text
 from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
@@ -54,6 +54,8 @@ class LocalDiagnosis:
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
     """(module, class) in which an expected -inf turned into nan."""
+    weights_read: bool = True
+    """False: its weights were last read after an optimizer step, and not again when the value was seen."""
     suspects: tuple[str, ...] = ()
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()
@@ -121,8 +123,18 @@ def diagnosis_of_row(
         turned=turned,
         seen_in=frame.phase,
         cause=anomaly.cause,
-        notes=notes,
+        notes=(*notes, *around(anomaly)),
     )
+
+
+def around(anomaly: Anomaly) -> tuple[str, ...]:
+    """What a second look at the module of an alarm has found beside its weights."""
+    again = anomaly.again
+    if again is None:
+        return ()
+    place = module_text(anomaly.module, anomaly.cls)
+    found = [f"buffer {name} of {place} is {value}" for name, value in again.buffers.items()]
+    return (*found, f"autocast was on: {again.autocast}") if again.autocast else tuple(found)
 
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import msgspec
+
 from ...core.frames import Frame, Mark, Page, Row, module_text
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
@@ -19,6 +21,8 @@ from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
 from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
+
+_FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
 
 
 def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -> LocalDiagnosis:
@@ -65,7 +69,13 @@ class _Forward:
         """Why this call returned a non-finite value. `output` is the row to explain; without it, the worst is."""
         bad_weight = next((row for row in frame.weights if not row.finite), None)
         if bad_weight is not None:
-            return self._diagnosis(frame, bad_weight, frame.module, frame.cls, phase="weight", source="weight")
+            return self._of_weight(frame, bad_weight)
+        changed = self._changed_weight(frame)
+        if changed is not None:
+            return replace(
+                self._of_weight(frame, changed),
+                notes=(f"{changed.role} was finite when it was read after the last step",),
+            )
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
         if bad_input is not None and output is not None and bad_input.only_neginf and output.nan:
@@ -108,6 +118,28 @@ class _Forward:
     def _at(frame: Frame, row: Row) -> tuple[str, str, str]:
         return frame.module, frame.cls, row.role
 
+    def _of_weight(self, frame: Frame, bad: Row) -> LocalDiagnosis:
+        """A weight is bad. Where FSDP gathers it from all ranks, this rank's own shard may be finite."""
+        again = self._anomaly.again
+        mine = self._anomaly.module == frame.module and again is not None
+        shard = again.shards.get(bad.parsed_role.name, "") if mine and again is not None else ""
+        if shard == "finite":
+            note = f"this rank's own shard of {bad.role} was finite: the whole weight is gathered from all ranks"
+            return self._diagnosis(frame, bad, frame.module, frame.cls, source="received", notes=(note,))
+        notes = (f"this rank's own shard of {bad.role} was {shard}",) if shard else ()
+        return self._diagnosis(frame, bad, frame.module, frame.cls, phase="weight", source="weight", notes=notes)
+
+    def _changed_weight(self, frame: Frame) -> Row | None:
+        """A weight that was finite when it was last read, and not in the second look that the alarm led to."""
+        again = self._anomaly.again
+        if again is None or frame.index != self._anomaly.frame or not again.same_step:
+            return None
+        for row in frame.weights:
+            found = again.weights.get(row.parsed_role.name, "finite")
+            if found != "finite" and row.finite:
+                return msgspec.structs.replace(row, flags=int(_FLAGS[found]), abs_max=None)
+        return None
+
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         """The call's own code made it; if it has children, after the last of them returned."""
         children = self._calls.children(frame)
@@ -117,7 +149,7 @@ class _Forward:
             return self.explain(*earlier)
         between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
-        return self._diagnosis(
+        found = self._diagnosis(
             frame,
             output,
             frame.module,
@@ -126,6 +158,15 @@ class _Forward:
             between=between,
             notes=self._removed(frame, output),
         )
+        return replace(found, weights_read=self._looked_again(frame))
+
+    def _looked_again(self, frame: Frame) -> bool:
+        """Whether the weights of a call were read again when the alarm was raised, and were finite."""
+        names = {row.parsed_role.name for row in frame.weights}
+        again = self._anomaly.again
+        if not names or again is None:
+            return not names
+        return frame.module == self._anomaly.module and all(again.weights.get(name) == "finite" for name in names)
 
     def _removed(self, frame: Frame, output: Row) -> tuple[str, ...]:
         """Where the value was taken away again, if a call around this one has returned something finite."""

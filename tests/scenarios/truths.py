@@ -414,6 +414,15 @@ PARALLEL = [
         weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "between": (ANY, ANY), "batch": 2},),
     ),
     Scenario(
+        "FSDP2, one rank's shard of a weight",
+        "fsdp.py",
+        # both ranks gather the nan; whose it is, only their shards tell
+        _found("weight", 1, "head", "Linear", role="weight", value="nan", batch=2, certainty="established"),
+        args=("--fault", "shard"),
+        evidence="own shard of weight was nan",
+        witness="rank=1 phase=weight module=head class=Linear batch=2",
+    ),
+    Scenario(
         "tensor parallel, column shard",
         "tensor_parallel.py",
         _forward(1, "mlp.up", batch=2),

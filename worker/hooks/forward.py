@@ -15,6 +15,7 @@ import weakref
 from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
@@ -24,7 +25,7 @@ from ...core.frames import Mark, Phase
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import Fault, Where
+from ...core.records import Fault, LookedAgain, Where
 from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.values import NonFinite
@@ -34,8 +35,9 @@ from ..record.closed_rows import closed_marked
 from ..record.collectives import issued
 from ..record.cost import CostMeter
 from ..record.frames import Frames
-from ..record.judging import Judging
+from ..record.judging import Judging, NonFiniteRow
 from ..record.leaves import inputs_of, outputs_of
+from ..record.look_again import look_again
 from ..record.names import unwrap
 from ..record.native_writer import native_writer_of
 from ..record.progress import Progress
@@ -99,6 +101,7 @@ class Hooks:
         notable = NotableValue(Limits(settings.near_overflow, settings.underflow_share))
         self.rows = Rows(recorder, selection, notable, self._fault)
         self.judging = Judging(self.progress, self.rows)
+        self.judging.look_again = self._look_again
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
         self._steps = Steps(
@@ -499,6 +502,18 @@ class Hooks:
             rows[position] = self.rows.weight_again(info, role_of_parameter(name), parameter, self.progress.step)
             if rows[position].flags:
                 break
+
+    def _look_again(self, bad: NonFiniteRow) -> LookedAgain | None:
+        """A second look at the module of the first alarm; None if it is gone, or is no module."""
+        try:
+            root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
+            if module is None:
+                return None
+            found = look_again(root, module)
+        except Exception as error:
+            self._fault("a second look", error)
+            return None
+        return msgspec.structs.replace(found, same_step=self.progress.step == bad.page.step)
 
     def _read_arguments_again(
         self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[Row], weights: int

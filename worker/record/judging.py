@@ -18,7 +18,7 @@ from ...core.judge import Judgement, Limits, PageSoFar, ZeroGradients, anomaly_a
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
-from ...core.records import Absorbed, Anomaly, Fault, Ignored, OptimizerStep, ScalerSkip, Warned
+from ...core.records import Absorbed, Anomaly, Fault, Ignored, LookedAgain, OptimizerStep, ScalerSkip, Warned
 from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
@@ -71,6 +71,8 @@ class Judging:
         """An overflow ends the job."""
         self.optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None] | None = None
         """Tells whose step has written a weight."""
+        self.look_again: Callable[[NonFiniteRow], LookedAgain | None] | None = None
+        """Looks at the module of the first alarm once more."""
         self.pending: Anomaly | None = None
         """Why the job is to end at the next place where it may."""
         self._anomalies = 0
@@ -206,7 +208,10 @@ class Judging:
             cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
         stepped = self.optimizer_of(bad) if bad.frame.phase == "optimizer" and self.optimizer_of is not None else None
-        anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped)
+        again = None
+        if not self._anomalies and self.look_again is not None:
+            again = self.look_again(bad)
+        anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped, again=again)
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)

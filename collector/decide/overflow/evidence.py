@@ -81,6 +81,12 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [
                 f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was nan"
             ]
+        if not first.weights_read:
+            since = f"after step {first.step}" if first.step else "before the first step"
+            return [
+                f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were finite "
+                f"when they were last read, and not looked at since ({since})"
+            ]
         return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
     if first.phase == "backward":
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.frames import Mark
+from gpuwatch.core.records import LookedAgain
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -480,3 +482,46 @@ def test_an_argument_as_it_was_before_the_call_is_no_weight_and_no_argument(make
     batch.call("", "Net", given=[x], returned=[y])
     found = find(batch)
     assert (found.module, found.phase, found.role, found.value) == ("act", "forward", "output", "+inf")
+
+
+# -- the second look that an alarm leads to -----------------------------------------------------------------------
+
+
+def _looked_again(make, again, *, bad_weight=False):
+    batch = make.Batch(batch=3)
+    x, weight = batch.tensor(), batch.tensor(make.NAN if bad_weight else 1.0)
+    batch.call("fc", "Linear", given=[x], returned=[batch.tensor(make.NAN)], weights={"weight": weight})
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
+    return find(batch)
+
+
+def test_a_weight_that_was_changed_after_it_was_read_is_found(make):
+    found = _looked_again(make, LookedAgain(weights={"weight": "nan"}))
+    assert (found.module, found.phase, found.role, found.source) == ("fc", "weight", "weight", "weight")
+    assert "weight was finite when it was read after the last step" in found.notes
+
+
+def test_a_weight_that_a_later_step_made_bad_says_nothing(make):
+    found = _looked_again(make, LookedAgain(weights={"weight": "nan"}, same_step=False))
+    assert (found.phase, found.source, found.weights_read) == ("forward", "made", False)
+
+
+@pytest.mark.parametrize("again", [None, LookedAgain(weights={"weight": "finite"})])
+def test_it_is_told_whether_the_weights_were_read_again(make, again):
+    found = _looked_again(make, again)
+    assert (found.phase, found.source, found.weights_read) == ("forward", "made", again is not None)
+
+
+@pytest.mark.parametrize(("shard", "source"), [("nan", "weight"), ("finite", "received"), ("", "weight")])
+def test_of_a_gathered_weight_the_ranks_own_shard_decides(make, shard, source):
+    again = LookedAgain(shards={"weight": shard} if shard else {})
+    assert _looked_again(make, again, bad_weight=True).source == source
+
+
+def test_bad_buffers_and_autocast_are_evidence(make):
+    again = LookedAgain(weights={"weight": "finite"}, buffers={"inv_freq": "nan"}, autocast="float16")
+    assert _looked_again(make, again).notes == (
+        "buffer inv_freq of `fc` (Linear) is nan",
+        "autocast was on: float16",
+    )

@@ -1,0 +1,82 @@
+"""The second look that the first alarm of a rank leads to, on the host, on a late device and in a compiled graph."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from gpuwatch.core.records import LookedAgain
+from gpuwatch.worker.stats.late_device import LateDevice
+from torch import nn
+
+
+class Rotary(nn.Module):
+    """With a buffer that nobody has initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("inv_freq", torch.full((4,), math.nan))
+        self.register_buffer("fine", torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight * self.inv_freq
+
+
+@pytest.fixture(params=["host", "late"])
+def path(request, monkeypatch):
+    if request.param == "late":
+        driver = LateDevice(3, longest=6)
+        for name in ("stats.device", "record.rows", "record.native_writer"):
+            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    return request.param
+
+
+def _settle(watched):
+    while not watched.hooks.settle():
+        pass
+    assert watched.faults == []
+
+
+def test_the_first_alarm_tells_of_weights_and_bad_buffers(watch, path):
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), Rotary())
+    for _ in range(2):
+        model(torch.randn(2, 4))
+    _settle(watched)
+    first, second = watched.anomalies
+    assert first.module == "1"
+    assert first.again == LookedAgain(weights={"weight": "finite"}, buffers={"inv_freq": "nan"})
+    assert second.again is None, "one look is enough"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_that_was_changed_without_a_trace_is_found(watch, compiled):
+    """`.data` raises no version: the numbers of after the last step are still those that are known."""
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(3):
+        if batch == 2:
+            model[1].weight.data[0, 0] = math.nan
+        called(torch.randn(2, 4)).sum().backward()
+        if batch < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    _settle(watched)
+    first = watched.anomalies[0]
+    assert (first.where.batch, first.module) == (2, "1")
+    assert first.again is not None
+    assert first.again.weights == {"weight": "nan", "bias": "finite"}
+    assert first.again.same_step
+
+
+def test_autocast_is_told(watch):
+    watched = watch()
+    model = nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.full((2, 4), math.inf))
+    _settle(watched)
+    assert watched.anomalies[0].again.autocast == "bfloat16"
