@@ -19,6 +19,7 @@ from ..core.records import (
     Ignored,
     Inventory,
     NodeSignal,
+    NotLookedInto,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
@@ -72,6 +73,7 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     absorbed: list[Absorbed] = field(default_factory=list)
+    not_looked_into: list[NotLookedInto] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
@@ -200,6 +202,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
         rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
         rank.diagnosis = diagnose(rank.anomalies, rank.pages)
         rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
@@ -236,6 +239,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (ScalerSkip, rank.scaler_skips),
         (Ignored, rank.ignored),
         (Absorbed, rank.absorbed),
+        (NotLookedInto, rank.not_looked_into),
         (Cost, rank.costs),
     ]
     for kind, events in lists:

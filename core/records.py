@@ -185,6 +185,14 @@ class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
     """Name of the module around it, which returned something finite."""
 
 
+class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
+    """A module in which compiled code runs that no frame shows: torch.compile broke its graph in the call around it."""
+
+    where: Where
+    module: str
+    cls: str
+
+
 class Cost(msgspec.Struct, frozen=True, tag="cost"):
     """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
 
@@ -356,6 +364,7 @@ WorkerEvent = (
     | ScalerSkip
     | Ignored
     | Absorbed
+    | NotLookedInto
     | Cost
     | ScriptError
     | ScriptExit

@@ -25,7 +25,7 @@ from ...core.frames import Mark, Phase
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import Fault, LookedAgain, Where
+from ...core.records import Fault, LookedAgain, NotLookedInto, Where
 from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.values import NonFinite
@@ -82,6 +82,8 @@ class Hooks:
         """Ids of the modules that may be roots; None: all."""
         self._handles: list[Any] = []
         self._stack: list[ModuleInfo] = []
+        self._not_looked_into: set[int] = set()
+        """Ids of modules that run compiled code which no frame shows."""
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
@@ -561,7 +563,11 @@ class Hooks:
 
     def _may_open_region(self) -> bool:
         """A compiled region is recorded when no module outside of it is running. Wrappers do not count."""
-        return all(info.is_wrapper for info in self._stack) and self._skipped_root is None
+        around = next((info for info in reversed(self._stack) if not info.is_wrapper), None)
+        if around is not None and around.id not in self._not_looked_into:
+            self._not_looked_into.add(around.id)
+            self._recorder.append(NotLookedInto(self.where(), around.name, around.cls))
+        return around is None and self._skipped_root is None
 
     def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
         """The info of a module that is being traced."""

@@ -31,6 +31,7 @@ def evidence_of(
         doubts.append("")
     if not first.from_page:
         doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
+    doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _unsettled(facts, first, diagnoses)
     if first.source == "outside" and first.phase == "backward":
@@ -55,6 +56,20 @@ def evidence_of(
                 f"abs max {format_number(wild.row.abs_max).strip()}, against {wild.against}"
             )
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+
+
+def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
+    """Whether compiled code runs in the named module that no frame shows: what is in there may be the maker."""
+    rank = facts.ranks[first.attempt, first.rank]
+    return first.is_origin and any(
+        (hidden.module, hidden.cls) == (first.module, first.cls) for hidden in rank.not_looked_into
+    )
+
+
+def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    if not is_compiled(facts, first):
+        return []
+    return [f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"]
 
 
 _HANDED = {

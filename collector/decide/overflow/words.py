@@ -124,12 +124,15 @@ def _by(first: LocalDiagnosis) -> str:
     named = [f"`{name}`" if name else "the root module" for name in first.suspects[:_MOST_NAMED]]
     if len(first.suspects) > _MOST_NAMED:
         named.append(f"one of {len(first.suspects) - _MOST_NAMED} more calls")
-    named += ["its own code" if name == first.module else _own_code_of(name) for name in first.own_code]
+    if first.module in first.own_code:
+        named.append("its own code")
     if first.value != "nan" and len(first.suspects) > 1:
         named.append("the sum of their gradients")
+    outside = " or ".join(_own_code_of(name) for name in first.own_code if name != first.module)
+    else_ = f", or outside of it by {outside}" if outside else ""
     if not named:
-        return ""
-    return f", by {', '.join(named[:-1])} or {named[-1]}" if len(named) > 1 else f", by {named[0]}"
+        return else_
+    return (f", by {', '.join(named[:-1])} or {named[-1]}" if len(named) > 1 else f", by {named[0]}") + else_
 
 
 def _own_code_of(name: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts import fold
 from gpuwatch.core.frames import Mark
-from gpuwatch.core.records import OptimizerStep
+from gpuwatch.core.records import NotLookedInto, OptimizerStep
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -539,3 +539,18 @@ def test_a_weight_that_has_grown_from_zero_is_not_wild(make):
     verdict = judge(make, *pages, forward(make, 0, embed=0.5, batch=3, page=1), bad, nproc=2)
     assert not any("wild" in line for line in verdict.evidence)
     assert verdict.certainty == "established"
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_compiled_code_that_was_not_looked_into_leaves_the_maker_open(make, hidden):
+    batch = make.Batch(0, batch=2)
+    x = batch.tensor()
+    batch.call("model", "LlamaModel", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    bodies = [make.hello(nproc=1), *batch.messages()]
+    if hidden:
+        bodies.append(EventMessage(NotLookedInto(make.where(0), "model", "LlamaModel")))
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+    assert (verdict.module, verdict.certainty) == ("model", "supported" if hidden else "established")
+    assert any("compiled code was not looked into" in line for line in verdict.evidence) == hidden
+    assert ("use_cache=False" in verdict.next[0]) == hidden

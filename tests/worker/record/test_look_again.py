@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from gpuwatch.core.records import LookedAgain
+from gpuwatch.core.records import LookedAgain, NotLookedInto
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
@@ -80,3 +80,24 @@ def test_autocast_is_told(watch):
         model(torch.full((2, 4), math.inf))
     _settle(watched)
     assert watched.anomalies[0].again.autocast == "bfloat16"
+
+
+class _Broken(nn.Module):
+    """Its own code breaks the graph, so that only the part inside is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return self.inner(x)
+
+
+def test_compiled_code_that_is_not_looked_into_is_told(watch):
+    watched = watch()
+    torch.compile(_Broken(), backend="eager")(torch.randn(2, 4))
+    told = {(each.module, each.cls) for each in watched.of(NotLookedInto)}
+    frames = {frame.module for frame in watched.frames("forward")}
+    assert (told, frames) == ({("", "_Broken")}, {""})
+    assert watched.faults == []
