@@ -44,7 +44,7 @@ class Scenario:
     @property
     def code(self) -> int:
         """The exit code of launch."""
-        return 0 if self.verdict["kind"] == "clean" else 4
+        return {"clean": 0, "crash": 1}.get(self.verdict["kind"], 4)
 
     @property
     def said_by_witness(self) -> str | None:
@@ -52,7 +52,7 @@ class Scenario:
         verdict = self.verdict
         if self.witness is not None or verdict["kind"] == "clean":
             return self.witness or ""
-        if verdict.get("rank") is None or verdict["phase"] not in ("forward", "backward", "weight"):
+        if verdict.get("rank") is None or verdict.get("phase") not in ("forward", "backward", "weight"):
             return None
         phase = verdict["phase"]
         if phase == "backward" and verdict.get("role") in ("grad weight", "grad bias"):
@@ -203,6 +203,61 @@ INPUTS_AND_WEIGHTS = [
         witness="rank=1 phase=forward module=encoder.gain class=Linear",
         args=("--becomes", "huge"),
         evidence="(?i)weight.*(differ|other ranks|replica)|(differ|other ranks|replica).*weight",
+    ),
+]
+
+PLACES = [
+    *(
+        Scenario(
+            f"a weight changed through .data{', compiled' if compiled else ''}",
+            "places.py",
+            _found("weight", 1, "head", "Linear", role="weight", value="nan", batch=2),
+            args=("--fault", "data", "--compile", str(compiled)),
+            witness=None if not compiled else "",
+        )
+        for compiled in (0, 1)
+    ),
+    Scenario(
+        "a buffer that nobody has initialised",
+        "places.py",
+        _forward(1, "rotary", "Rotary", value="nan", batch=2),
+        args=("--fault", "buffer"),
+        evidence="buffer inv_freq of `rotary` .* is nan",
+    ),
+    Scenario(
+        "all ranks alike",
+        "places.py",
+        {"kind": "overflow", "phase": "forward", "role": "output", "value": "+inf", "batch": 2},
+        args=("--fault", "alike"),
+        together={0: "body.up", 1: "body.up"},
+        statement="^All 2 ranks overflowed alike",
+        witness="rank=0 phase=forward module=body.up class=Linear batch=2",
+    ),
+    Scenario(
+        "a wild weight upstream",
+        "places.py",
+        # `up` is where it overflows; that `enter` has a wild weight is the line beside it
+        {"kind": "overflow", "rank": 1, "batch": 2, "certainty": "supported", "module": "body.up"},
+        args=("--fault", "wild"),
+        evidence="(first wild number|differs from that of rank 0): weight of `(enter|body.up)`",
+        witness="rank=1 phase=forward module=body.up class=Linear batch=2",
+    ),
+    Scenario(
+        "inside of compiled code that is not looked into",
+        "places.py",
+        # the leaf is `body.up`; frames show `body` or the model around it, and it is said that no more is known
+        {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
+        args=("--fault", "hidden"),
+        evidence="compiled code was not looked into",
+        witness="",
+    ),
+    Scenario(
+        "a process that leaves in a forward with exit code 0",
+        "places.py",
+        {"kind": "crash", "rank": 1, "batch": 2, "certainty": "established"},
+        args=("--fault", "exit"),
+        statement="left with exit code 0 in the forward of batch 2, in `leave` ",
+        witness="",
     ),
 ]
 
@@ -583,6 +638,7 @@ EXPECTED = [
 KINDS = {
     "forward": FORWARD,
     "inputs and weights": INPUTS_AND_WEIGHTS,
+    "places": PLACES,
     "backward": BACKWARD,
     "step": STEP,
     "parallel": PARALLEL,

@@ -33,17 +33,16 @@ def main(kind):
             optimizer.step()
         assert not bool((model.lora_b.weight == 0).all())
         return
-    model = nn.Sequential(diagonal(8, 1.0), diagonal(8, 1.0)).half()
+    model = nn.Sequential(diagonal(8, 1.0), diagonal(8, 1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4e4)
     for _ in range(3):
         optimizer.zero_grad()
-        loss = model((torch.full((1, 8), 1.0)).half()).float().sum()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(torch.full((1, 8), 1.0)).float().sum()
         scaler.scale(loss).backward()
         assert finite(model[0].weight.grad)
         assert float(model[0].weight.grad.abs().max()) > 32768
-        average = [parameter.grad for parameter in model.parameters()]
-        assert all(gradient is not None for gradient in average)
         scaler.step(optimizer)
         scaler.update()
     dist.barrier()
