@@ -12,6 +12,7 @@ from ..core.records import (
     Absorbed,
     Anomaly,
     Bandwidth,
+    BatchInputs,
     Cost,
     Fault,
     GpuCounters,
@@ -74,6 +75,7 @@ class RankFacts:
     ignored: list[Ignored] = field(default_factory=list)
     absorbed: list[Absorbed] = field(default_factory=list)
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
+    batch_inputs: list[BatchInputs] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none. Made once, when all messages are folded."""
@@ -202,6 +204,7 @@ def fold(messages: Iterable[tuple[str, int, AgentBody]], lost_agents: Iterable[s
         rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
         rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
         rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+        rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
         rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
         rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
         rank.diagnosis = diagnose(rank.anomalies, rank.pages)
@@ -240,6 +243,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (Ignored, rank.ignored),
         (Absorbed, rank.absorbed),
         (NotLookedInto, rank.not_looked_into),
+        (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),
     ]
     for kind, events in lists:

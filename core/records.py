@@ -101,6 +101,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """Those that are not finite."""
     autocast: str = ""
     """The dtype that autocast computed in; "" where it was off."""
+    optimizer: OptimizerStep | None = None
+    """Whose step was the last before, with the settings of its first parameter group."""
     same_step: bool = True
     """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
 
@@ -183,6 +185,13 @@ class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
     dtype: str
     by: str = ""
     """Name of the module around it, which returned something finite."""
+
+
+class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
+    """What the model was handed in the batch of a rank's first alarm: role -> digest (batch_digest.py)."""
+
+    where: Where
+    digests: dict[str, str]
 
 
 class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
@@ -365,6 +374,7 @@ WorkerEvent = (
     | Ignored
     | Absorbed
     | NotLookedInto
+    | BatchInputs
     | Cost
     | ScriptError
     | ScriptExit

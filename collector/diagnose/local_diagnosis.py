@@ -134,7 +134,12 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
         return ()
     place = module_text(anomaly.module, anomaly.cls)
     found = [f"buffer {name} of {place} is {value}" for name, value in again.buffers.items()]
-    return (*found, f"autocast was on: {again.autocast}") if again.autocast else tuple(found)
+    if again.autocast:
+        found.append(f"autocast was on: {again.autocast}")
+    if again.optimizer is not None and "lr" in again.optimizer.settings:
+        name = again.optimizer.cls.rpartition(".")[2]
+        found.append(f"the last step before was of {name}, learning rate {again.optimizer.settings['lr']:g}")
+    return tuple(found)
 
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:

@@ -25,12 +25,13 @@ from ...core.frames import Mark, Phase
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import Fault, LookedAgain, NotLookedInto, Where
+from ...core.records import BatchInputs, Fault, LookedAgain, NotLookedInto, Where
 from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.values import NonFinite
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
+from ..record.batch_digest import batch_digest
 from ..record.closed_rows import closed_marked
 from ..record.collectives import issued
 from ..record.cost import CostMeter
@@ -431,12 +432,20 @@ class Hooks:
         self.judging.collect()
         if page is not None:
             self.judging.forward_ends(page)
+            if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
+                self._record_inputs(args, kwargs)
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
             return False
         self._last_root = info.root
         return True
+
+    def _record_inputs(self, args: Any, kwargs: Any) -> None:
+        """Something was bad in this forward, for the first time: record what the model was handed."""
+        digests = without_modes(batch_digest, inputs_of(args, kwargs))
+        if digests:
+            self._recorder.append(BatchInputs(self.where(), digests))
 
     def _leave_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
@@ -515,7 +524,8 @@ class Hooks:
         except Exception as error:
             self._fault("a second look", error)
             return None
-        return msgspec.structs.replace(found, same_step=self.progress.step == bad.page.step)
+        last = self._steps.steps.last()
+        return msgspec.structs.replace(found, optimizer=last, same_step=self.progress.step == bad.page.step)
 
     def _read_arguments_again(
         self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[Row], weights: int
@@ -563,11 +573,12 @@ class Hooks:
 
     def _may_open_region(self) -> bool:
         """A compiled region is recorded when no module outside of it is running. Wrappers do not count."""
-        around = next((info for info in reversed(self._stack) if not info.is_wrapper), None)
-        if around is not None and around.id not in self._not_looked_into:
-            self._not_looked_into.add(around.id)
-            self._recorder.append(NotLookedInto(self.where(), around.name, around.cls))
-        return around is None and self._skipped_root is None
+        alone = all(info.is_wrapper for info in self._stack)
+        if not alone and self._stack[-1].id not in self._not_looked_into:
+            inner = self._stack[-1]
+            self._not_looked_into.add(inner.id)
+            self._recorder.append(NotLookedInto(self.where(), inner.name, inner.cls))
+        return alone and self._skipped_root is None
 
     def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
         """The info of a module that is being traced."""

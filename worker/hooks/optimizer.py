@@ -57,7 +57,7 @@ class Steps:
         """Only one model is watched: optimizers without any of its parameters are not guarded."""
         self.writer: Any = None
         """The native frame writer, if there is one."""
-        self._steps = OptimizerSteps()
+        self.steps = OptimizerSteps()
         judging.optimizer_of = self._optimizer_of
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
@@ -172,7 +172,7 @@ class Steps:
         progress.fields[Field.STEP] = progress.step
         if self._weights and not progress.skipped:
             try:
-                self._steps.add(progress.step, optimizer)
+                self.steps.add(progress.step, optimizer)
                 without_modes(self._record_weights, optimizer)
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
@@ -202,7 +202,7 @@ class Steps:
         for reference, info, role in list(self._roots.parameters.values()):
             if info.name == bad.frame.module and info.root.id == bad.page.root and parse_role(role).name == name:
                 parameter = reference()
-                found = self._steps.find(bad.page.step, parameter) if parameter is not None else None
+                found = self.steps.find(bad.page.step, parameter) if parameter is not None else None
                 if found is not None:
                     return found
         return None

@@ -76,6 +76,8 @@ class Judging:
         self.pending: Anomaly | None = None
         """Why the job is to end at the next place where it may."""
         self._anomalies = 0
+        self.first_alarmed = -1
+        """Number of the page with the first alarm; -1 before it."""
         self._warned: set[tuple[str, str, str, str]] = set()
         self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, max(1, settings.every)))
         self._hidden: set[tuple[str, str, str]] = set()
@@ -209,6 +211,8 @@ class Judging:
         where = self._progress.where_of(bad.page, bad.frame)
         stepped = self.optimizer_of(bad) if bad.frame.phase == "optimizer" and self.optimizer_of is not None else None
         again = None
+        if not self._anomalies:
+            self.first_alarmed = bad.page.number
         if not self._anomalies and self.look_again is not None:
             again = self.look_again(bad)
         anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped, again=again)

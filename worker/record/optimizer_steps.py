@@ -32,6 +32,16 @@ class OptimizerSteps:
         groups = [_numbers(group) for group in optimizer.param_groups]
         self._steps.append(_Step(number, weakref.ref(optimizer), groups))
 
+    def last(self) -> OptimizerStep | None:
+        """The last step, with the settings of its first parameter group; None before the first."""
+        if not self._steps:
+            return None
+        _, reference, groups = self._steps[-1]
+        optimizer = reference()
+        if optimizer is None:
+            return None
+        return OptimizerStep(_name_of(optimizer), groups[0] if groups else {})
+
     def find(self, since: int, parameter: torch.Tensor) -> OptimizerStep | None:
         """The first step on a parameter after step `since`; None if it is not known."""
         for number, reference, groups in self._steps:
@@ -40,9 +50,12 @@ class OptimizerSteps:
                 continue
             for group, settings in zip(optimizer.param_groups, groups, strict=False):
                 if any(held is parameter for held in group["params"]):
-                    cls = type(optimizer)
-                    return OptimizerStep(f"{cls.__module__}.{cls.__qualname__}", settings)
+                    return OptimizerStep(_name_of(optimizer), settings)
         return None
+
+
+def _name_of(optimizer: Any) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

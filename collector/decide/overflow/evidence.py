@@ -48,6 +48,7 @@ def evidence_of(
             f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
     lines += _of_clean(facts, first)
+    lines += _of_inputs(facts, first)
     if first.is_origin and first.seen_in == "forward" and odd is None:
         wild = wild_weight(facts, first)
         if wild is not None:
@@ -56,6 +57,16 @@ def evidence_of(
                 f"abs max {format_number(wild.row.abs_max).strip()}, against {wild.against}"
             )
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+
+
+def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """What the batch can be found again by."""
+    recorded = facts.ranks[first.attempt, first.rank].batch_inputs
+    batch = next((found for found in recorded if found.where.batch == first.batch), None)
+    if batch is None:
+        return []
+    digests = ", ".join(f"{role} {digest}" for role, digest in batch.digests.items())
+    return [f"rank {first.rank} was handed in batch {first.batch} (blake2b of the bytes, 8 long): {digests}"]
 
 
 def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:

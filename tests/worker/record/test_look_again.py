@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 
 import pytest
 import torch
-from gpuwatch.core.records import LookedAgain, NotLookedInto
+from gpuwatch.core.records import BatchInputs, LookedAgain, NotLookedInto
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
@@ -103,5 +104,22 @@ def test_compiled_code_that_is_not_looked_into_is_told(watch):
     assert not frames & {"inner.0", "inner.1"}
     told = watched.of(NotLookedInto)
     assert len(told) == 1, "once"
-    assert (told[0].module, told[0].cls) in {("", "_Around"), ("inner", "Sequential")}
+    assert (told[0].module, told[0].cls) == ("<OptimizedModule>", "Sequential")
+    assert watched.faults == []
+
+
+def test_what_the_model_was_handed_can_be_found_again(watch):
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    batches = [torch.randn(2, 4) for _ in range(4)]
+    batches[2][1, 1] = batches[3][0, 0] = math.nan
+    for batch in batches:
+        model(batch).sum().backward()
+        optimizer.step()
+    (inputs,) = watched.of(BatchInputs)
+    expected = hashlib.blake2b(batches[2].view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    assert (inputs.where.batch, inputs.digests) == (2, {"input[0]": expected})
+    last = watched.anomalies[0].again.optimizer
+    assert (last.cls, last.settings["lr"]) == ("torch.optim.adamw.AdamW", 0.25)
     assert watched.faults == []
