@@ -103,6 +103,9 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """The dtype that autocast computed in; "" where it was off."""
     optimizer: OptimizerStep | None = None
     """Whose step was the last before, with the settings of its first parameter group."""
+    changed: list[str] = []
+    """Weights of the whole model that were changed since they were last read: `weight of `enter` (Linear), abs max
+    1.00e+00 then, 1.00e+38 now`. A script, or a flipped bit, can do that without a trace."""
     same_step: bool = True
     """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
 

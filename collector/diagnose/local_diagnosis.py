@@ -117,7 +117,7 @@ def diagnosis_of_row(
         seq=min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1),
         frame=frame.index,
         between=between,
-        sure=sure,
+        sure=sure and not (source == "made" and anomaly.again is not None and anomaly.again.changed),
         clock=anomaly.where.clock,
         at=(frame.module, frame.cls, row.role),
         turned=turned,
@@ -134,6 +134,7 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
         return ()
     place = module_text(anomaly.module, anomaly.cls)
     found = [f"buffer {name} of {place} is {value}" for name, value in again.buffers.items()]
+    found += [f"changed since it was last read, by no step that was seen: {text}" for text in again.changed]
     if again.autocast:
         found.append(f"autocast was on: {again.autocast}")
     if again.optimizer is not None and "lr" in again.optimizer.settings:

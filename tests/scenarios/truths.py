@@ -239,7 +239,7 @@ PLACES = [
         # `up` is where it overflows; that `enter` has a wild weight is the line beside it
         {"kind": "overflow", "rank": 1, "batch": 2, "certainty": "supported", "module": "body.up"},
         args=("--fault", "wild"),
-        evidence="(first wild number|differs from that of rank 0): weight of `(enter|body.up)`",
+        evidence="changed since it was last read, by no step that was seen: weight of `enter`",
         witness="rank=1 phase=forward module=body.up class=Linear batch=2",
     ),
     Scenario(

@@ -21,14 +21,14 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from ...core.errors import JobEnded
-from ...core.frames import Mark, Phase
+from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import BatchInputs, Fault, LookedAgain, NotLookedInto, Where
 from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
-from ...core.values import NonFinite
+from ...core.values import NonFinite, decode
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
 from ..record.batch_digest import batch_digest
@@ -46,12 +46,14 @@ from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
 from ..stats.notable import NotableValue
+from ..stats.tensor_stats import TensorStats, measure
 from ..without_modes import without_modes
 from .backward import Gradients
 from .grad_scaler import Scalers
 from .optimizer import Steps
 
 _MAX_FAULTS = 20
+_MOST_CHANGED = 4
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference")
 """Functions of torch.distributed.pipelining that run a module only to learn its shapes."""
 
@@ -525,7 +527,28 @@ class Hooks:
             self._fault("a second look", error)
             return None
         last = self._steps.steps.last()
-        return msgspec.structs.replace(found, optimizer=last, same_step=self.progress.step == bad.page.step)
+        same_step = self.progress.step == bad.page.step
+        changed = without_modes(self._changed_weights, bad.page.root) if same_step else []
+        return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step)
+
+    def _changed_weights(self, root: int) -> list[str]:
+        """Weights in host memory that are not what they were when they were last read, the first few of them."""
+        found: list[str] = []
+        for reference, info, role in list(self._roots.parameters.values()):
+            parameter = reference()
+            known = self.rows.weights.get(id(parameter))
+            if info.root.id != root or parameter is None or known is None or known[0]() is not parameter:
+                continue
+            then = known[3]
+            if not isinstance(then, TensorStats) or len(found) == _MOST_CHANGED:
+                continue
+            now = measure(parameter)
+            if (now.low, now.high, now.meta & 0xFF) != (then.low, then.high, then.meta & 0xFF):
+                before, after = (
+                    format_number(decode(each.high, each.meta >> 8 & 0xFF)).strip() for each in (then, now)
+                )
+                found.append(f"{role} of {module_text(info.name, info.cls)}, abs max {before} then, {after} now")
+        return found
 
     def _read_arguments_again(
         self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[Row], weights: int

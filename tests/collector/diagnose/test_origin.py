@@ -525,3 +525,10 @@ def test_bad_buffers_and_autocast_are_evidence(make):
         "buffer inv_freq of `fc` (Linear) is nan",
         "autocast was on: float16",
     )
+
+
+def test_a_weight_that_was_changed_upstream_leaves_the_maker_open(make):
+    text = "weight of `enter` (Linear), abs max 1.00e+00 then, 1.00e+38 now"
+    found = _looked_again(make, LookedAgain(weights={"weight": "finite"}, changed=[text]))
+    assert (found.module, found.source, found.sure) == ("fc", "made", False)
+    assert found.notes == (f"changed since it was last read, by no step that was seen: {text}",)

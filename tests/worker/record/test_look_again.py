@@ -123,3 +123,19 @@ def test_what_the_model_was_handed_can_be_found_again(watch):
     last = watched.anomalies[0].again.optimizer
     assert (last.cls, last.settings["lr"]) == ("torch.optim.adamw.AdamW", 0.25)
     assert watched.faults == []
+
+
+def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch):
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for batch in range(2):
+        if batch == 1:
+            model[0].weight.data.fill_(1e37)
+            model[2].weight.data.fill_(1e38)
+        model(torch.ones(2, 4))
+    _settle(watched)
+    first = watched.anomalies[0]
+    assert first.module == "2"
+    (changed,) = first.again.changed
+    assert changed.startswith("weight of `0` (Linear), abs max ")
+    assert changed.endswith(" then, 1.00e+37 now")
