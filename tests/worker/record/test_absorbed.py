@@ -52,7 +52,7 @@ def path(request, monkeypatch):
         monkeypatch.setattr("gpuwatch.worker.record.native_writer.FrameWriter", None)
     if request.param == "late":
         driver = LateDevice(3, longest=6)
-        for name in ("stats.device", "record.rows", "record.native_writer"):
+        for name in ("record.native_writer", "record.rows", "stats.device"):
             monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
     return request.param
 
