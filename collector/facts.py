@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..core.records import (
+    Absorbed,
     Anomaly,
     Bandwidth,
+    BatchInputs,
     Cost,
     Fault,
     GpuCounters,
@@ -14,6 +16,7 @@ from ..core.records import (
     Ignored,
     Inventory,
     NodeSignal,
+    NotLookedInto,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
@@ -58,6 +61,9 @@ class RankFacts:
     warned: list[Warned] = field(default_factory=list)
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
+    absorbed: list[Absorbed] = field(default_factory=list)
+    not_looked_into: list[NotLookedInto] = field(default_factory=list)
+    batch_inputs: list[BatchInputs] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     looks: list[RankLook] = field(default_factory=list)
     """Where it stood each time when all ranks were asked."""
@@ -68,6 +74,11 @@ class RankFacts:
     def hidden_rows(self) -> int:
         """Rows that a rule of the user's has hidden."""
         return max(self.state.ignored if self.state is not None else 0, len(self.ignored))
+
+    @property
+    def absorbed_rows(self) -> int:
+        """Nan out of masks of -inf that the model has taken away again."""
+        return max(self.state.absorbed if self.state is not None else 0, len(self.absorbed))
 
     @property
     def skipped_steps(self) -> int:

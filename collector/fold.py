@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 
 from ..core.judge import anomaly_of, first_alarm
 from ..core.records import (
+    Absorbed,
     Anomaly,
     Bandwidth,
+    BatchInputs,
     Cost,
     Fault,
     GpuCounters,
@@ -18,6 +20,7 @@ from ..core.records import (
     Ignored,
     Inventory,
     NodeSignal,
+    NotLookedInto,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
@@ -46,6 +49,8 @@ from .facts import NodeFacts, RankFacts, RunFacts
 from .kept_pages import KeptPage, Load, RankNames, Shelf
 from .shown_body import shown_body
 
+_EARLIER_PAGES = 3
+"""Of a rank, so many pages from before its first anomaly are looked at."""
 LoadPage = Callable[[str, int], PageMessage | None]
 """Gives the page again that an agent has sent under a number; None if it is lost."""
 
@@ -68,7 +73,7 @@ class Fold:
         self._facts = RunFacts()
         self._shelf = Shelf()
         self._names: dict[tuple[int, int], RankNames] = {}
-        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, KeptPage | None, int]] = {}
+        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, tuple[tuple[KeptPage, int], ...]]] = {}
         """What a rank's diagnosis was made of."""
         self._inferred: set[tuple[int, int]] = set()
         """Ranks whose anomaly was seen in their pages."""
@@ -166,7 +171,10 @@ class Fold:
             for _, page in sorted(rank.pages.items()):
                 if page.cleared_at == page.place_of_names:
                     continue
+                # what is left out of these can only take an alarm away: a call that returned something finite
                 found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index))
+                if found is not None:
+                    found = first_alarm(sorted(page.frames, key=lambda frame: frame.index))
                 if found is None:
                     page.cleared_at = page.place_of_names
                 else:
@@ -184,12 +192,21 @@ class Fold:
         if not rank.anomalies:
             rank.diagnosis = None
             return
-        page = rank.pages.get(rank.anomalies[0].where.page)
-        made_of = rank.anomalies[0], page, page.place_of_names if page is not None else 0
+        pages = _pages_up_to(rank.pages, rank.anomalies[0].where.page)
+        made_of = rank.anomalies[0], tuple((page, page.place_of_names) for page in pages)
         known = self._diagnosed.get(key)
-        if known is None or known[0] is not made_of[0] or known[1] is not page or known[2] != made_of[2]:
-            rank.diagnosis = diagnose(rank.anomalies, {} if page is None else {page.number: page.lazy()})
+        if known is None or known[0] is not made_of[0] or known[1] != made_of[1]:
+            rank.diagnosis = diagnose(rank.anomalies, {page.number: page.lazy() for page in pages})
             self._diagnosed[key] = made_of
+
+
+def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:
+    """A page, and the latest ones of its root from before, which tell what is new in it; [] if it was not received."""
+    last = pages.get(number)
+    if last is None:
+        return []
+    earlier = [page for n, page in sorted(pages.items(), reverse=True) if n < number and page.root == last.root]
+    return [last, *earlier[:_EARLIER_PAGES]]
 
 
 def _sort(rank: RankFacts) -> None:
@@ -200,6 +217,9 @@ def _sort(rank: RankFacts) -> None:
     rank.warned.sort(key=lambda warned: (_place(warned.where), warned.module, warned.role, warned.kind))
     rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
     rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
+    rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
+    rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
+    rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
     rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
 
@@ -233,6 +253,9 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (Warned, rank.warned),
         (ScalerSkip, rank.scaler_skips),
         (Ignored, rank.ignored),
+        (Absorbed, rank.absorbed),
+        (NotLookedInto, rank.not_looked_into),
+        (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),
         (RankLook, rank.looks),
     ]
@@ -275,6 +298,7 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.batch,
         state.seq,
         state.ignored,
+        state.absorbed,
         state.scaler_skips,
         state.warned,
         state.batches_skipped,

@@ -47,6 +47,8 @@ class Mark(IntFlag):
     """A gradient that a GradScaler checks. An inf or nan there is expected: the scaler skips the step."""
     SKIPPED = 8
     """Of a batch that `--every` skips, in which only what the root returns is looked at."""
+    CLOSED = 16
+    """An argument that is -inf throughout in one of its rows (along its last dimension): softmax makes nan of that."""
 
 
 class RowKind(IntEnum):
@@ -162,6 +164,16 @@ class Page(msgspec.Struct, frozen=True):
     complete: bool
     frames: list[Frame]
     lost_frames: int = 0
+
+
+def is_inside(earlier: Frame, frame: Frame) -> bool:
+    """Whether a call that returned earlier was made inside of this one.
+
+    A compiled region counts the depth of its calls from its own start, so for these the parent's name decides.
+    """
+    if earlier.depth != frame.depth:
+        return earlier.depth > frame.depth
+    return earlier.parent == frame.module != frame.parent
 
 
 def module_text(module: str, cls: str | None) -> str:

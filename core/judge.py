@@ -11,6 +11,10 @@ Recorded, and no alarm:
   call has changed it in place, and it is an alarm.
 - a gradient that a GradScaler looks at before it is used.
 - what a rule of the user's covers, and the same tensor in the calls that pass it on.
+- nan that a call makes of a mask of -inf, for as long as the calls around it have not returned. If the call around it
+  returns something finite, the nan is absorbed: a softmax over rows that are masked whole, and a `masked_fill` behind
+  it. If that call, or another one inside of it, returns a nan that this one explains, it is an alarm where it was made.
+  An inf, or a nan out of finite numbers, is an alarm at once.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
-from .frames import Frame, Mark, Page, Row
-from .records import Anomaly, Where
+from .frames import Frame, Mark, Page, Row, is_inside
+from .records import Anomaly, LookedAgain, OptimizerStep, Where
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
+_FORWARDS = ("forward", "recompute")
+_INFINITE = NonFinite.POSINF | NonFinite.INF
 EXPECTED = Mark.IGNORED | Mark.PASSED_THROUGH | Mark.SCALED
 
 
@@ -45,7 +51,25 @@ class Judgement(NamedTuple):
     scaled: Row | None = None
     """The first non-finite gradient that a GradScaler is to catch."""
     warnings: tuple[tuple[str, Row], ...] = ()
-    """(`near overflow` or `underflow`, row)"""
+    """(`near overflow`, `underflow`, or `zero` for a gradient that is exactly zero, row)"""
+    of: Frame | None = None
+    """The frame of the alarm, where that is an earlier one than the frame that was judged."""
+    absorbed: tuple[MaskNan, ...] = ()
+    """What this call around them has taken away."""
+
+
+class MaskNan(NamedTuple):
+    """A nan that a call has made of a mask of -inf, or has passed on."""
+
+    frame: Frame
+    row: Row
+    made: MaskNan | None = None
+    """Where it was made, if this call has only passed it on."""
+
+    @property
+    def maker(self) -> MaskNan:
+        """The nan of the call that made it."""
+        return self.made or self
 
 
 _NOTHING: frozenset[int] = frozenset()
@@ -79,11 +103,18 @@ def judge(
 class PageSoFar:
     """What the frames of a page have shown, in the order in which they were written. A fold around `judge`."""
 
-    __slots__ = ("returned", "waived")
+    __slots__ = ("masked", "returned", "waived")
 
     def __init__(self) -> None:
         self.waived: set[int] = set()
         self.returned: set[int] = set()
+        self.masked: list[MaskNan] = []
+        """What is undecided: the calls around these have not returned."""
+
+    @property
+    def undecided_depth(self) -> int:
+        """Depth of the deepest call whose nan is undecided: a frame no deeper may be around it. -1: there is none."""
+        return max((nan.frame.depth for nan in self.masked), default=-1)
 
     def judge(self, frame: Frame, limits: Limits = NO_LIMITS) -> Judgement:
         """Judge the next frame."""
@@ -93,7 +124,41 @@ class PageSoFar:
                 self.returned.add(row.value)
                 if row.mark & Mark.IGNORED:
                     self.waived.add(row.value)
-        return found
+        return self._with_masks(frame, found) if self.masked or found.alarm is not None else found
+
+    def _with_masks(self, frame: Frame, found: Judgement) -> Judgement:
+        """The judgement, once it is known what has become of the nan that masks made."""
+        if frame.phase not in _FORWARDS:
+            return found
+        ended: list[MaskNan] = []
+        if frame.outputs:  # a call that raised has returned nothing
+            ended = [nan for nan in self.masked if is_inside(nan.frame, frame)]
+            self.masked = [nan for nan in self.masked if not is_inside(nan.frame, frame)]
+        alarm = found.alarm
+        if alarm is None:
+            if any(row.flags & ~NonFinite.NEGINF for row in frame.outputs):
+                return found  # a rule of the user's covers it
+            return found._replace(absorbed=tuple(nan for nan in ended if nan.made is None))
+        if alarm.role_kind is not RoleKind.OUTPUT or not alarm.flags & NonFinite.NAN:
+            return found
+        if ended:
+            return found._replace(alarm=ended[0].maker.row, of=ended[0].maker.frame)
+        return self._handed_on(frame, alarm, found)
+
+    def _handed_on(self, frame: Frame, alarm: Row, found: Judgement) -> Judgement:
+        """A nan was returned by a call inside of which no mask has become nan."""
+        bad = [row for row in frame.inputs if row.flags]
+        nan = [row for row in bad if row.flags != NonFinite.NEGINF]
+        if not bad or any(row.flags & _INFINITE for row in frame.outputs):
+            return found
+        passed_on = [known for known in self.masked for row in nan if row.value == known.row.value >= 0]
+        if nan and not self.masked:
+            return found
+        if len(passed_on) == len(nan) and (frame.parent is not None or frame.phase == "recompute"):
+            self.masked.append(MaskNan(frame, alarm, passed_on[0].maker if passed_on else None))
+            return found._replace(alarm=None)
+        first = passed_on[0].maker if passed_on else self.masked[0].maker if nan else None
+        return found._replace(alarm=first.row, of=first.frame) if first is not None else found
 
 
 def is_argument(row: Row) -> bool:
@@ -136,22 +201,44 @@ def _warning(row: Row, limits: Limits) -> str | None:
         and row.headroom is not None
         and row.headroom <= limits.near_overflow
         and row.abs_max != DTYPE_MAX.get(row.dtype)  # what masks are filled with
+        and not row.mark & Mark.SCALED  # a GradScaler's scale grows until gradients overflow
     ):
         return "near overflow"
     share = limits.underflow_share
     if row.subnormals is None or not 0 < share < 1:
         return None
-    vanished = row.zeros == 1.0 and row.role_kind is RoleKind.GRAD_OUTPUT
-    return "underflow" if vanished or row.subnormals >= share else None
+    if row.subnormals >= share:
+        return "underflow"
+    return "zero" if row.zeros == 1.0 and row.role_kind is RoleKind.GRAD_OUTPUT else None
+
+
+class ZeroGradients:
+    """Which gradients that are exactly zero were not so before: only those have vanished.
+
+    A gradient is zero by design where the layer behind it begins at zero, such as LoRA's B. Zeros are counted in one of
+    `every` batches, and only a gradient that is all zero is told to this class.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._last: dict[tuple[str, str, str], int] = {}
+
+    def has_vanished(self, root: str, module: str, role: str, batch: int) -> bool:
+        """Take in a gradient that is exactly zero in a counted batch. True if it was not zero when last counted."""
+        key = (root, module, role)
+        last, self._last[key] = self._last.get(key), batch
+        if last is None:
+            return batch >= self._every
+        return batch - last > self._every
 
 
 def first_alarm(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:
     """The first alarm of a page, in the order in which things happened."""
     page = PageSoFar()
     for frame in frames:
-        row = page.judge(frame).alarm
-        if row is not None:
-            return frame, row
+        found = page.judge(frame)
+        if found.alarm is not None:
+            return found.of or frame, found.alarm
     return None
 
 
@@ -176,7 +263,16 @@ def anomaly_of(page: Page, frame: Frame, row: Row, *, aborts: bool = False, caus
     return anomaly_at(where, frame, row, aborts=aborts, cause=cause)
 
 
-def anomaly_at(where: Where, frame: Frame, row: Row, *, aborts: bool = False, cause: str = "") -> Anomaly:
+def anomaly_at(
+    where: Where,
+    frame: Frame,
+    row: Row,
+    *,
+    aborts: bool = False,
+    cause: str = "",
+    optimizer: OptimizerStep | None = None,
+    again: LookedAgain | None = None,
+) -> Anomaly:
     """The event for one row of a frame, at a place in the run."""
     return Anomaly(
         where=where,
@@ -193,4 +289,6 @@ def anomaly_at(where: Where, frame: Frame, row: Row, *, aborts: bool = False, ca
         aborts=aborts,
         cause=cause or ("not looked into: --every" if row.mark & Mark.SKIPPED else ""),
         collectives=frame.collectives,
+        optimizer=optimizer,
+        again=again,
     )

@@ -80,6 +80,36 @@ class Where(msgspec.Struct, frozen=True):
     """Name of a process group -> collectives that the rank had issued on it."""
 
 
+class OptimizerStep(msgspec.Struct, frozen=True):
+    """The optimizer that stepped on a weight, with the settings that are numbers, as in its parameter group.
+
+    `betas=(0.9, 0.999)` is `betas[0]` and `betas[1]`; True is 1.
+    """
+
+    cls: str
+    """`torch.optim.adamw.AdamW`"""
+    settings: dict[str, float] = {}
+
+
+class LookedAgain(msgspec.Struct, frozen=True):
+    """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
+
+    weights: dict[str, str] = {}
+    shards: dict[str, str] = {}
+    """Of FSDP2: this rank's own parts of the weights."""
+    buffers: dict[str, str] = {}
+    """Those that are not finite."""
+    autocast: str = ""
+    """The dtype that autocast computed in; "" where it was off."""
+    optimizer: OptimizerStep | None = None
+    """Whose step was the last before, with the settings of its first parameter group."""
+    changed: list[str] = []
+    """Weights of the whole model that were changed since they were last read: `weight of `enter` (Linear), abs max
+    1.00e+00 then, 1.00e+38 now`. A script, or a flipped bit, can do that without a trace."""
+    same_step: bool = True
+    """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
+
+
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """The first frame of a batch with a non-finite value that is not an expected one."""
 
@@ -99,6 +129,10 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """Why an expected value became an alarm: `GradScaler skipped 12 steps in a row (scale 16)`."""
     collectives: int = 0
     """How many collectives were issued during the module's call."""
+    optimizer: OptimizerStep | None = None
+    """Of a weight that was found non-finite after a step: whose step it was, if that is known."""
+    again: LookedAgain | None = None
+    """What a second look at the module has found. Only a rank's first alarm has it."""
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warned"):
@@ -141,6 +175,34 @@ class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
     module: str
     role: str
     value: str
+
+
+class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
+    """The first nan of one row of one module that came of a mask of -inf and that the call around it took away."""
+
+    where: Where
+    module: str
+    cls: str
+    role: str
+    value: str
+    dtype: str
+    by: str = ""
+    """Name of the module around it, which returned something finite."""
+
+
+class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
+    """What the model was handed in the batch of a rank's first alarm: role -> digest (batch_digest.py)."""
+
+    where: Where
+    digests: dict[str, str]
+
+
+class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
+    """A module in which compiled code runs that no frame shows: torch.compile broke its graph in the call around it."""
+
+    where: Where
+    module: str
+    cls: str
 
 
 class Cost(msgspec.Struct, frozen=True, tag="cost"):
@@ -350,6 +412,9 @@ WorkerEvent = (
     | Warned
     | ScalerSkip
     | Ignored
+    | Absorbed
+    | NotLookedInto
+    | BatchInputs
     | Cost
     | ScriptError
     | ScriptExit

@@ -115,4 +115,7 @@ def _exceptions(ranks: list[RankFacts]) -> str:
     skipping = [rank for rank in ranks if rank.skipped_steps]
     if skipping:
         found.append(f"gradients whose step a GradScaler skipped on {ranks_text([rank.rank for rank in skipping])}")
+    absorbed = sum(rank.absorbed_rows for rank in ranks)
+    if absorbed:
+        found.append(f"{absorbed} tensor{'s' if absorbed != 1 else ''} of nan out of masks that the model took away")
     return f", but for {' and '.join(found)}" if found else ""

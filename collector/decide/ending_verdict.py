@@ -12,6 +12,7 @@ from .words import (
     device_of,
     doing,
     first_line,
+    left_silently,
     node_name,
     own_error,
     pid_of,
@@ -89,6 +90,8 @@ def how_it_ended(rank: RankFacts) -> str:
         return f"raised {error.error}{f': {message}' if message else ''}{when}"
     if rank.exit is not None and _killed(rank):
         return f"was killed by {signal_name(-(rank.exit.code or 0))} {doing(rank.exit)}"
+    if rank.exit is not None and left_silently(rank):
+        return f"left with exit code 0 {doing(rank.exit)}"
     code = rank.script_exit.code if rank.script_exit is not None else rank.exit.code if rank.exit is not None else None
     return f"ended with exit code {code}"
 
@@ -138,6 +141,8 @@ def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
     if _killed(rank):
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:
+        return True
+    if left_silently(rank):
         return True
     return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code not in (0, None)
 
@@ -203,6 +208,11 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
         evidence = [error.traceback.strip()]
         where = error.where
+    elif left_silently(first):
+        assert first.exit is not None
+        statement = f"{who} left with exit code 0 {doing(first.exit)}, before its script had ended."
+        evidence = [f"its process ended by itself, and its recorder says: {doing(first.exit)}"]
+        where = first.exit.where
     else:
         code = first.script_exit.code if first.script_exit is not None else first.exit.code if first.exit else None
         statement = f"{who} ended with exit code {code}."
@@ -221,7 +231,11 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         step=where.step,
         batch=where.batch if where.batch >= 0 else None,
         evidence=evidence,
-        next=["The script failed by itself: the traceback is above, and as torchrun prints it in the job's output."],
+        next=[
+            "Look for os._exit or sys.exit in what runs there."
+            if left_silently(first)
+            else "The script failed by itself: the traceback is above, and as torchrun prints it in the job's output."
+        ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in same)}),
     )
 

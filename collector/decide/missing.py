@@ -6,6 +6,7 @@ from itertools import count, islice
 
 from ...core.text.ranks_text import ranks_text
 from ..facts import RankFacts, RunFacts
+from .words import doing, left_silently
 
 _HARMLESS = ("preflight", "hooks", "device note", "native frame writer", "stacks")
 """Parts whose faults cost no frame. `hooks`, `device note` and `native frame writer` are notes about how frames are
@@ -63,6 +64,9 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     if state.hooks == "failed":
         return [("could not be watched: the hooks failed", "could not be watched: the hooks failed")]
     found = []
+    if left_silently(rank):
+        text = f"left with exit code 0 {doing(exit_)}"
+        found.append((text, text))
     if batches_of(rank) <= 0:
         found.append(("called no module", "called no module"))
     elif exit_.where.page < 0:

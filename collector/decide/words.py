@@ -50,6 +50,18 @@ def doing(exit_: WorkerExit) -> str:
     }.get(exit_.phase, f"in phase {exit_.phase}")
 
 
+def left_silently(rank: RankFacts) -> bool:
+    """Whether a process ended with code 0 in the middle of its work, as `os._exit(0)` does it."""
+    exit_ = rank.exit
+    return (
+        exit_ is not None
+        and (exit_.code, exit_.by) == (0, "itself")
+        and rank.script_exit is None
+        and not rank.errors
+        and exit_.phase in ("forward", "backward", "optimizer")
+    )
+
+
 def progress(rank: RankFacts) -> str:
     """How far a rank got."""
     stage = unfinished_stage(rank)

@@ -6,17 +6,25 @@ between calls may have used it if that code made a tensor of its own afterwards;
 the tensor.
 
     h = self.enter(x); y = self.root(h); return self.leave(y)     the gradient of h: made by the backward of `root`
-    h = self.enter(x); return self.leave(h + self.root(h))        of h: made in this module, before that of `enter`
+    h = self.enter(x); return self.leave(self.root(h).sqrt())     of what `root` returned: `leave` or this module's code
+    h = self.enter(x); return self.leave(h + self.root(h))        of h: made by `root`, most likely: own code had to use
+                                                                  what `root` returned, and may have used h as well
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind
+from ...core.values import DTYPE_MAX
 from .calls import Calls
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .users import Users, users_inside, users_of
+
+_FAR = 2.0**8
+"""Gradients that are so many times smaller than the dtype's largest number do not overflow when they are added."""
 
 
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
@@ -58,8 +66,16 @@ class _Backward:
         if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):
             # made by its own code, or by a call that used what its own code had made
             after = self._last_finite(mine[0].module, below=True)
+            inside = users_inside(self._calls, mine[0], -1)
+            suspects = tuple(dict.fromkeys(call.module for call in inside.takers))
             return self._diagnosis(
-                mine[0].module, mine[0].cls, self._row.role, between=(after, module or self._frame.cls)
+                mine[0].module,
+                mine[0].cls,
+                self._row.role,
+                between=(after, module or self._frame.cls),
+                sure=not suspects,
+                suspects=suspects,
+                own_code=(mine[0].module,),
             )
         return self._diagnosis(module, self._frame.cls, self._row.role)
 
@@ -72,20 +88,43 @@ class _Backward:
             return self._somewhere(users, sure=bool(made))
         return self._of_users(users)
 
-    def _of_users(self, users: Users) -> LocalDiagnosis:
-        """Descend into the only call that used the tensor, for as long as there is only one."""
+    def _of_users(self, users: Users, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
+        """Descend into the only call that used the tensor, for as long as there is only one.
+
+        `own_code`: modules around it whose own code may have used it as well.
+        """
         user = users.only_call
+        if user is None and users.likely_call is not None and self._is_no_sum(users.likely_call):
+            user = users.likely_call
+            own_code = (*own_code, *users.own_code)
         if user is None:
             if users.returned and not users.calls and not users.own_code:
                 return self._outside()
-            return self._somewhere(users, sure=bool(users.calls or users.own_code))
+            return self._somewhere(users, own_code, sure=bool(users.calls or users.own_code))
         if not self._calls.children(user):
             if not self._seen_finite([user]):
-                return self._somewhere(users, sure=False)
+                return self._somewhere(users, own_code, sure=False)
             role = next(row.role for row in user.inputs if row.value == users.value)
             received = user.collectives > 0 or self._may_be_received([user])
-            return self._diagnosis(user.module, user.cls, f"grad {role}", source="received" if received else "made")
-        return self._of_users(users_inside(self._calls, user, users.value))
+            return self._diagnosis(
+                user.module,
+                user.cls,
+                f"grad {role}",
+                source="received" if received else "made",
+                sure=not own_code,
+                own_code=own_code,
+            )
+        return self._of_users(users_inside(self._calls, user, users.value), own_code)
+
+    def _is_no_sum(self, user: Frame) -> bool:
+        """Whether the value is no sum of finite gradients: it is nan, or those before were far from overflow."""
+        if self._row.nan:
+            return True
+        largest = DTYPE_MAX.get(self._row.dtype)
+        seen = [
+            row.abs_max for frame in self._before for row in frame.gradients if row.finite and row.abs_max is not None
+        ]
+        return largest is not None and max(seen, default=0.0) < largest / _FAR
 
     def _sharing(self) -> set[str]:
         """Other modules that used the same parameter."""
@@ -161,8 +200,9 @@ class _Backward:
 
     # -- diagnoses -----------------------------------------------------------------------------------------------
 
-    def _somewhere(self, users: Users, *, sure: bool = True) -> LocalDiagnosis:
+    def _somewhere(self, users: Users, own_code: tuple[str, ...] = (), *, sure: bool = True) -> LocalDiagnosis:
         """Several users, or their sum, can have made it. Name the smallest module that holds all of them."""
+        suspects = tuple(dict.fromkeys(call.module for call in [*users.calls, *users.takers]))
         scope = users.scope
         last = [(frame.index, call.module) for call in users.calls for frame, row in self._gradients_of(call)]
         after = max(last)[1] if last else self._last_finite(scope)
@@ -175,7 +215,9 @@ class _Backward:
             self._row.role,
             source="received" if received else "made",
             between=(after, self._frame.module or self._frame.cls),
-            sure=sure,
+            sure=sure and not suspects and not own_code,
+            suspects=suspects,
+            own_code=tuple(dict.fromkeys((*own_code, *users.own_code))),
         )
 
     def _outside(self) -> LocalDiagnosis:
@@ -194,8 +236,10 @@ class _Backward:
         between: tuple[str, str | None] | None = None,
         sure: bool = True,
         notes: tuple[str, ...] = (),
+        suspects: tuple[str, ...] = (),
+        own_code: tuple[str, ...] = (),
     ) -> LocalDiagnosis:
-        return diagnosis_of_row(
+        found = diagnosis_of_row(
             self._page,
             self._frame,
             self._row,
@@ -209,6 +253,7 @@ class _Backward:
             sure=sure,
             notes=notes,
         )
+        return replace(found, suspects=suspects, own_code=own_code)
 
 
 def _is_inside(module: str, scope: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from ...core.frames import Frame, Row
+from ...core.frames import Frame, Row, is_inside
 
 _SYNCHRONISED = "SyncBatchNorm"
 
@@ -24,7 +24,7 @@ class Calls:
         open_: list[Frame] = []
         for frame in self.frames:
             children: list[Frame] = []
-            while open_ and _is_child(open_[-1], frame):
+            while open_ and is_inside(open_[-1], frame):
                 children.append(open_.pop())
             self._children[frame.index] = children[::-1]
             for child in children:
@@ -106,16 +106,6 @@ class Calls:
         while (parent := self.parent(holder)) is not None and takes(parent, bad.value):
             holder = parent
         return holder
-
-
-def _is_child(earlier: Frame, frame: Frame) -> bool:
-    """Whether a call that returned earlier was inside this one.
-
-    A compiled region counts the depth of its calls from its own start, so for these the parent's name decides.
-    """
-    if earlier.depth != frame.depth:
-        return earlier.depth > frame.depth
-    return earlier.parent == frame.module != frame.parent
 
 
 def takes(frame: Frame, value: int) -> bool:

@@ -18,4 +18,7 @@ def diagnose(anomalies: Sequence[Anomaly], pages: Mapping[int, Page]) -> LocalDi
     if not anomalies:
         return None
     page = pages.get(anomalies[0].where.page)
-    return origin_in_page(page, anomalies[0]) if page is not None else from_event(anomalies[0])
+    if page is None:
+        return from_event(anomalies[0])
+    earlier = [found for found in pages.values() if found.root == page.root and found.number < page.number]
+    return origin_in_page(page, anomalies[0], sorted(earlier, key=lambda found: -found.number))

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...core.frames import Frame, Page, Row
+from ...core.frames import Frame, Page, Row, module_text
 from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "weight", "skipped", "reduced", "received", "carried"]
+Source = Literal["made", "outside", "changed", "weight", "skipped", "reduced", "received", "carried"]
 """How the value came to the place that a diagnosis names.
 
 made        that place made it, out of finite values
 outside     the model, or its backward, was handed it
+changed     a weight was changed outside of forward, backward and step
 weight      it is in a weight, and no frame shows how it came there
 skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
@@ -53,6 +54,14 @@ class LocalDiagnosis:
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
     """(module, class) in which an expected -inf turned into nan."""
+    weights_read: bool = True
+    """False: its weights were last read after an optimizer step, and not again when the value was seen."""
+    suspects: tuple[str, ...] = ()
+    """Calls that can have made a gradient, where several can have: `module` holds all of them."""
+    own_code: tuple[str, ...] = ()
+    """Modules whose own code can have made a gradient."""
+    mask: str = ""
+    """Of which -inf a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: str = "forward"
     """Phase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
     cause: str = ""
@@ -108,14 +117,30 @@ def diagnosis_of_row(
         seq=min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1),
         frame=frame.index,
         between=between,
-        sure=sure,
+        sure=sure and not (source == "made" and anomaly.again is not None and anomaly.again.changed),
         clock=anomaly.where.clock,
         at=(frame.module, frame.cls, row.role),
         turned=turned,
         seen_in=frame.phase,
         cause=anomaly.cause,
-        notes=notes,
+        notes=(*notes, *around(anomaly)),
     )
+
+
+def around(anomaly: Anomaly) -> tuple[str, ...]:
+    """What a second look at the module of an alarm has found beside its weights."""
+    again = anomaly.again
+    if again is None:
+        return ()
+    place = module_text(anomaly.module, anomaly.cls)
+    found = [f"buffer {name} of {place} is {value}" for name, value in again.buffers.items()]
+    found += [f"changed since it was last read, by no step that was seen: {text}" for text in again.changed]
+    if again.autocast:
+        found.append(f"autocast was on: {again.autocast}")
+    if again.optimizer is not None and "lr" in again.optimizer.settings:
+        name = again.optimizer.cls.rpartition(".")[2]
+        found.append(f"the last step before was of {name}, learning rate {again.optimizer.settings['lr']:g}")
+    return tuple(found)
 
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:

@@ -7,20 +7,29 @@ code between two calls made it. The backward (backward_origin.py) and the step (
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
 
 from ...core.frames import Frame, Mark, Page, Row, module_text
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
+from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
 from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
 
+_FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
 
-def origin_in_page(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
-    """The origin of an anomaly in its page. If the page has lost that frame, the event alone is diagnosed."""
+
+def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -> LocalDiagnosis:
+    """The origin of an anomaly in its page. If the page has lost that frame, the event alone is diagnosed.
+
+    `earlier` are pages of the same root from before, latest first. They tell what is new in this one.
+    """
     frames = sorted(page.frames, key=lambda frame: frame.index)
     first = next((frame for frame in frames if frame.index == anomaly.frame), None)
     if first is None or page.lost_frames or is_skipped(anomaly):
@@ -29,7 +38,7 @@ def origin_in_page(page: Page, anomaly: Anomaly) -> LocalDiagnosis:
         expected = first_expected_gradient(frames)
         return _of_gradient(page, frames, *expected, anomaly) if expected is not None else from_event(anomaly)
     if first.phase in ("forward", "recompute"):
-        return _Forward(page, Calls.around(frames, first), anomaly).explain(first)
+        return _Forward(page, Calls.around(frames, first), anomaly, earlier).explain(first)
     row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
     if row is None:  # its own rows were lost
         return from_event(anomaly)
@@ -48,8 +57,9 @@ def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomal
 class _Forward:
     """Follows a bad value back through the calls of one forward."""
 
-    def __init__(self, page: Page, calls: Calls, anomaly: Anomaly) -> None:
+    def __init__(self, page: Page, calls: Calls, anomaly: Anomaly, earlier: Sequence[Page]) -> None:
         self._page = page
+        self._earlier = earlier
         self._calls = calls
         self._anomaly = anomaly
         self._turned: tuple[str, str] | None = None
@@ -59,9 +69,19 @@ class _Forward:
         """Why this call returned a non-finite value. `output` is the row to explain; without it, the worst is."""
         bad_weight = next((row for row in frame.weights if not row.finite), None)
         if bad_weight is not None:
-            return self._diagnosis(frame, bad_weight, frame.module, frame.cls, phase="weight", source="weight")
+            return self._of_weight(frame, bad_weight)
+        changed = self._changed_weight(frame)
+        if changed is not None:
+            return replace(
+                self._of_weight(frame, changed),
+                notes=(f"{changed.role} was finite when it was read after the last step",),
+            )
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
+        if bad_input is not None and output is not None and bad_input.only_neginf and output.nan:
+            before = neginf_before(self._earlier, frame, bad_input.role)
+            if before is None or before.seen:
+                return self._out_of_mask(frame, output, bad_input, before)
         if bad_input is not None:
             if bad_input.only_neginf and output is not None and not output.only_neginf:
                 self._turned = self._turned or (frame.module, frame.cls)
@@ -70,18 +90,93 @@ class _Forward:
             return from_event(self._anomaly)
         return self._made_in(frame, output)
 
+    def _out_of_mask(self, frame: Frame, output: Row, mask: Row, before: Before | None) -> LocalDiagnosis:
+        """The call made nan of an -inf that is nothing new, or that is known to be the whole of a row."""
+        given = self._trace_input(frame, mask)  # before the nan has a place of its own
+        self._turned = (frame.module, frame.cls)
+        place = module_text(*given.at[:2])
+        notes = [
+            f"the -inf in {mask.role} came from {given.at[2]} of {place}" if given.at != self._at(frame, mask) else ""
+        ]
+        if before is not None:
+            notes.append(f"{mask.role} held -inf in batch {before.batch} as well, and no nan came of it")
+        else:
+            notes.append(f"no earlier batch was received, so it is not known whether {mask.role} always holds -inf")
+        found = self._diagnosis(
+            frame,
+            output,
+            frame.module,
+            frame.cls,
+            source="made",
+            sure=before is not None or bool(mask.mark & Mark.CLOSED),
+            notes=tuple(filter(None, notes)),
+        )
+        closed = f"a row of {mask.role} is -inf throughout" if mask.mark & Mark.CLOSED else ""
+        return replace(found, mask=closed or f"{mask.role} held -inf")
+
+    @staticmethod
+    def _at(frame: Frame, row: Row) -> tuple[str, str, str]:
+        return frame.module, frame.cls, row.role
+
+    def _of_weight(self, frame: Frame, bad: Row) -> LocalDiagnosis:
+        """A weight is bad. Where FSDP gathers it from all ranks, this rank's own shard may be finite."""
+        again = self._anomaly.again
+        mine = self._anomaly.module == frame.module and again is not None
+        shard = again.shards.get(bad.parsed_role.name, "") if mine and again is not None else ""
+        if shard == "finite":
+            note = f"this rank's own shard of {bad.role} was finite: the whole weight is gathered from all ranks"
+            return self._diagnosis(frame, bad, frame.module, frame.cls, source="received", notes=(note,))
+        notes = (f"this rank's own shard of {bad.role} was {shard}",) if shard else ()
+        return self._diagnosis(frame, bad, frame.module, frame.cls, phase="weight", source="weight", notes=notes)
+
+    def _changed_weight(self, frame: Frame) -> Row | None:
+        """A weight that was finite when it was last read, and not in the second look that the alarm led to."""
+        again = self._anomaly.again
+        if again is None or frame.index != self._anomaly.frame or not again.same_step:
+            return None
+        for row in frame.weights:
+            found = again.weights.get(row.parsed_role.name, "finite")
+            if found != "finite" and row.finite:
+                return msgspec.structs.replace(row, flags=int(_FLAGS[found]), abs_max=None)
+        return None
+
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         """The call's own code made it; if it has children, after the last of them returned."""
         children = self._calls.children(frame)
-        earlier = _followable(children[::-1], output)
+        earlier = self._followable(children[::-1], output)
         if earlier is not None:
             self._turns(earlier[1], output, frame.module, frame.cls)
             return self.explain(*earlier)
         between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
-        return self._diagnosis(
-            frame, output, frame.module, frame.cls, source="received" if received else "made", between=between
+        found = self._diagnosis(
+            frame,
+            output,
+            frame.module,
+            frame.cls,
+            source="received" if received else "made",
+            between=between,
+            notes=self._removed(frame, output),
         )
+        return replace(found, weights_read=self._looked_again(frame))
+
+    def _looked_again(self, frame: Frame) -> bool:
+        """Whether the weights of a call were read again when the alarm was raised, and were finite."""
+        names = {row.parsed_role.name for row in frame.weights}
+        again = self._anomaly.again
+        if not names or again is None:
+            return not names
+        return frame.module == self._anomaly.module and all(again.weights.get(name) == "finite" for name in names)
+
+    def _removed(self, frame: Frame, output: Row) -> tuple[str, ...]:
+        """Where the value was taken away again, if a call around this one has returned something finite."""
+        around = self._calls.parent(frame)
+        while around is not None and around.outputs:
+            if all(row.finite for row in around.outputs):
+                value = name_of(NonFinite(output.flags))
+                return (f"{module_text(around.module, around.cls)} took it away: it returned no {value}",)
+            around = self._calls.parent(around)
+        return ()
 
     def _trace_input(self, frame: Frame, bad: Row) -> LocalDiagnosis:
         """Follow a bad input back to the call that returned it, the model's input, or the code between two calls."""
@@ -102,7 +197,7 @@ class _Forward:
             given = _worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
             if given is not None:
                 return self._trace_input(parent, given)
-        earlier = _followable(calls.older_siblings(holder), bad)
+        earlier = self._followable(calls.older_siblings(holder), bad)
         if earlier is not None and not again:
             self._turns(earlier[1], bad, holder.parent or "", self._class_of(holder, parent))
             return self.explain(*earlier)
@@ -133,6 +228,27 @@ class _Forward:
             sure=sure,
             notes=tuple(notes),
         )
+
+    def _followable(self, earlier: Iterable[Frame], bad: Row) -> tuple[Frame, Row] | None:
+        """A call in `earlier` (latest first) whose non-finite output raised no alarm and explains `bad`.
+
+        A waived output explains everything but a -inf. An output of -inf explains a -inf, and the latest one a nan,
+        unless that call returned -inf in an earlier batch as well.
+        """
+        for position, frame in enumerate(earlier):
+            for row in frame.outputs:
+                if row.finite:
+                    continue
+                if row.only_neginf:
+                    if bad.only_neginf or (bad.nan and position == 0 and self._is_new(frame, row)):
+                        return frame, row
+                elif row.mark & Mark.IGNORED and not bad.only_neginf:
+                    return frame, row
+        return None
+
+    def _is_new(self, frame: Frame, row: Row) -> bool:
+        before = neginf_before(self._earlier, frame, row.role)
+        return before is None or not before.seen
 
     def _class_of(self, holder: Frame, parent: Frame | None) -> str:
         """The class of the module around a call, whose own frame may be missing."""
@@ -190,18 +306,30 @@ def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
     return bad if bad_output is None or bad_output.nan or bad_output.only_neginf else None
 
 
-def _followable(earlier: Iterable[Frame], bad: Row) -> tuple[Frame, Row] | None:
-    """A call in `earlier` (latest first) whose non-finite output raised no alarm and explains `bad`.
+class Before(NamedTuple):
+    """What an earlier batch says of a row."""
 
-    A waived output explains everything but a -inf. An output of -inf explains a -inf, and the latest one a nan.
+    batch: int
+    seen: bool
+    """It held -inf there."""
+
+
+def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> Before | None:
+    """Whether a row of the same module held -inf in an earlier batch. `earlier` are pages, latest first.
+
+    None if no earlier batch has that row.
     """
-    for position, frame in enumerate(earlier):
-        for row in frame.outputs:
-            if row.finite:
-                continue
-            if row.only_neginf:
-                if bad.only_neginf or (bad.nan and position == 0):
-                    return frame, row
-            elif row.mark & Mark.IGNORED and not bad.only_neginf:
-                return frame, row
-    return None
+    absent: Before | None = None
+    for page in earlier:
+        rows = [
+            row
+            for other in page.frames
+            if (other.module, other.phase) == (frame.module, frame.phase)
+            for row in other.rows
+            if row.role == role and row.kind == "measured"
+        ]
+        if any(row.only_neginf for row in rows):
+            return Before(page.batch, True)
+        if rows and absent is None:
+            absent = Before(page.batch, False)
+    return absent

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from ...core.frames import Frame, Page, Row, format_number
-from ...core.records import Anomaly
+from ...core.records import Anomaly, OptimizerStep
 from ...core.roles import RoleKind
-from .local_diagnosis import LocalDiagnosis, diagnosis_of_row
+from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
+from .step_rules import KnownStep, can_make_non_finite
 
 
 def explain_reduced(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
@@ -49,6 +52,24 @@ def explain_step(
     ]
     was_bad = any(not weight.finite for weight in before)
     made = bool(gradients) and not was_bad
+    notes = tuple(_state(frames, frame, row.parsed_role.name))
+    source: Source = "made" if made else "weight"
+    sure = True
+    if made:
+        step = anomaly.optimizer
+        can = can_make_non_finite(step, _known(frames, frame, row, before, gradients)) if before else None
+        used = f"{_name_of(step)}, learning rate {step.settings['lr']:g}" if step and "lr" in step.settings else ""
+        notes = (*notes, *([f"the step: {used}"] if used else []))
+        if can is False:
+            source = "changed"
+            largest = format_number(before[-1].abs_max).strip()
+            notes = (
+                *notes,
+                f"from a weight of at most {largest} and these gradients, that step's rule gives no such number",
+            )
+        elif can is None:
+            sure = False
+            notes = (*notes, _OPEN)
     return diagnosis_of_row(
         page,
         frame,
@@ -56,10 +77,38 @@ def explain_step(
         anomaly,
         module=frame.module,
         cls=frame.cls,
-        phase="optimizer" if made else "weight",
-        source="made" if made else "weight",
-        notes=tuple(_state(frames, frame, row.parsed_role.name)),
+        phase="optimizer" if source == "made" else "weight",
+        source=source,
+        sure=sure,
+        notes=notes,
     )
+
+
+_OPEN = (
+    "it is not known whether that step's rule can give it: the step can have made it, or something else has changed "
+    "the weight after the forward"
+)
+
+
+def _name_of(step: OptimizerStep) -> str:
+    return step.cls.rpartition(".")[2]
+
+
+def _known(frames: list[Frame], frame: Frame, row: Row, before: list[Row], gradients: list[Row]) -> KnownStep:
+    """What went into the step of one weight."""
+    state = {other.parsed_role.key: _number(other) for other in _state_rows(frames, frame, row.parsed_role.name)}
+    return KnownStep(
+        weight=max(map(_number, before)),
+        gradient=max(map(_number, gradients)),
+        state=state,
+        elements=math.prod(row.shape) if row.shape is not None else 1 << 40,
+        dtype=row.dtype,
+    )
+
+
+def _number(row: Row) -> float:
+    """A row's abs max; inf where it is not finite or not known."""
+    return row.abs_max if row.finite and row.abs_max is not None else math.inf
 
 
 def local_gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
@@ -86,15 +135,17 @@ def _gradients(frames: list[Frame], frame: Frame, role: str) -> list[Row]:
 
 
 def _state(frames: list[Frame], frame: Frame, name: str) -> list[str]:
-    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state.
-
-    It stands in the frame of the weight, or on a device in a later frame, which was written when its numbers arrived.
-    """
+    """`exp_avg_sq of weight: abs min 0.00e+00, abs max 0.00e+00`, for each tensor of a parameter's state."""
     found = []
-    of_module = [f for f in frames if f.phase == "optimizer" and f.module == frame.module and f.index >= frame.index]
-    for row in (row for other in of_module for row in other.rows):
-        role = row.parsed_role
-        if role.kind is RoleKind.STATE and role.name == name and row.kind == "measured":
+    for row in _state_rows(frames, frame, name):
+        if row.kind == "measured":
             smallest, largest = format_number(row.abs_min).strip(), format_number(row.abs_max).strip()
-            found.append(f"the optimizer's {role.key} of {name}: abs min {smallest}, abs max {largest}")
+            found.append(f"the optimizer's {row.parsed_role.key} of {name}: abs min {smallest}, abs max {largest}")
     return found
+
+
+def _state_rows(frames: list[Frame], frame: Frame, name: str) -> list[Row]:
+    """A parameter's state: in the frame of the weight, or on a device in one that was written when its numbers came."""
+    of_module = [f for f in frames if f.phase == "optimizer" and f.module == frame.module and f.index >= frame.index]
+    rows = [row for other in of_module for row in other.rows]
+    return [row for row in rows if row.role_kind is RoleKind.STATE and row.parsed_role.name == name]

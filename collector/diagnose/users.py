@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...core.frames import Frame, Row
 from .calls import Calls, returns, takes
@@ -22,11 +23,30 @@ class Users:
     """It was handed to a module that is not watched, whose users are unknown."""
     value: int = -1
     """Value index of the tensor; of several tensors, the last."""
+    takers: list[Frame] = field(default_factory=list)
+    """Calls that were handed what own code has made. What that code made of the tensor may be among it."""
+    explained: bool = True
+    """Whether own code, wherever it made a tensor, had another one to work on: one that no call was handed."""
+
+    def add(self, own: OwnCode | None) -> None:
+        """Add what own code has made; None: nothing that is known."""
+        self.takers += own.takers if own is not None else []
+        self.explained &= own is not None and own.explained
 
     @property
     def only_call(self) -> Frame | None:
         """The only call that can have used it; None if anything else can have."""
         if len(self.calls) != 1 or self.own_code or self.returned or self.unwatched:
+            return None
+        return self.calls[0]
+
+    @property
+    def likely_call(self) -> Frame | None:
+        """The only call that was handed it, where own code had something else to work on.
+
+        `x + self.act(self.norm(x))`: `norm` was handed x, and own code has what `act` returned. It may use x, too.
+        """
+        if len(self.calls) != 1 or not self.explained or self.returned or self.unwatched:
             return None
         return self.calls[0]
 
@@ -57,8 +77,10 @@ def users_of(calls: Calls, made: list[Frame], roles: list[str]) -> Users:
 def users_inside(calls: Calls, user: Frame, value: int) -> Users:
     """What inside a call can have used the tensor that the call was handed."""
     inner = Users([child for child in calls.children(user) if _uses(child, value)], value=value)
-    if not inner.calls or _own_code_may_use(calls, user, -1):
+    own = _own_code(calls, user, -1)
+    if not inner.calls or own is not None:
         inner.own_code.append(user.module)
+        inner.add(own)
     return inner
 
 
@@ -67,8 +89,10 @@ def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
     inside, scope = call, calls.parent(call)
     while scope is not None:
         users.calls += [child for child in calls.children(scope) if child.index > inside.index and _uses(child, value)]
-        if _own_code_may_use(calls, scope, inside.index):
+        own = _own_code(calls, scope, inside.index)
+        if own is not None:
             users.own_code.append(scope.module)
+            users.add(own)
         if not returns(scope, value):
             return
         inside, scope = scope, calls.parent(scope)
@@ -83,14 +107,31 @@ def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
         ]
 
 
-def _own_code_may_use(calls: Calls, scope: Frame, since: int) -> bool:
-    """Whether a module's own code made a tensor after its call `since` that can have a gradient."""
+class OwnCode(NamedTuple):
+    """What a module's own code has made between its calls."""
+
+    takers: list[Frame]
+    explained: bool
+
+
+def _own_code(calls: Calls, scope: Frame, since: int) -> OwnCode | None:
+    """What a module's own code has made after its call `since` that can have a gradient; None if nothing."""
     known = _Known(scope.inputs)
-    for child in calls.children(scope):
+    free: list[int] = []
+    takers: list[Frame] = []
+    explained, made = True, False
+    children = calls.children(scope)
+    for child in children:
         if child.index > since and any(_can_lead_on(row) and row not in known for row in child.inputs):
-            return True
+            takers.append(child)
+            explained &= bool(free)
         known.add(child.outputs)
-    return any(_can_lead_on(row) and row not in known for row in scope.outputs)
+        returned = [row.value for row in child.outputs if _can_lead_on(row) and row.value >= 0]
+        free += [value for value in returned if not any(_uses(other, value) for other in children)]
+    if any(_can_lead_on(row) and row not in known for row in scope.outputs):
+        made = True
+        explained &= bool(free)
+    return OwnCode(takers, explained) if takers or made else None
 
 
 def _uses(call: Frame, value: int) -> bool:

@@ -20,7 +20,7 @@ from ..earlier import EarlierLife
 from ..facts import RankFacts, RunFacts
 from .attempts import AttemptReport, other_attempts
 from .frame_selection import Shown, frames_to_show, target_of
-from .notices import cost_of, scaler_of, waived_of, warnings_of
+from .notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
 from .preflight_table import PreflightReport, preflight_report
 from .ranks_to_show import ranks_to_show, traces_to_show
 from .stacks import stack_of
@@ -119,6 +119,9 @@ class RankReport(msgspec.Struct, frozen=True):
     `gpuwatch report --rank N`."""
     traces_left_out: int = 0
     """Traced batches that are in the store alone."""
+    absorbed: int = 0
+    """Nan out of masks of -inf that the model took away again; `absorbed_first` has the first of each place."""
+    absorbed_first: list[dict[str, Any]] = []
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -284,6 +287,8 @@ def _rank_report(
         frames_comparable=shown.comparable,
         pages=len(rank.pages),
         traces_left_out=traces_left_out,
+        absorbed=rank.absorbed_rows,
+        absorbed_first=absorbed_of(rank),
     )
 
 

@@ -109,6 +109,22 @@ def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
     ]
 
 
+def absorbed_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """For report.json: the first absorbed nan of each module and role."""
+    return [
+        {
+            "module": absorbed.module,
+            "class": absorbed.cls,
+            "role": absorbed.role,
+            "value": absorbed.value,
+            "dtype": absorbed.dtype,
+            "by": absorbed.by,
+            "batch": absorbed.where.batch,
+        }
+        for absorbed in rank.absorbed
+    ]
+
+
 def cost_of(rank: RankFacts) -> dict[str, Any] | None:
     """For report.json: medians of the time from one batch to the next."""
     cost = rank.cost

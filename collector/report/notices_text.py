@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.frames import format_number
+from ...core.frames import format_number, module_text
 from ..decide.words import ranks_text
 from .model import RankReport, Report
 from .notices import share_text
@@ -20,7 +20,13 @@ _MAX_HIDDEN = 4
 def print_notices(console: Console, report: Report) -> None:
     """Values near trouble, then expected and waived values, then skipped batches and the cost of watching."""
     _warnings(console, report.ranks)
-    for line in [*_scaler(report.ranks), *_waived(report.ranks), *_skipped(report.ranks), *_cost(report.ranks)]:
+    for line in [
+        *_scaler(report.ranks),
+        *_waived(report.ranks),
+        *_absorbed(report.ranks),
+        *_skipped(report.ranks),
+        *_cost(report.ranks),
+    ]:
         console.print(Text(line))
 
 
@@ -105,6 +111,23 @@ def _waived(ranks: list[RankReport]) -> list[str]:
         )
     if total and len(by_pattern) != 1:
         lines.append(f"waived by --ignore: {total} rows in all")
+    return lines
+
+
+def _absorbed(ranks: list[RankReport]) -> list[str]:
+    """`absorbed: nan in output of attn.softmax (Softmax), made of a mask of -inf and taken away in attn, 12 times`"""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for rank in ranks:
+        for first in rank.absorbed_first:
+            found.setdefault((first["module"], first["role"], first["by"]), first)
+    total = sum(rank.absorbed for rank in ranks)
+    lines = [
+        f"absorbed: {first['value']} in {first['role']} of {module_text(first['module'], first['class'])}, made of a "
+        f"mask of -inf and taken away in {f'`{by}`' if by else 'the root module'}, first in batch {first['batch']}"
+        for (_, _, by), first in list(found.items())[:_MAX_HIDDEN]
+    ]
+    if total:
+        lines.append(f"absorbed: {total} such tensor{'s' if total != 1 else ''} in all")
     return lines
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ...core.frames import Frame, format_number, module_text
 from ...core.text.ranks_text import ranks_text
-from ..decide.verdict_model import Cascade
+from ..decide.verdict_model import Cascade, Concurrent
 from .frames_text import frames_text
 from .model import FirstAnomaly, RankReport, Report
 from .notices_text import print_notices
@@ -77,11 +77,7 @@ def _verdict(console: Console, report: Report) -> None:
     console.print(Text(verdict.statement, style="bold"))
     _list(console, "Why", verdict.evidence)
     if verdict.concurrent:
-        others = [
-            f"rank {c.rank} on {c.host}: {c.text or f'{c.value} in {c.role} of {module_text(c.module, c.cls)}'}"
-            for c in verdict.concurrent
-        ]
-        _list(console, "At the same time", others)
+        _list(console, "At the same time", _concurrent(verdict.concurrent))
     if verdict.cascade:
         _list(console, "Because of it", _cascade(verdict.cascade))
     _list(console, "Next", verdict.next)
@@ -92,6 +88,20 @@ def _verdict(console: Console, report: Report) -> None:
         [f"{life.run}{f', {life.kind}' if life.kind else ''}: {life.statement}" for life in report.run.earlier],
     )
     console.print()
+
+
+def _concurrent(concurrent: list[Concurrent]) -> list[str]:
+    """Ranks that met the same share a line, because there can be hundreds."""
+    alike: dict[str, list[Concurrent]] = {}
+    for other in concurrent:
+        found = other.text or f"{other.value} in {other.role} of {module_text(other.module, other.cls)}"
+        alike.setdefault(found, []).append(other)
+    return [
+        f"rank {others[0].rank} on {others[0].host}: {found}"
+        if len(others) == 1
+        else f"{ranks_text([other.rank for other in others])}: {found}"
+        for found, others in alike.items()
+    ]
 
 
 def _attempts(report: Report) -> list[str]:

@@ -84,6 +84,7 @@ class Field(IntEnum):
     BATCHES_SKIPPED = 33
     ANOMALY = 34
     HOOKS = 35
+    ABSORBED = 36
 
 
 class SegmentField(IntEnum):

@@ -220,6 +220,7 @@ class RecorderReader:
             world_size=fields[Field.WORLD_SIZE],
             hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
             overflow=fields[Field.ANOMALY] != FirstAnomaly.NONE,
+            absorbed=fields[Field.ABSORBED],
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

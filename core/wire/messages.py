@@ -119,6 +119,8 @@ class RankState(msgspec.Struct, frozen=True):
     """The rank has ended: nothing in here changes any more."""
     pending: int = 0
     """Numbers that had not come back from their device when the rank ended."""
+    absorbed: int = 0
+    """Nan out of masks of -inf that the model has taken away again."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -241,6 +241,21 @@ class Batch:
         segment = Segment(0, first_frame, 0, b"".join(self._frames[first_frame:]), rows, values)
         return PageMessage(self.rank, self.attempt, self.page, 0, self.batch, self.step, complete, [segment])
 
+    def page_before(self, *, masks=False) -> PageMessage:
+        """The batch before: the same calls, and all finite; with `masks`, -inf alone is where it is in this batch."""
+        kept = NonFinite.NEGINF if masks else NonFinite.NONE
+        values = [
+            value if not value[2] & 0xFF or NonFinite(value[2] & 0xFF) == kept else (0, 0, value[2] & ~0xFF)
+            for value in self._values
+        ]
+        page = self.page_message()
+        segment = msgspec.structs.replace(
+            page.segments[0], values=b"".join(layout.VALUE.pack(*value) for value in values)
+        )
+        return msgspec.structs.replace(
+            page, number=self.page - 1, batch=self.batch - 1, step=self.step - 1, segments=[segment]
+        )
+
     def messages(self, *, page=True) -> list[AgentBody]:
         found: list[AgentBody] = [self.definitions()]
         if self.anomaly is not None:

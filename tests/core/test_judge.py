@@ -10,6 +10,7 @@ from gpuwatch.core.frames import Frame, Mark, Page, Row
 from gpuwatch.core.judge import (
     Limits,
     PageSoFar,
+    ZeroGradients,
     anomaly_of,
     anomaly_of_page,
     first_alarm,
@@ -181,6 +182,74 @@ def test_an_argument_that_the_call_changed_in_place(rows, alarms):
     assert (judge(frame(*rows)).alarm is not None) == alarms
 
 
+# -- nan out of masks ---------------------------------------------------------------------------------------------
+
+
+def _call(name: str, *rows: Row, depth: int = 2, parent: str | None = "attn", index: int = 0, phase: str = "forward"):
+    return Frame(3, index, name, "Module", phase, list(rows), depth=depth, parent=parent)
+
+
+MASKED = _call("attn.softmax", row("input[0]", NEGINF), row("output", NAN, value=5))
+DROPPED = _call("attn.drop", row("input[0]", NAN, value=5), row("output", NAN, value=6))
+FINITE_OUT = _call("attn.out", row("weight"), row("input[0]"), row("output"))
+BAD_OUT = _call("attn.out", row("weight"), row("input[0]", NAN, value=7), row("output", NAN, value=8))
+ATTENTION = _call("attn", row("input[0]"), row("output"), depth=1, parent="")
+BAD_ATTENTION = _call("attn", row("input[0]"), row("output", NAN), depth=1, parent="")
+ROOT = _call("", row("input[0]"), row("output"), depth=0, parent=None)
+BEHIND = _call("mlp", row("weight"), row("input[0]"), row("output", POSINF), depth=1, parent="")
+BAD_GRADIENT = _call("attn.out", row("grad output", NAN), depth=0, parent=None, phase="backward")
+
+MASK_NAN = {
+    "the call around it returns something finite": ([MASKED, FINITE_OUT, ATTENTION, ROOT], None, 1),
+    "so did the call that was handed it": ([MASKED, DROPPED, FINITE_OUT, ATTENTION, ROOT], None, 1),
+    "the call around it returns nan": ([MASKED, BAD_ATTENTION], (MASKED, "output"), 0),
+    "another call got a nan that it explains": ([MASKED, BAD_OUT], (MASKED, "output"), 0),
+    "it was passed on, and the call around it returns nan": ([MASKED, DROPPED, BAD_ATTENTION], (MASKED, "output"), 0),
+    "a real fault behind an absorbed one": ([MASKED, FINITE_OUT, ATTENTION, BEHIND], (BEHIND, "output"), 1),
+    "a real fault beside it": (
+        [MASKED, _call("attn.out", row("input[0]"), row("output", NAN))],
+        (_call("attn.out", row("input[0]"), row("output", NAN)), "output"),
+        0,
+    ),
+    "nan behind an absorbed one, out of no mask": ([MASKED, ATTENTION, BAD_OUT], (BAD_OUT, "output"), 1),
+    "a gradient is bad": ([MASKED, ATTENTION, BAD_GRADIENT], (BAD_GRADIENT, "grad output"), 1),
+    "nobody is around it": ([_call("softmax", *MASKED.rows, parent=None, depth=0)], "output", 0),
+    "nobody is around it in a forward that is run again": (
+        [_call("softmax", *MASKED.rows, parent=None, depth=0, phase="recompute")],
+        None,
+        0,
+    ),
+    "inf out of a mask": ([_call("attn.exp", row("input[0]", NEGINF), row("output", POSINF))], "output", 0),
+    "nan out of finite numbers, taken away": (
+        [_call("attn.log", row("input[0]"), row("output", NAN)), ATTENTION],
+        "output",
+        0,
+    ),
+    "the call around it raised": ([MASKED, _call("attn", row("input[0]"), depth=1, parent="")], None, 0),
+    "a compiled region counts depth from its own start": (
+        [MASKED, _call("attn", row("input[0]"), row("output", NAN), depth=2, parent="")],
+        (MASKED, "output"),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("frames", "alarm", "absorbed"), MASK_NAN.values(), ids=MASK_NAN)
+def test_nan_out_of_a_mask_is_decided_by_the_call_around_it(frames, alarm, absorbed):
+    so_far = PageSoFar()
+    judged = [(frame, so_far.judge(frame)) for frame in frames]
+    alarms = [(found.of or frame, found.alarm) for frame, found in judged if found.alarm is not None]
+
+    if alarm is None:
+        assert alarms == []
+    elif isinstance(alarm, str):
+        assert alarms[0][1].role == alarm
+    else:
+        assert (alarms[0][0], alarms[0][1].role) == alarm
+    assert [nan.frame.module for _, found in judged for nan in found.absorbed] == ["attn.softmax"] * absorbed
+    assert first_alarm(frames) == (alarms[0] if alarms else None)
+
+
 def test_what_a_rule_covers_is_hidden_and_passing_it_on_is_no_alarm():
     so_far = PageSoFar()
     made = so_far.judge(frame(row("input[0]"), row("output", NAN, value=7, mark=IGNORED)))
@@ -204,6 +273,38 @@ def test_a_warning_is_given_where_the_value_was_first_returned():
     assert [kind for kind, _ in so_far.judge(frame(near), limits).warnings] == ["near overflow"]
     assert so_far.judge(frame(near, module="parent"), limits).warnings == ()
     assert judge(frame(near)).warnings == (), "nobody asked"
+
+
+def _gradient(**more) -> Row:
+    return msgspec.structs.replace(row("grad output", mark=more.pop("mark", 0)), **more)
+
+
+WARNINGS = {
+    "near overflow": (_gradient(abs_max=40000.0, headroom=0.7), ["near overflow"]),
+    "near overflow of what a GradScaler scales": (_gradient(abs_max=40000.0, headroom=0.7, mark=SCALED), []),
+    "subnormals": (_gradient(zeros=0.5, subnormals=0.2), ["underflow"]),
+    "zeros beside few subnormals": (_gradient(zeros=0.95, subnormals=0.05), []),
+    "exactly zero": (_gradient(abs_min=0.0, abs_max=0.0, zeros=1.0, subnormals=0.0), ["zero"]),
+}
+
+
+@pytest.mark.parametrize(("gradient", "kinds"), WARNINGS.values(), ids=WARNINGS)
+def test_a_warning_of_a_gradient(gradient, kinds):
+    found = judge(frame(gradient, phase="backward"), Limits(near_overflow=1.0, underflow_share=0.1))
+    assert [kind for kind, _ in found.warnings] == kinds
+
+
+@pytest.mark.parametrize(
+    ("zero_in", "vanished_in"),
+    [
+        ((0, 10, 20), ()),  # zero by design
+        ((10, 20), (10,)),
+        ((0, 20, 30), (20,)),  # not in batch 10
+    ],
+)
+def test_a_gradient_has_vanished_only_if_it_was_not_zero_before(zero_in, vanished_in):
+    zeros = ZeroGradients(10)
+    assert tuple(batch for batch in zero_in if zeros.has_vanished("Net", "fc", "grad output", batch)) == vanished_in
 
 
 def test_a_gradient_that_a_scaler_catches_is_told_apart():

@@ -44,7 +44,7 @@ class Scenario:
     @property
     def code(self) -> int:
         """The exit code of launch."""
-        return 0 if self.verdict["kind"] == "clean" else 4
+        return {"clean": 0, "crash": 1}.get(self.verdict["kind"], 4)
 
     @property
     def said_by_witness(self) -> str | None:
@@ -52,7 +52,7 @@ class Scenario:
         verdict = self.verdict
         if self.witness is not None or verdict["kind"] == "clean":
             return self.witness or ""
-        if verdict.get("rank") is None or verdict["phase"] not in ("forward", "backward", "weight"):
+        if verdict.get("rank") is None or verdict.get("phase") not in ("forward", "backward", "weight"):
             return None
         phase = verdict["phase"]
         if phase == "backward" and verdict.get("role") in ("grad weight", "grad bias"):
@@ -206,6 +206,61 @@ INPUTS_AND_WEIGHTS = [
     ),
 ]
 
+PLACES = [
+    *(
+        Scenario(
+            f"a weight changed through .data{', compiled' if compiled else ''}",
+            "places.py",
+            _found("weight", 1, "head", "Linear", role="weight", value="nan", batch=2),
+            args=("--fault", "data", "--compile", str(compiled)),
+            witness=None if not compiled else "",
+        )
+        for compiled in (0, 1)
+    ),
+    Scenario(
+        "a buffer that nobody has initialised",
+        "places.py",
+        _forward(1, "rotary", "Rotary", value="nan", batch=2),
+        args=("--fault", "buffer"),
+        evidence="buffer inv_freq of `rotary` .* is nan",
+    ),
+    Scenario(
+        "all ranks alike",
+        "places.py",
+        {"kind": "overflow", "phase": "forward", "role": "output", "value": "+inf", "batch": 2},
+        args=("--fault", "alike"),
+        together={0: "body.up", 1: "body.up"},
+        statement="^All 2 ranks overflowed alike",
+        witness="rank=0 phase=forward module=body.up class=Linear batch=2",
+    ),
+    Scenario(
+        "a wild weight upstream",
+        "places.py",
+        # `up` is where it overflows; that `enter` has a wild weight is the line beside it
+        {"kind": "overflow", "rank": 1, "batch": 2, "certainty": "supported", "module": "body.up"},
+        args=("--fault", "wild"),
+        evidence="changed since it was last read, by no step that was seen: weight of `enter`",
+        witness="rank=1 phase=forward module=body.up class=Linear batch=2",
+    ),
+    Scenario(
+        "inside of compiled code that is not looked into",
+        "places.py",
+        # the leaf is `body.up`; frames show `body` or the model around it, and it is said that no more is known
+        {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
+        args=("--fault", "hidden"),
+        evidence="compiled code was not looked into",
+        witness="",
+    ),
+    Scenario(
+        "a process that leaves in a forward with exit code 0",
+        "places.py",
+        {"kind": "crash", "rank": 1, "batch": 2, "certainty": "established"},
+        args=("--fault", "exit"),
+        statement="left with exit code 0 in the forward of batch 2, in `leave` ",
+        witness="",
+    ),
+]
+
 BACKWARD = [
     Scenario("activation's gradient", "zero_length.py", ZERO_LENGTH),
     Scenario(
@@ -283,6 +338,37 @@ BACKWARD = [
         },
         witness="rank=1 phase=gradient module=block.enter class=Linear batch=2",
     ),
+    Scenario(
+        "residual, pre-norm, and the root's own loss",
+        "shared_input.py",
+        # the frames show that `scale` was handed what is bad; own code may have used it as well
+        _backward(1, "block.scale", "Scale", batch=2, certainty="supported"),
+        statement="own code of `block`",
+    ),
+    Scenario(
+        "residual, post-norm",
+        "shared_input.py",
+        # the sum that `scale` was handed has no frame: `scale` or the block's own code
+        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "block", "batch": 2, "certainty": "supported"},
+        args=("--block", "postnorm"),
+        statement="by `block.scale` or its own code",
+        witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+    ),
+    Scenario(
+        "gated feed-forward",
+        "shared_input.py",
+        _backward(1, "block.scale", "Scale", batch=2, certainty="supported"),
+        args=("--block", "gated"),
+        statement="own code of `block`",
+    ),
+    Scenario(
+        "attention whose q, k and v share their input",
+        "shared_input.py",
+        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "block", "batch": 2, "certainty": "supported"},
+        args=("--block", "attention"),
+        statement="by `block.q`, `block.scale`, `block.v` or its own code",
+        witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+    ),
     Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
     Scenario(
         "sum of accumulated gradients",
@@ -324,6 +410,34 @@ STEP = [
         _found("optimizer", 1, "gate", "Linear", role="weight", value="nan", batch=0),
         evidence="exp_avg",
     ),
+    *(
+        Scenario(
+            f"a weight changed between the backward and the step of {name}{', foreach' if foreach == '1' else ''}",
+            "before_step.py",
+            _found(
+                "weight", 1, "body.up", "Linear", role="weight", value={"+inf", "nan"}, batch=2, certainty="established"
+            ),
+            args=("--optimizer", name, "--foreach", foreach),
+            statement="changed outside of forward, backward and step",
+            witness="rank=1 phase=weight module=body.up class=Linear batch=3",
+        )
+        for name, foreach in (
+            ("SGD", "-1"),
+            ("Adam", "0"),
+            ("AdamW", "1"),
+            ("Adagrad", "-1"),
+            ("RMSprop", "-1"),
+            ("Adafactor", "-1"),
+        )
+    ),
+    Scenario(
+        "a weight changed between the backward and the step of an unknown optimizer",
+        "before_step.py",
+        _found("optimizer", 1, "body.up", "Linear", role="weight", value="+inf", batch=2, certainty="supported"),
+        args=("--optimizer", "own"),
+        statement="the step made it, or something else has changed the weight",
+        witness="rank=1 phase=weight module=body.up class=Linear batch=3",
+    ),
     Scenario(
         "the script's own clipping",
         "own_clipping.py",
@@ -355,6 +469,15 @@ PARALLEL = [
         _backward(1, "blocks.1.root", "Root", value="+inf", batch=2),
         args=("--fault", "boundary"),
         weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "between": (ANY, ANY), "batch": 2},),
+    ),
+    Scenario(
+        "FSDP2, one rank's shard of a weight",
+        "fsdp.py",
+        # both ranks gather the nan; whose it is, only their shards tell
+        _found("weight", 1, "head", "Linear", role="weight", value="nan", batch=2, certainty="established"),
+        args=("--fault", "shard"),
+        evidence="own shard of weight was nan",
+        witness="rank=1 phase=weight module=head class=Linear batch=2",
     ),
     Scenario(
         "tensor parallel, column shard",
@@ -403,30 +526,63 @@ PARALLEL = [
 EXPECTED = [
     Scenario("masks of -inf", "attention.py", CLEAN),
     Scenario(
-        "mask handed in with a closed row",
-        "attention.py",
-        _found("input", 1, "", "Net", role="kwargs.mask", value="-inf", batch=2),
-        args=(
-            "--fault",
-            "given",
-        ),
-        statement="`attend`",
+        "rows masked whole, taken away again",
+        "masked_rows.py",
+        CLEAN,
+        witness="rank=0 phase=forward module=attend.softmax class=Softmax batch=0",
+        counts={0: {"absorbed": 3}, 1: {"absorbed": 3}},
+        statement="6 tensors of nan out of masks that the model took away",
     ),
     Scenario(
-        "mask handed in and added to another one",  # both places of the -inf are true: as given, and as added up
+        "rows masked whole, kept",
+        "masked_rows.py",
+        _forward(1, "attend.softmax", "Softmax", value="nan", batch=2),
+        args=("--fault", "kept"),
+        witness="rank=1 phase=forward module=attend.softmax class=Softmax batch=2",
+    ),
+    Scenario(
+        "a fault behind rows masked whole",
+        "masked_rows.py",
+        _found("weight", 1, "up", "Linear", role="weight", batch=2),
+        args=("--fault", "behind"),
+        witness="rank=1 phase=forward module=attend.softmax class=Softmax batch=2",
+    ),
+    Scenario(
+        "nan out of finite numbers, taken away again",
+        "masked_rows.py",
+        _forward(1, "attend.log", "Log", value="nan", batch=2, certainty="established"),
+        args=("--fault", "log"),
+        evidence="`attend` .*took it away",
+    ),
+    Scenario(
+        "mask handed in with a closed row",
         "attention.py",
-        {"kind": "overflow", "rank": 1, "module": "", "class": "Net", "value": "-inf", "batch": 2},
+        # a mask of -inf comes in with every batch: what is new is that attention makes nan of it
+        _forward(1, "attend", "Attend", value="nan", batch=2, certainty="established"),
+        args=("--fault", "given"),
+        statement=r"a row of input\[2\] is -inf throughout",
+    ),
+    Scenario(
+        "mask handed in and added to another one",
+        "attention.py",
+        _forward(1, "attend", "Attend", value="nan", batch=2, certainty="established"),
         args=("--fault", "added"),
-        statement="`attend`",
+        statement=r"a row of input\[2\] is -inf throughout",
+    ),
+    Scenario(
+        "mask with a closed row, in the first batch that has a mask",
+        "attention.py",
+        _found("input", 1, "", "Net", role="kwargs.mask", value="-inf", batch=2),
+        args=("--fault", "first"),
+        statement="`attend` .*turned it into nan",
         witness="rank=1 phase=backward module=attend class=Attend batch=2",
     ),
     Scenario(
         "mask made inside with a closed row",
         "attention.py",
-        _forward(1, "padding", "Padding", value="-inf", batch=2),
+        _forward(1, "attend", "Attend", value="nan", batch=2, certainty="established"),
         args=("--fault", "made"),
-        statement="`attend`",
-        witness="rank=1 phase=backward module=attend class=Attend batch=2",
+        evidence="the -inf in .* came from output of `padding`",
     ),
     Scenario(
         "GradScaler finds its scale",
@@ -468,12 +624,21 @@ EXPECTED = [
         CLEAN,
         warnings=((0, "underflow", "head", "grad weight"), (1, "underflow", "head", "grad weight")),
     ),
+    Scenario("LoRA's zeros", "quiet.py", CLEAN, counts={0: {"warned": 0}, 1: {"warned": 0}}),
+    Scenario(
+        "gradients that a GradScaler scales",
+        "quiet.py",
+        CLEAN,
+        args=("--kind", "scaled"),
+        counts={0: {"warned": 0}, 1: {"warned": 0}},
+    ),
     Scenario("near overflow", "near_overflow.py", CLEAN, warnings=((1, "near overflow", "up", "output"),)),
 ]
 
 KINDS = {
     "forward": FORWARD,
     "inputs and weights": INPUTS_AND_WEIGHTS,
+    "places": PLACES,
     "backward": BACKWARD,
     "step": STEP,
     "parallel": PARALLEL,

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,13 +14,16 @@ from ...core.judge import anomaly_of_page
 from ...core.pages import Names, decode_page
 from ...core.recorder.reader import RecorderReader
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import Anomaly, ScalerSkip, Warned, WorkerEvent
+from ...core.records import Anomaly, Definition, ScalerSkip, Warned, WorkerEvent
 from ...core.settings import OnOverflow, Watched, WorkerSettings
 from ..session import current_hooks
+from .own_folder import OwnFolder
+from .verdict import rank_here, verdict_of
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ...collector.decide.verdict_model import Verdict
     from ..hooks.forward import Hooks
 
 
@@ -40,6 +40,7 @@ class Watch:
         """The hooks belong to this handle, which removes them. A run's do not."""
         self._reader = RecorderReader(recorder.path)
         self._names = Names()
+        self._definitions: list[Definition] = []
         self._events: list[WorkerEvent] = []
         self._closed = False
         self._pid = os.getpid()
@@ -98,19 +99,30 @@ class Watch:
         return pages[-1].frames if pages else []
 
     def report(self, max_frames: int = 21) -> str:
-        """The first overflow and the frames up to it, as text: `abs min  abs max  metadata`."""
+        """The verdict's statement, then the frames up to the first bad row: `abs min  abs max  metadata`."""
+        statement = self.verdict().statement
         for page in self.pages():
             anomaly = anomaly_of_page(page)
             if anomaly is not None:
                 shown = [frame for frame in page.frames if frame.index <= anomaly.frame][-max_frames:]
-                place = f"{anomaly.module or page.root} ({anomaly.cls})"
-                head = f"{anomaly.value} in {anomaly.role} of {place}, {anomaly.phase} of batch {page.batch}"
-                return f"{head}\n{format_frames(shown)}"
-        return f"no overflow in {sum(1 for _ in self.pages())} recorded batches"
+                return f"{statement}\n{format_frames(shown)}"
+        return statement
+
+    def verdict(self) -> Verdict:
+        """What `gpuwatch report` would say of this process alone, from what its recorder still holds.
+
+        `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
+        those of report.json's verdict.
+        """
+        self._read()
+        pages = (self._reader.page(held.number) for held in self._reader.held())
+        state = self._reader.state()
+        return verdict_of(state, self._definitions, self._events, [page for page in pages if page is not None])
 
     def _read(self) -> None:
         definitions, events = self._reader.new_entries()
         self._names.add(definitions)
+        self._definitions += definitions
         self._events += events
 
 
@@ -161,23 +173,20 @@ def watch(
         underflow_share=underflow_share,
         scaler_skips=scaler_skips,
     )
-    folder = Path(tempfile.mkdtemp(prefix="gpuwatch-watch-", dir=_shared_memory()))
-    rank = int(os.environ.get("RANK", "0"))
+    folder = OwnFolder(_shared_memory())
+    rank = rank_here()
+    if rank is None:
+        rank = int(os.environ.get("RANK", "0"))
     try:
-        recorder = RecorderWriter(folder / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
+        recorder = RecorderWriter(folder.path / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
         hooks = Hooks(recorder, settings, rank, only=model)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
         raise
     # bound to the hooks, which the modules hold: the script need not keep the handle
-    weakref.finalize(hooks, _remove, folder, os.getpid())
+    weakref.finalize(hooks, folder.remove)
     hooks.attach()
     return Watch(hooks, recorder, owned=True)
-
-
-def _remove(folder: Path, pid: int) -> None:
-    if os.getpid() == pid:  # not in a forked child
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _shared_memory() -> str | None:

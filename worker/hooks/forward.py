@@ -15,25 +15,30 @@ import weakref
 from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from ...core.errors import JobEnded
-from ...core.frames import Mark, Phase
+from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import Fault, Where
+from ...core.records import BatchInputs, Fault, LookedAgain, NotLookedInto, Where
 from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
+from ...core.values import NonFinite, decode
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
+from ..record.batch_digest import batch_digest
+from ..record.closed_rows import closed_marked
 from ..record.collectives import issued
 from ..record.cost import CostMeter
 from ..record.frames import Frames
-from ..record.judging import Judging
+from ..record.judging import Judging, NonFiniteRow
 from ..record.leaves import inputs_of, outputs_of
+from ..record.look_again import look_again
 from ..record.names import unwrap
 from ..record.native_writer import native_writer_of
 from ..record.progress import Progress
@@ -42,12 +47,14 @@ from ..record.rows import Row, Rows
 from ..record.selection import Selection
 from ..stats.device import is_on_device
 from ..stats.notable import Notable
+from ..stats.tensor_stats import TensorStats, measure
 from ..without_modes import without_modes
 from .backward import Gradients
 from .grad_scaler import Scalers
 from .optimizer import Steps
 
 _MAX_FAULTS = 20
+_MOST_CHANGED = 4
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference")
 """Functions of torch.distributed.pipelining that run a module only to learn its shapes."""
 
@@ -60,6 +67,7 @@ _is_tracing = torch._C._is_tracing
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
 _SKIPPED = int(Mark.SKIPPED)
+_NAN = int(NonFinite.NAN)
 
 _CALL = torch.nn.Module._call_impl.__code__
 """The code object of every module call. A stack frame with this code is a module call."""
@@ -78,6 +86,8 @@ class Hooks:
         """Ids of the modules that may be roots; None: all."""
         self._handles: list[Any] = []
         self._stack: list[ModuleInfo] = []
+        self._not_looked_into: set[int] = set()
+        """Ids of modules that run compiled code which no frame shows."""
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
@@ -100,6 +110,7 @@ class Hooks:
         self._lock = self.progress.lock
         self.rows = Rows(recorder, selection, notable, self._fault, self._lock)
         self.judging = Judging(self.progress, self.rows)
+        self.judging.look_again = self._look_again
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
         self._steps = Steps(
@@ -428,12 +439,20 @@ class Hooks:
             self.judging.collect()
             if page is not None:
                 self.judging.forward_ends(page)
+                if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
+                    self._record_inputs(args, kwargs)
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
             return False
         self._last_root = info.root
         return True
+
+    def _record_inputs(self, args: Any, kwargs: Any) -> None:
+        """Something was bad in this forward, for the first time: record what the model was handed."""
+        digests = without_modes(batch_digest, inputs_of(args, kwargs))
+        if digests:
+            self._recorder.append(BatchInputs(self.where(), digests))
 
     def _leave_wrapper(
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
@@ -486,6 +505,9 @@ class Hooks:
                     if weights:
                         self._read_weights_again(info, module, rows, weights)
                     self._read_arguments_again(info, arguments, rows, weights)
+                if any(row.flags & _NAN for row in rows[first:]):
+                    for position, (_, leaf) in enumerate(arguments, weights):
+                        rows[position] = closed_marked(rows[position], leaf)
                 if self.rows.changed:
                     self._put_before(info, arguments, returned, rows, first)
         rows[:0] = [self.rows.weight(info, role, parameter, self.progress.step) for role, parameter in later]
@@ -502,6 +524,40 @@ class Hooks:
             rows[position] = self.rows.weight_again(info, role_of_parameter(name), parameter, self.progress.step)
             if rows[position].flags:
                 break
+
+    def _look_again(self, bad: NonFiniteRow) -> LookedAgain | None:
+        """A second look at the module of the first alarm; None if it is gone, or is no module."""
+        try:
+            root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
+            if module is None:
+                return None
+            found = look_again(root, module)
+        except Exception as error:
+            self._fault("a second look", error)
+            return None
+        last = self._steps.steps.last()
+        same_step = self.progress.step == bad.page.step
+        changed = without_modes(self._changed_weights, bad.page.root) if same_step else []
+        return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step)
+
+    def _changed_weights(self, root: int) -> list[str]:
+        """Weights in host memory that are not what they were when they were last read, the first few of them."""
+        found: list[str] = []
+        for reference, info, role in list(self._roots.parameters.values()):
+            parameter = reference()
+            known = self.rows.weights.get(id(parameter))
+            if info.root.id != root or parameter is None or known is None or known[0]() is not parameter:
+                continue
+            then = known[3]
+            if not isinstance(then, TensorStats) or len(found) == _MOST_CHANGED:
+                continue
+            now = measure(parameter)
+            if (now.low, now.high, now.meta & 0xFF) != (then.low, then.high, then.meta & 0xFF):
+                before, after = (
+                    format_number(decode(each.high, each.meta >> 8 & 0xFF)).strip() for each in (then, now)
+                )
+                found.append(f"{role} of {module_text(info.name, info.cls)}, abs max {before} then, {after} now")
+        return found
 
     def _read_arguments_again(
         self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[Row], weights: int
@@ -558,7 +614,12 @@ class Hooks:
 
     def _may_open_region(self) -> bool:
         """A compiled region is recorded when no module outside of it is running. Wrappers do not count."""
-        return all(info.is_wrapper for info in self._stack) and self._skipped_root is None
+        alone = all(info.is_wrapper for info in self._stack)
+        if not alone and self._stack[-1].id not in self._not_looked_into:
+            inner = self._stack[-1]
+            self._not_looked_into.add(inner.id)
+            self._recorder.append(NotLookedInto(self.where(), inner.name, inner.cls))
+        return alone and self._skipped_root is None
 
     def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
         """The info of a module that is being traced."""

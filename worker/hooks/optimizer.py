@@ -11,9 +11,12 @@ import torch
 from ...core.frames import Frame, Mark, Phase
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import OpenPage
+from ...core.records import OptimizerStep
+from ...core.roles import parse_role
 from ..record.collectives import ranks
 from ..record.frames import Frames
-from ..record.judging import Judging
+from ..record.judging import Judging, NonFiniteRow
+from ..record.optimizer_steps import OptimizerSteps
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
@@ -55,6 +58,8 @@ class Steps:
         """Only one model is watched: optimizers without any of its parameters are not guarded."""
         self.writer: Any = None
         """The native frame writer, if there is one."""
+        self.steps = OptimizerSteps()
+        judging.optimizer_of = self._optimizer_of
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
 
@@ -177,6 +182,7 @@ class Steps:
         progress.fields[Field.STEP] = progress.step
         if self._weights and not progress.skipped:
             try:
+                self.steps.add(progress.step, optimizer)
                 with self._progress.lock:
                     without_modes(self._record_weights, optimizer)
             except Exception as error:
@@ -208,6 +214,16 @@ class Steps:
         if written:
             self._last_step[id(optimizer)] = weakref.ref(optimizer), written
         self._rows.flush()
+
+    def _optimizer_of(self, bad: NonFiniteRow) -> OptimizerStep | None:
+        name = bad.row.parsed_role.name
+        for reference, info, role in list(self._roots.parameters.values()):
+            if info.name == bad.frame.module and info.root.id == bad.page.root and parse_role(role).name == name:
+                parameter = reference()
+                found = self.steps.find(bad.page.step, parameter) if parameter is not None else None
+                if found is not None:
+                    return found
+        return None
 
     def _state_rows(self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor) -> Iterator[Row]:
         for key, value in dict(optimizer.state.get(parameter, {})).items():

@@ -7,22 +7,24 @@ does not change which row is the first alarm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
 from ...core.frames import Frame, Mark, Row, module_text
-from ...core.judge import Judgement, Limits, PageSoFar, anomaly_at
+from ...core.judge import Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
-from ...core.records import Anomaly, Fault, Ignored, ScalerSkip, Warned
+from ...core.records import Absorbed, Anomaly, Fault, Ignored, LookedAgain, OptimizerStep, ScalerSkip, Warned
+from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
 from .page_filter import frames_to_judge
 from .progress import Progress
-from .rows import Rows
+from .rows import COUNT_EVERY, Rows
 
 _MAX_ANOMALIES = 64
 _MAX_WARNED = 256
@@ -65,11 +67,19 @@ class Judging:
         self._limits = Limits(settings.near_overflow, settings.underflow_share)
         self.aborts = settings.on_overflow == "abort"
         """An overflow ends the job."""
+        self.optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None] | None = None
+        """Tells whose step has written a weight."""
+        self.look_again: Callable[[NonFiniteRow], LookedAgain | None] | None = None
+        """Looks at the module of the first alarm once more."""
         self.pending: Anomaly | None = None
         """Why the job is to end at the next place where it may."""
         self._anomalies = 0
+        self.first_alarmed = -1
+        """Number of the page with the first alarm; -1 before it."""
         self._warned: set[tuple[str, str, str, str]] = set()
+        self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, max(1, settings.every)))
         self._hidden: set[tuple[str, str, str]] = set()
+        self._absorbed: set[tuple[str, str, str]] = set()
         self._scaled: list[NonFiniteRow] = []
         self._late: dict[int, OpenPage] = {}
         """Page number -> page, for pages with numbers that have not arrived."""
@@ -90,13 +100,16 @@ class Judging:
 
     def suspects(self, page: OpenPage) -> bool:
         """Whether every further frame of a page must be judged."""
-        return page.judged is not None and _judged(page).suspicious
+        return page.judged is not None and (_judged(page).suspicious or bool(_judged(page).so_far.masked))
 
     def judge(self, page: OpenPage, index: int) -> None:
         """Judge the notable frame `index`: now, or when the outstanding numbers of its page have arrived."""
         if page.number in self._late:
             self._to_judge.add(page.number)
             self.collect()
+            return
+        if _judged(page).so_far.masked:  # a frame that the native writer wrote since may decide about it
+            self._advance(page, everything=True)
             return
         frame = self._own.frame(page, index)
         if frame is not None:
@@ -133,6 +146,7 @@ class Judging:
             if number in self._late:
                 self._to_judge.add(number)
                 _judged(self._late[number]).suspicious = True
+        self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
         arrived = {number for number in self._late if not buffer.pending(number)}
         for number in sorted(self._to_judge):
             page = self._late.get(number)
@@ -158,7 +172,8 @@ class Judging:
         """
         judged = _judged(page)
         notable, arguments = self._rows.notable.rows, self._rows.argument_slots
-        found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, everything=everything)
+        undecided = judged.so_far.undecided_depth
+        found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, undecided, everything=everything)
         for index in found:
             frame = self._own.frame(page, index)
             if frame is not None:
@@ -171,13 +186,20 @@ class Judging:
         for row in found.hidden:
             self._hide(NonFiniteRow(page, frame, row))
         for kind, row in found.warnings:
+            if kind == "zero":
+                root = self._recorder.names.root_label(page.root)
+                if not self._zeros.has_vanished(root, frame.module, row.role, page.batch):
+                    continue
+                kind = "underflow"
             self._warn(kind, page, frame, row)
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
+        for nan in found.absorbed:
+            self._absorb(NonFiniteRow(page, nan.frame, nan.row), frame)
         if found.alarm is not None:
             if frame.phase == "optimizer" and not judged.alarmed and self.on_bad_weight is not None:
                 self.on_bad_weight(page, frame, found.alarm.role)
-            self.alarm(NonFiniteRow(page, frame, found.alarm))
+            self.alarm(NonFiniteRow(page, found.of or frame, found.alarm))
 
     # -- non-finite ---------------------------------------------------------------------------------------------
 
@@ -190,7 +212,13 @@ class Judging:
         if not cause and bad.row.mark & Mark.SKIPPED:
             cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
-        anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause)
+        stepped = self.optimizer_of(bad) if bad.frame.phase == "optimizer" and self.optimizer_of is not None else None
+        again = None
+        if not self._anomalies:
+            self.first_alarmed = bad.page.number
+        if not self._anomalies and self.look_again is not None:
+            again = self.look_again(bad)
+        anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped, again=again)
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)
@@ -210,6 +238,16 @@ class Judging:
             rule = self._rows.rule_for(frame.module, row.role)
             where = self._progress.where_of(page, frame)
             self._recorder.append(Ignored(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
+
+    def _absorb(self, bad: NonFiniteRow, by: Frame) -> None:
+        """Count a nan that the call `by` has taken away, and record an event for the first of its module and role."""
+        self._fields[Field.ABSORBED] += 1
+        page, frame, row = bad
+        key = (self._recorder.names.root_label(page.root), frame.module, row.role)
+        if key not in self._absorbed and len(self._absorbed) < _MAX_WARNED:
+            self._absorbed.add(key)
+            where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
+            self._recorder.append(Absorbed(where, frame.module, frame.cls, row.role, value, row.dtype, by.module))
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
         """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""
@@ -236,7 +274,7 @@ class Judging:
         pending, self.pending = self.pending, None
         if pending is not None:
             self._fields[Field.ABORT] = ExitCode.OVERFLOW
-            raise OverflowDetected(sentence(pending))
+            raise OverflowDetected(sentence(pending, launched=bool(self._progress.settings.recorder_dir)))
 
     # -- near overflow and underflow ----------------------------------------------------------------------------
 
@@ -272,12 +310,19 @@ def _judged(page: OpenPage) -> _PageJudged:
     return judged
 
 
-def sentence(anomaly: Anomaly) -> str:
-    """The message of the failing rank's OverflowDetected."""
+_LAUNCHED = (
+    "the combined report follows when all ranks have ended. To go on training after an overflow: --on-overflow continue"
+)
+_ALONE = 'report() of the watch shows the frames. To go on training after an overflow: on_overflow="continue"'
+
+
+def sentence(anomaly: Anomaly, *, launched: bool = True) -> str:
+    """The message of the failing rank's OverflowDetected. `launched`: the run has a launcher, and a report."""
     module = module_text(anomaly.module, anomaly.cls)
     cause = f" ({anomaly.cause})" if anomaly.cause else ""
+    is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT
+    handed = ", which was handed a non-finite input" if is_output and not anomaly.inputs_finite else ""
     return (
-        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}, "
-        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; the combined report follows when all ranks have "
-        "ended. To go on training after an overflow: --on-overflow continue"
+        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}{handed}, "
+        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; {_LAUNCHED if launched else _ALONE}"
     )

@@ -15,24 +15,28 @@ from ...core.recorder.layout import SegmentField
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.tables import FRAMES, ROWS, VALUES
 from ...core.recorder.writer import OpenPage
-from ...core.values import PENDING
+from ...core.values import PENDING, NonFinite
 
 Mask = Callable[[Any, Any, Any], Any]
 """(dtype codes, high, meta), arrays of one length -> an array of bool."""
 
 
 def frames_to_judge(
-    own: OwnPages, page: OpenPage, start: int, notable: Mask, arguments: Any, *, everything: bool
+    own: OwnPages, page: OpenPage, start: int, notable: Mask, arguments: Any, undecided: int = -1, *, everything: bool
 ) -> tuple[list[int], int]:
     """(indices of the frames from `start` on with a notable row, index of the first frame that was not looked at).
 
     That is the first frame with a number that is on its way, unless `everything` that comes is there. `arguments` is an
     array of bool by slot: a row of one of these is never notable by itself.
+
+    The call around one with a nan is found as well, finite or not: it decides about a nan that a mask has made. For the
+    same reason every frame is found that is no deeper than `undecided`: an earlier nan of that depth is undecided.
     """
     segments = list(own.segments(page))
     values = _values(own, segments)
     found: list[int] = []
     end = start
+    waiting: list[tuple[int, int]] = []
     for head, at in segments:
         base, count = head[SegmentField.FRAME_BASE], head[SegmentField.FRAMES]
         skip = max(0, start - base)
@@ -48,6 +52,9 @@ def frames_to_judge(
         sums = numpy.concatenate(([0], numpy.cumsum(interesting))), numpy.concatenate(([0], numpy.cumsum(pending)))
         first, last = frames["first"].astype(numpy.int64), (frames["first"] + frames["count"]).astype(numpy.int64)
         has = sums[0][last] > sums[0][first]
+        nans = numpy.concatenate(([0], numpy.cumsum(interesting & ((stats["meta"] & NonFinite.NAN) != 0))))
+        has |= _around(frames, nans[last] > nans[first], waiting)
+        has |= frames["depth"] <= undecided
         if not everything:
             waits = numpy.flatnonzero(sums[1][last] > sums[1][first])
             if len(waits):
@@ -58,6 +65,22 @@ def frames_to_judge(
         found += [base + skip + int(place) for place in numpy.flatnonzero(has)]
         end = base + count
     return found, max(start, end)
+
+
+def _around(frames: Any, bad: Any, waiting: list[tuple[int, int]]) -> Any:
+    """An array of bool: the calls around those in `bad`. `waiting` are (parent, depth) of calls of earlier segments."""
+    found = numpy.zeros(len(frames), bool)
+    parents, depths = frames["parent"], frames["depth"]
+    open_ = [(parent, depth, 0) for parent, depth in waiting]
+    open_ += [(int(parents[place]), int(depths[place]), int(place) + 1) for place in numpy.flatnonzero(bad)]
+    waiting.clear()
+    for parent, depth, since in open_:
+        around = numpy.flatnonzero((frames["module"][since:] == parent) | (depths[since:] < depth))
+        if len(around):
+            found[since + around[0]] = True
+        else:
+            waiting.append((parent, depth))
+    return found
 
 
 def _values(own: OwnPages, segments: list[tuple[list[int], int]]) -> Any:

@@ -155,6 +155,15 @@ class Roots:
                 return info.name or info.cls
         return None
 
+    def find(self, root_id: int, name: str, cls: str) -> tuple[nn.Module | None, nn.Module | None]:
+        """(the root, the module of that name and class in it); None for what is gone or unknown."""
+        for holder, root in self._roots:
+            if root.id == root_id:
+                for info in list(root.modules.values()):
+                    if (info.name, info.cls) == (name, cls):
+                        return holder(), info.ref()
+        return None, None
+
     def place(self, name: str, root: RootInfo | None, cls: str = "detect_overflow") -> ModuleInfo:
         """The info of a named place that is not a module, in `root`. If `root` is None, in a root of class `cls`."""
         if root is None:

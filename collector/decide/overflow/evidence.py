@@ -32,6 +32,7 @@ def evidence_of(
         doubts.append("")
     if not first.from_page:
         doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
+    doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _unsettled(facts, first, diagnoses)
     if first.source == "outside" and first.phase == "backward":
@@ -48,6 +49,7 @@ def evidence_of(
             f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
     lines += _of_clean(facts, first)
+    lines += _of_inputs(facts, first)
     if first.is_origin and first.seen_in == "forward" and odd is None:
         wild = wild_weight(facts, first)
         if wild is not None:
@@ -58,10 +60,35 @@ def evidence_of(
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
 
 
+def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """What the batch can be found again by."""
+    recorded = facts.ranks[first.attempt, first.rank].batch_inputs
+    batch = next((found for found in recorded if found.where.batch == first.batch), None)
+    if batch is None:
+        return []
+    digests = ", ".join(f"{role} {digest}" for role, digest in batch.digests.items())
+    return [f"rank {first.rank} was handed in batch {first.batch} (blake2b of the bytes, 8 long): {digests}"]
+
+
+def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
+    """Whether compiled code runs in the named module that no frame shows: what is in there may be the maker."""
+    rank = facts.ranks[first.attempt, first.rank]
+    return first.is_origin and any(
+        (hidden.module, hidden.cls) == (first.module, first.cls) for hidden in rank.not_looked_into
+    )
+
+
+def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    if not is_compiled(facts, first):
+        return []
+    return [f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"]
+
+
 _HANDED = {
     "made": "it was made there, later",
     "outside": "it was handed that from outside of its model",
     "weight": "nobody saw it become bad",
+    "changed": "a weight was changed there outside of forward, backward and step",
     "skipped": "that batch was skipped",
     "reduced": "it came out of a reduction over the ranks",
     "received": "collectives ran there, so another rank can have sent it",
@@ -77,6 +104,16 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     if first.phase == "forward" and first.is_origin:
         if first.between is not None:
             return [f"{where}: no module call before it returned a non-finite value"]
+        if first.mask:
+            return [
+                f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was nan"
+            ]
+        if not first.weights_read:
+            since = f"after step {first.step}" if first.step else "before the first step"
+            return [
+                f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were finite "
+                f"when they were last read, and not looked at since ({since})"
+            ]
         return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
     if first.phase == "backward":
         line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
@@ -88,6 +125,8 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [line]
         if first.role == first.at[2]:
             return [line, f"the gradient of what {seen} returned was finite"]
+        if first.own_code:
+            return [line, f"{place_of(first)} was handed that tensor, and the gradient of its own output was finite"]
         return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
     if first.phase == "optimizer":
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
@@ -95,7 +134,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
 
 
 def _of_mask(first: LocalDiagnosis) -> list[str]:
-    if first.turned is None:
+    if first.turned is None or first.mask:
         return []
     return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
 

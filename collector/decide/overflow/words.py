@@ -15,6 +15,7 @@ from .replicas import OddWeight
 _WHOLE_BATCHES = (
     "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
 )
+_MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 _NO_STEP = "No optimizer step has run yet: "
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
@@ -33,7 +34,9 @@ def sentence(
     text = _what(first, who, verb, odd, plural=bool(alike))
     if others:
         text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
-    if first.turned is not None:
+    if first.mask:
+        text += f"; {first.mask}"
+    elif first.turned is not None:
         text += f"; {module_text(*first.turned)} turned it into nan"
     if first.cause:
         text += f" ({first.cause})"
@@ -52,6 +55,11 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     lead = f"{who} {verb}: "
     if first.source == "weight":
         return _of_weight(first, who, odd)
+    if first.source == "changed":
+        return (
+            f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; it was changed "
+            "outside of forward, backward and step: that step's rule cannot have made it"
+        )
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
     if first.phase == "input":
@@ -60,10 +68,15 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.phase == "backward":
         return lead + _of_gradient(first, batch)
     if first.phase == "optimizer":
+        if not first.sure:
+            return (
+                f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}, from finite "
+                "gradients: the step made it, or something else has changed the weight after the forward"
+            )
         return f"{lead}the step after {batch} made {first.value} in the {first.role} of {module}, from finite gradients"
     again = ", when it was run again for the backward" if first.seen_in == "recompute" else ""
     made = first.value
-    if first.turned is not None:
+    if first.turned is not None and not first.mask:
         lead = f"{who} met nan that came from an expected -inf: "
     if first.between is not None:
         return f"{lead}{made} in {module}'s own forward, {between_text(first.between)}, {batch}{again}"
@@ -100,10 +113,30 @@ def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
     if first.source == "outside":
         return f"{gradient}, handed in from outside of the model (the script's own loss), backward, {batch}"
     if first.between is not None:
-        after = f"after that of `{first.between[0]}` and " if first.between[0] else ""
-        before = f"before that of `{first.between[1]}`" if first.between[1] else "before its end"
-        return f"{gradient}, made in {module}'s backward, {after}{before}, {batch}"
-    return f"{first.value} in the {first.role} of {module}, backward, {batch}"
+        return f"{gradient}, made in {module}'s backward{_by(first)}, {batch}"
+    own = " or ".join(map(_own_code_of, first.own_code))
+    also = f", or made by {own}, which may have used the same tensor" if own else ""
+    return f"{first.value} in the {first.role} of {module}, backward, {batch}{also}"
+
+
+def _by(first: LocalDiagnosis) -> str:
+    """`, by `norm`, `act` or its own code`: what in the named module can have made a gradient; "" if unknown."""
+    named = [f"`{name}`" if name else "the root module" for name in first.suspects[:_MOST_NAMED]]
+    if len(first.suspects) > _MOST_NAMED:
+        named.append(f"one of {len(first.suspects) - _MOST_NAMED} more calls")
+    if first.module in first.own_code:
+        named.append("its own code")
+    if first.value != "nan" and len(first.suspects) > 1:
+        named.append("the sum of their gradients")
+    outside = " or ".join(_own_code_of(name) for name in first.own_code if name != first.module)
+    else_ = f", or outside of it by {outside}" if outside else ""
+    if not named:
+        return else_
+    return (f", by {', '.join(named[:-1])} or {named[-1]}" if len(named) > 1 else f", by {named[0]}") + else_
+
+
+def _own_code_of(name: str) -> str:
+    return f"the own code of `{name}`" if name else "the root module's own code"
 
 
 def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
@@ -176,6 +209,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         ]
     if first.source == "skipped":
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
+    if first.source == "changed":
+        return [
+            "Look at what the script does with weights between backward() and step(): an average, a clamp, a copy. If "
+            "nothing does, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
+        ]
     if first.source == "received":
         return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]
     if first.source == "reduced":

@@ -548,3 +548,30 @@ def test_a_weight_that_was_bad_before_the_first_step_was_not_made_by_a_step(make
     verdict = judge(make.hello(nproc=1), *bad_weight(make, 0, batch=0, step=0).messages())
     assert "step before" not in " ".join(verdict.next)
     assert "initialised" in verdict.next[0]
+
+
+def test_a_rank_that_leaves_with_code_0_in_the_middle_of_a_forward_is_named(make):
+    """`os._exit(0)`: torchrun sees a rank that ended well, and its peers lose the connection."""
+    verdict = judge(
+        make.hello(host="alpha"),
+        make.ended(0, 0, phase="forward", module="layer.1", cls="Linear", step=6, batch=6, seq=12),
+        make.raised(1, "RuntimeError", "Connection closed by peer", peer=True, seq=12),
+        make.ended(1, 1, seq=12),
+        make.Bye("failed"),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 0, "established")
+    assert verdict.statement == (
+        "Rank 0 on alpha left with exit code 0 in the forward of batch 6, in `layer.1` (Linear), before its script had "
+        "ended."
+    )
+
+
+def test_a_run_with_a_rank_that_left_in_a_forward_is_not_clean(make):
+    verdict = judge(
+        make.hello(nproc=1),
+        make.Beat([make.state(0, phase="forward", final=True, hooks="attached")], {}),
+        make.ended(0, 0, phase="forward", module="fc", cls="Linear", batch=2),
+        make.Bye("ok"),
+    )
+    assert verdict.kind == "unknown"
+    assert "left with exit code 0 in the forward of batch 2" in verdict.statement

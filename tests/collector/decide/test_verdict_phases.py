@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.fold import fold
+from gpuwatch.core.frames import Mark
+from gpuwatch.core.records import NotLookedInto, OptimizerStep
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
-def judge(make, *batches, **hello):
-    """The verdict over these pages."""
+def judge(make, *batches, before="", **hello):
+    """The verdict over these pages; `before`: what the batch before held where they hold -inf, `masks` or `finite`."""
     bodies = [make.hello(nproc=hello.pop("nproc", len(batches)), host="alpha", **hello)]
     bodies += [body for batch in batches for body in batch.messages()]
+    bodies += [batch.page_before(masks=before == "masks") for batch in batches if before]
     return decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
 
 
@@ -139,11 +143,11 @@ def test_own_code_in_the_backward_is_said_in_words(make):
     assert (verdict.module, verdict.between, verdict.certainty) == (
         "block",
         ("block.leave", "block.enter"),
-        "established",
+        "supported",
     )
     assert verdict.statement.endswith(
         "nan in the gradient of what `block.enter` (Linear) returned, made in `block` (Block)'s backward, "
-        "after that of `block.leave` and before that of `block.enter`, batch 1."
+        "by `block.leave` or its own code, batch 1."
     )
 
 
@@ -234,12 +238,29 @@ def test_one_rank_alone_has_nothing_to_reduce(make):
     )
 
 
+def stepped_by(batch, lr):
+    """The anomaly of `batch` says that SGD with this learning rate has stepped."""
+    step = OptimizerStep("torch.optim.sgd.SGD", {"lr": lr})
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, optimizer=step)
+
+
 def test_a_step_on_one_rank(make):
-    verdict = judge(make, whole(make, 0, batch=2), whole(make, 1, batch=2, stepped=make.NEGINF))
+    bad = whole(make, 1, batch=2, stepped=make.NEGINF)
+    verdict = judge(make, whole(make, 0, batch=2), bad)
     assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "optimizer", "embed", "weight")
-    assert verdict.certainty == "established"
+    assert verdict.certainty == "supported"
+    assert "the step made it, or something else has changed the weight after the forward" in verdict.statement
+
+    stepped_by(bad, lr=3e38)
+    verdict = judge(make, whole(make, 0, batch=2), bad)
+    assert (verdict.phase, verdict.certainty) == ("optimizer", "established")
     assert any("exp_avg" in line for line in verdict.evidence)
     assert "the step after batch 2 made -inf" in verdict.statement
+
+    stepped_by(bad, lr=1e-3)
+    verdict = judge(make, whole(make, 0, batch=2), bad)
+    assert (verdict.rank, verdict.phase, verdict.certainty) == (1, "weight", "established")
+    assert "changed outside of forward, backward and step" in verdict.statement
 
 
 def test_a_step_on_all_ranks_is_everybodys(make):
@@ -353,13 +374,30 @@ def test_the_verdict_names_where_a_neginf_came_in_and_what_turned_it_into_nan(ma
     batch.call("padding", "Padding", given=[x], returned=[mask])
     batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)])
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
-    verdict = judge(make, batch)
+    verdict = judge(make, batch, before="finite")
     assert (verdict.module, verdict.role, verdict.value, verdict.phase) == ("padding", "output", "-inf", "forward")
     assert verdict.statement == (
         "Rank 1 on alpha met nan that came from an expected -inf: -inf in the output of `padding` (Padding), forward, "
         "batch 2; `attend` (Attend) turned it into nan."
     )
     assert "mask" in verdict.next[0]
+
+
+def test_the_verdict_names_the_call_that_made_nan_of_a_mask_that_every_batch_has(make):
+    batch = make.Batch(1, batch=2)
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    marks = {"input[1]": Mark.CLOSED}
+    batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)], marks=marks)
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    verdict = judge(make, batch, before="masks")
+    assert (verdict.module, verdict.role, verdict.value, verdict.phase) == ("attend", "output", "nan", "forward")
+    assert verdict.certainty == "established"
+    assert verdict.statement == (
+        "Rank 1 on alpha overflowed first: nan in the output of `attend` (Attend), forward, batch 2; a row of input[1] "
+        "is -inf throughout."
+    )
+    assert "mask" in verdict.next[0]
+    assert judge(make, batch).certainty == "established", "the row is known to be -inf throughout"
 
 
 def left_out(make, rank, **place):
@@ -501,3 +539,18 @@ def test_a_weight_that_has_grown_from_zero_is_not_wild(make):
     verdict = judge(make, *pages, forward(make, 0, embed=0.5, batch=3, page=1), bad, nproc=2)
     assert not any("wild" in line for line in verdict.evidence)
     assert verdict.certainty == "established"
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_compiled_code_that_was_not_looked_into_leaves_the_maker_open(make, hidden):
+    batch = make.Batch(0, batch=2)
+    x = batch.tensor()
+    batch.call("model", "LlamaModel", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    bodies = [make.hello(nproc=1), *batch.messages()]
+    if hidden:
+        bodies.append(EventMessage(NotLookedInto(make.where(0), "model", "LlamaModel")))
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+    assert (verdict.module, verdict.certainty) == ("model", "supported" if hidden else "established")
+    assert any("compiled code was not looked into" in line for line in verdict.evidence) == hidden
+    assert ("use_cache=False" in verdict.next[0]) == hidden

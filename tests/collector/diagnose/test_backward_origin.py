@@ -91,12 +91,13 @@ def test_a_closed_block_is_looked_into(make):
 
 
 @pytest.mark.parametrize("own_code", ["between", "after"])
-def test_own_code_that_may_have_used_it_too_gives_the_module_around(make, own_code):
+def test_a_call_is_named_if_own_code_had_something_else_to_work_on(make, own_code):
+    """Own code needs what `act`, or `leave`, has returned: no call was handed that. It may have used b, too."""
     batch = block(make, own_code)
     batch.backward("block.enter", "Linear", "output", make.NAN)
     found = find(batch)
-    assert (found.module, found.cls, found.phase, found.role) == ("block", "Block", "backward", "grad output")
-    assert found.between == ("block.act", "block.enter")
+    assert (found.module, found.cls, found.phase, found.role) == ("block.act", "GELU", "backward", "grad input[0]")
+    assert (found.sure, found.own_code) == (False, ("block",))
     assert found.is_origin
 
 
@@ -112,8 +113,8 @@ def test_a_mask_that_own_code_made_cannot_have_used_it(make):
     assert find(batch).module == "attend"
 
 
-def test_a_block_that_was_handed_it_is_named_when_the_block_is_not_closed(make):
-    """`x + self.inner(x)`: nothing outside of the block can have used what `embed` returned."""
+def test_the_leaf_of_a_residual_block_is_named(make):
+    """`x + self.inner(x)`: own code needs what `inner` returned. That it used x as well is not shown by the frames."""
     batch = make.Batch()
     x, a, b, c = (batch.tensor(number) for number in (1.0, 2.0, 3.0, 4.0))
     batch.call("embed", "Linear", given=[x], returned=[a])
@@ -124,7 +125,74 @@ def test_a_block_that_was_handed_it_is_named_when_the_block_is_not_closed(make):
     batch.backward("block.inner", "Linear", "output", 1.0)
     batch.backward("embed", "Linear", "output", make.NAN)
     found = find(batch)
-    assert (found.module, found.between) == ("block", ("block.inner", "embed"))
+    assert (found.module, found.role, found.between) == ("block.inner", "grad input[0]", None)
+    assert (found.sure, found.own_code) == (False, ("block",))
+
+
+def _block_of_gpt(make, root_loss=False):
+    """`x = x + attn(ln_1(x)); return x + mlp(ln_2(x))`, in a model that may compute its own loss."""
+    batch = make.Batch()
+    x, e, n1, a, x1, n2, m, y, logits, loss = (batch.tensor(float(number)) for number in range(1, 11))
+    batch.call("wte", "Embedding", given=[x], returned=[e])
+    batch.call("h.ln_1", "LayerNorm", given=[e], returned=[n1], parent="h")
+    batch.call("h.attn", "Attention", given=[n1], returned=[a], parent="h")
+    batch.call("h.ln_2", "LayerNorm", given=[x1], returned=[n2], parent="h")
+    batch.call("h.mlp", "MLP", given=[n2], returned=[m], parent="h")
+    batch.call("h", "Block", given=[e], returned=[y])
+    batch.call("head", "Linear", given=[y], returned=[logits])
+    batch.call("", "GPT", given=[x], returned=[logits, loss] if root_loss else [logits])
+    for name in ("head", "h", "h.mlp", "h.ln_2"):
+        batch.backward(name, "Module", "output", 1.0)
+    return batch
+
+
+@pytest.mark.parametrize("root_loss", [True, False])
+def test_the_leaf_of_a_pre_norm_block_is_named(make, root_loss):
+    batch = _block_of_gpt(make, root_loss)
+    batch.backward("h.attn", "Attention", "output", 1.0)
+    batch.backward("h.ln_1", "LayerNorm", "output", 1.0)
+    batch.backward("wte", "Embedding", "output", make.NAN)
+    found = find(batch)
+    assert (found.module, found.cls, found.role, found.sure) == ("h.ln_1", "LayerNorm", "grad input[0]", False)
+    assert found.own_code == (("", "h") if root_loss else ("h",))
+
+
+def test_a_sum_that_own_code_handed_on_leaves_its_user_open(make):
+    batch = _block_of_gpt(make)
+    batch.backward("h.attn", "Attention", "output", make.NAN)
+    found = find(batch)
+    assert (found.module, found.sure, found.suspects, found.own_code) == ("h", False, ("h.ln_2",), ("h",))
+
+
+def test_the_activation_of_a_gated_feed_forward_is_named(make):
+    """`self.wo(self.act(self.wi_0(x)) * self.wi_1(x))`"""
+    batch = make.Batch()
+    x, a, b, c, product, y = (batch.tensor(float(number)) for number in range(1, 7))
+    batch.call("ff.wi_0", "Linear", given=[x], returned=[a], parent="ff")
+    batch.call("ff.act", "Act", given=[a], returned=[b], parent="ff")
+    batch.call("ff.wi_1", "Linear", given=[x], returned=[c], parent="ff")
+    batch.call("ff.wo", "Linear", given=[product], returned=[y], parent="ff")
+    batch.call("ff", "Gated", given=[x], returned=[y])
+    batch.call("", "Net", given=[x], returned=[y])
+    for name in ("ff.wo", "ff.wi_1", "ff.act"):
+        batch.backward(name, "Module", "output", 1.0)
+    batch.backward("ff.wi_0", "Linear", "output", make.NAN)
+    found = find(batch)
+    assert (found.module, found.role, found.sure, found.own_code) == ("ff.act", "grad input[0]", False, ("ff",))
+
+
+def test_an_inf_may_be_a_sum_of_large_gradients(make):
+    batch = make.Batch()
+    x, a, b, c = (batch.tensor(number) for number in (1.0, 2.0, 3.0, 4.0))
+    batch.call("embed", "Linear", given=[x], returned=[a])
+    batch.call("block.inner", "Linear", given=[a], returned=[b], parent="block")
+    batch.call("block", "Block", given=[a], returned=[c])
+    batch.call("", "Net", given=[x], returned=[c])
+    batch.backward("block", "Block", "output", 3e38)
+    batch.backward("block.inner", "Linear", "output", 3e38)
+    batch.backward("embed", "Linear", "output", make.INF)
+    found = find(batch)
+    assert (found.module, found.sure, found.suspects, found.own_code) == ("block", False, ("block.inner",), ("block",))
 
 
 def test_a_leaf_inside_of_a_closed_block_that_was_handed_it(make):
@@ -168,7 +236,8 @@ def test_only_the_modules_own_code_used_it(make):
     batch.backward("block.leave", "Linear", "output", 1.0)
     batch.backward("block.enter", "Linear", "output", make.NAN)
     found = find(batch)
-    assert (found.module, found.between, found.sure) == ("block", ("block.leave", "block.enter"), True)
+    assert (found.module, found.between, found.sure) == ("block", ("block.leave", "block.enter"), False)
+    assert (found.suspects, found.own_code) == (("block.leave",), ("block",))
 
 
 def test_what_the_model_returned_gets_its_gradient_from_outside(make):
@@ -239,13 +308,14 @@ def compiled(make, low, shapes=None):
     batch.call("", "Net", given=[x], returned=[batch.tensor(2.0, low=low)], shapes=shapes)
     batch.backward("length", "Length", "output", 1.0)
     batch.backward("embed", "Linear", "output", make.NAN)
-    return find(batch).module
+    found = find(batch)
+    return found.module, found.sure
 
 
 def test_a_tensor_that_a_compiled_region_has_handed_over_is_known_by_its_numbers(make):
-    assert compiled(make, 0.5) == "length"
-    assert compiled(make, 2.0) == ""  # ones, or a mask: that says nothing
-    assert compiled(make, 0.5, {"output": 1}) == ""
+    assert compiled(make, 0.5) == ("length", True)
+    assert compiled(make, 2.0) == ("length", False)  # ones, or a mask: that says nothing
+    assert compiled(make, 0.5, {"output": 1}) == ("length", False)
 
 
 def test_the_calls_of_a_compiled_region_are_as_deep_as_what_is_around_it(make):

@@ -18,9 +18,9 @@ def overflow(make, rank):
 def test_a_report_diagnoses_each_rank_once(make, monkeypatch):
     diagnosed = []
 
-    def counting(page, anomaly):
+    def counting(page, anomaly, earlier):
         diagnosed.append(page.rank)
-        return real(page, anomaly)
+        return real(page, anomaly, earlier)
 
     real = module.origin_in_page
     monkeypatch.setattr(module, "origin_in_page", counting)

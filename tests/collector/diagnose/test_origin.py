@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
 from gpuwatch.collector.fold import fold
+from gpuwatch.core.frames import Mark
+from gpuwatch.core.records import LookedAgain
 from gpuwatch.core.wire.messages import EventMessage
 
 
-def find(batch, **page):
-    """The diagnosis of a batch, by way of its messages."""
+def find(batch, before="finite", **page):
+    """The diagnosis of a batch, by way of its messages. `before`: what was where -inf is now, in the batch before."""
     messages = [batch.definitions(), EventMessage(batch.anomaly), batch.page_message(**page)]
+    if before != "unknown":
+        messages.append(batch.page_before(masks=before == "-inf"))
     facts = fold(("a", n, body) for n, body in enumerate(messages))
     (rank,) = facts.ranks.values()
     return rank.diagnosis
@@ -277,6 +282,64 @@ def test_a_call_that_hands_the_mask_on_is_not_where_it_came_in(make):
     assert (find(batch).phase, find(batch).role, find(batch).turned) == ("input", "input[1]", ("attend", "Attend"))
 
 
+def _masked(make, closed):
+    batch = make.Batch(batch=5)
+    x, mask = batch.tensor(), batch.tensor(make.NEGINF)
+    marks = {"kwargs.mask": Mark.CLOSED} if closed else {}
+    kwargs = {"mask": mask}
+    batch.call("attn", "Attention", given=[x], returned=[batch.tensor(make.NAN)], kwargs=kwargs, marks=marks)
+    batch.call("", "Net", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    return batch
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_mask_that_is_neginf_in_every_batch_is_no_cause(make, closed):
+    found = find(_masked(make, closed), before="-inf")
+    assert (found.module, found.phase, found.role, found.value, found.source) == (
+        "attn",
+        "forward",
+        "output",
+        "nan",
+        "made",
+    )
+    assert found.sure
+    assert "kwargs.mask held -inf in batch 4 as well, and no nan came of it" in found.notes
+    assert found.mask == ("a row of kwargs.mask is -inf throughout" if closed else "kwargs.mask held -inf")
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_in_the_first_batch_nobody_knows_whether_the_mask_is_new(make, closed):
+    found = find(_masked(make, closed), before="unknown")
+    assert (found.module, found.phase, found.source, found.sure) == ("attn", "forward", "made", closed)
+    assert "the -inf in kwargs.mask came from input[1] of the root module (Net)" in found.notes
+
+
+def test_a_mask_that_is_new_is_the_cause(make):
+    found = find(_masked(make, True))
+    assert (found.module, found.phase, found.role, found.source) == ("", "input", "input[1]", "outside")
+
+
+def test_code_behind_a_call_that_always_returns_neginf_made_the_nan_itself(make):
+    batch = make.Batch(batch=5)
+    x, scores = batch.tensor(), batch.tensor(make.NEGINF)
+    batch.call("attend.scores", "Scores", given=[x], returned=[scores], parent="attend")
+    batch.call("attend", "Attend", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    found = find(batch, before="-inf")
+    assert (found.module, found.role, found.value) == ("attend", "output", "nan")
+
+
+def test_it_is_told_who_took_a_nan_away(make):
+    batch = make.Batch()
+    x = batch.tensor()
+    batch.call("block.log", "Log", given=[x], returned=[batch.tensor(make.NAN)], parent="block")
+    batch.call("block", "Block", given=[x], returned=[batch.tensor()])
+    batch.call("", "Net", given=[x], returned=[batch.tensor()])
+    found = find(batch)
+    assert (found.module, found.sure) == ("block.log", True)
+    assert found.notes == ("`block` (Block) took it away: it returned no nan",)
+
+
 def test_own_code_right_after_a_call_that_returned_neginf(make):
     batch = make.Batch()
     x, scores = batch.tensor(), batch.tensor(make.NEGINF)
@@ -419,3 +482,53 @@ def test_an_argument_as_it_was_before_the_call_is_no_weight_and_no_argument(make
     batch.call("", "Net", given=[x], returned=[y])
     found = find(batch)
     assert (found.module, found.phase, found.role, found.value) == ("act", "forward", "output", "+inf")
+
+
+# -- the second look that an alarm leads to -----------------------------------------------------------------------
+
+
+def _looked_again(make, again, *, bad_weight=False):
+    batch = make.Batch(batch=3)
+    x, weight = batch.tensor(), batch.tensor(make.NAN if bad_weight else 1.0)
+    batch.call("fc", "Linear", given=[x], returned=[batch.tensor(make.NAN)], weights={"weight": weight})
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
+    return find(batch)
+
+
+def test_a_weight_that_was_changed_after_it_was_read_is_found(make):
+    found = _looked_again(make, LookedAgain(weights={"weight": "nan"}))
+    assert (found.module, found.phase, found.role, found.source) == ("fc", "weight", "weight", "weight")
+    assert "weight was finite when it was read after the last step" in found.notes
+
+
+def test_a_weight_that_a_later_step_made_bad_says_nothing(make):
+    found = _looked_again(make, LookedAgain(weights={"weight": "nan"}, same_step=False))
+    assert (found.phase, found.source, found.weights_read) == ("forward", "made", False)
+
+
+@pytest.mark.parametrize("again", [None, LookedAgain(weights={"weight": "finite"})])
+def test_it_is_told_whether_the_weights_were_read_again(make, again):
+    found = _looked_again(make, again)
+    assert (found.phase, found.source, found.weights_read) == ("forward", "made", again is not None)
+
+
+@pytest.mark.parametrize(("shard", "source"), [("nan", "weight"), ("finite", "received"), ("", "weight")])
+def test_of_a_gathered_weight_the_ranks_own_shard_decides(make, shard, source):
+    again = LookedAgain(shards={"weight": shard} if shard else {})
+    assert _looked_again(make, again, bad_weight=True).source == source
+
+
+def test_bad_buffers_and_autocast_are_evidence(make):
+    again = LookedAgain(weights={"weight": "finite"}, buffers={"inv_freq": "nan"}, autocast="float16")
+    assert _looked_again(make, again).notes == (
+        "buffer inv_freq of `fc` (Linear) is nan",
+        "autocast was on: float16",
+    )
+
+
+def test_a_weight_that_was_changed_upstream_leaves_the_maker_open(make):
+    text = "weight of `enter` (Linear), abs max 1.00e+00 then, 1.00e+38 now"
+    found = _looked_again(make, LookedAgain(weights={"weight": "finite"}, changed=[text]))
+    assert (found.module, found.source, found.sure) == ("fc", "made", False)
+    assert found.notes == (f"changed since it was last read, by no step that was seen: {text}",)

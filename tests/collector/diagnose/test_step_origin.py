@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
 from gpuwatch.collector.diagnose.origin import origin_in_page
+from gpuwatch.collector.diagnose.step_rules import KnownStep, can_make_non_finite
+from gpuwatch.core.records import OptimizerStep
 
 
 def trained(make, *, weight=1.0, local=1.0, **place):
@@ -44,7 +47,77 @@ def test_a_step_that_made_a_weight_bad(make):
     found = find(batch)
     assert (found.module, found.phase, found.role, found.value) == ("fc", "optimizer", "weight", "-inf")
     assert found.is_origin
-    assert found.notes == ("the optimizer's exp_avg of weight: abs min 5.00e-01, abs max 5.00e-01",)
+    assert found.notes[0] == "the optimizer's exp_avg of weight: abs min 5.00e-01, abs max 5.00e-01"
+    assert not found.sure, "nobody knows what that step did"
+
+
+SGD = {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.0}
+ADAM = {"lr": 1e-3, "betas[0]": 0.9, "betas[1]": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+STATE = {"state exp_avg weight": 0.5, "state exp_avg_sq weight": 0.1}
+STEPS = {
+    "SGD": ("torch.optim.sgd.SGD", SGD, {}, "changed"),
+    "SGD with a wild learning rate": ("torch.optim.sgd.SGD", {**SGD, "lr": 3e38}, {}, "made"),
+    "SGD with momentum": (
+        "torch.optim.sgd.SGD",
+        {**SGD, "momentum": 0.9},
+        {"state momentum_buffer weight": 2.0},
+        "changed",
+    ),
+    "SGD with a buffer that nobody saw": ("torch.optim.sgd.SGD", {**SGD, "momentum": 0.9}, {}, "open"),
+    "SGD with a bad buffer": (
+        "torch.optim.sgd.SGD",
+        {**SGD, "momentum": 0.9},
+        {"state momentum_buffer weight": float("inf")},
+        "open",
+    ),
+    "Adam": ("torch.optim.adam.Adam", ADAM, STATE, "changed"),
+    "AdamW": ("torch.optim.adamw.AdamW", {**ADAM, "weight_decay": 0.01}, STATE, "changed"),
+    "Adam without eps": ("torch.optim.adam.Adam", {**ADAM, "eps": 0.0}, STATE, "open"),
+    "Adam whose state nobody saw": ("torch.optim.adam.Adam", ADAM, {}, "open"),
+    "Adam with a wild learning rate": ("torch.optim.adam.Adam", {**ADAM, "lr": 1e35}, STATE, "made"),
+    "Adagrad": ("torch.optim.adagrad.Adagrad", {"lr": 0.01, "eps": 1e-10}, {"state sum weight": 1.0}, "changed"),
+    "RMSprop": (
+        "torch.optim.rmsprop.RMSprop",
+        {"lr": 0.01, "eps": 1e-8, "centered": 0.0, "momentum": 0.0},
+        {"state square_avg weight": 1.0},
+        "changed",
+    ),
+    "RMSprop, centered": (
+        "torch.optim.rmsprop.RMSprop",
+        {"lr": 0.01, "eps": 1e-8, "centered": 1.0},
+        {"state square_avg weight": 1.0},
+        "open",
+    ),
+    "Adafactor": ("torch.optim.Adafactor", {"lr": 0.01, "d": 1.0, "eps[1]": 1e-3}, {}, "changed"),
+    "an optimizer of somebody else's": ("lion.Lion", {"lr": 1e-4}, {}, "open"),
+    "somebody else's Adam": ("apex.optimizers.Adam", ADAM, STATE, "open"),
+    "no optimizer known": (None, {}, {}, "open"),
+}
+
+
+@pytest.mark.parametrize(("cls", "settings", "state", "expected"), STEPS.values(), ids=STEPS)
+def test_a_weight_is_the_steps_work_only_if_its_rule_can_give_it(make, cls, settings, state, expected):
+    batch = trained(make, rank=1, batch=2)
+    batch.got("fc", "Linear", {"weight": 1.0})
+    batch.stepped("fc", "Linear", {"weight": make.INF, **state})
+    if cls is not None:
+        batch.anomaly = msgspec.structs.replace(batch.anomaly, optimizer=OptimizerStep(cls, settings))
+    found = find(batch)
+    assert (found.phase, found.source, found.sure) == {
+        "changed": ("weight", "changed", True),
+        "made": ("optimizer", "made", True),
+        "open": ("optimizer", "made", False),
+    }[expected]
+    text = " ".join(found.notes)
+    assert ("gives no such number" in text) == (expected == "changed")
+    assert ("something else has changed the weight" in text) == (expected == "open")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_eps_that_is_zero_in_the_weights_dtype_divides_by_zero(dtype):
+    step = OptimizerStep("torch.optim.adam.Adam", ADAM)
+    known = KnownStep(1.0, 1.0, {"exp_avg": 0.0, "exp_avg_sq": 0.0}, 6, dtype)
+    assert can_make_non_finite(step, known) is (None if dtype == "float16" else False)
 
 
 def test_a_local_gradient_is_enough_where_nothing_was_reduced(make):

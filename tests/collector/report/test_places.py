@@ -77,3 +77,17 @@ def test_ranks_that_met_a_bad_weight_of_the_root_name_the_root(make):
     statement = report_of(make, rooted(0), rooted(1)).verdict.statement
     assert "``" not in statement
     assert "scale of the root module (Net)" in statement
+
+
+def test_ranks_that_met_the_same_share_a_line(make):
+    """Of hundreds of ranks that overflow alike, the report says so once."""
+
+    def alike(rank):
+        batch = make.Batch(rank, seq=1)
+        batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+        return batch
+
+    report = report_of(make, *map(alike, range(4)))
+    text = render_text(report, width=300)
+    assert "All 4 ranks overflowed alike" in report.verdict.statement
+    assert "ranks 1-3: +inf in output of `fc` (Linear)" in text

@@ -2,7 +2,7 @@
 
 --fault none: it has. --fault given: the mask that the script hands in has a row of -inf only, on one rank; --fault
 added: it is added to the one that `padding` makes first; --fault made: the one that `padding` makes has such a row,
-for a sequence of length 0.
+for a sequence of length 0. --fault first: as given, and no batch before had a mask of -inf.
 """
 
 import torch
@@ -48,12 +48,14 @@ def main(fault):
         causal = torch.full((4, 4), float("-inf")).triu(1)
         lengths = torch.tensor([4, 3, 2])
         if batch == 2 and dist.get_rank() == 1:
-            if fault in ("given", "added"):
+            if fault in ("given", "added", "first"):
                 causal[2] = float("-inf")
             elif fault == "made":
                 lengths[1] = 0
         causal = None if fault == "made" or (fault == "none" and batch % 3 == 0) else causal
-        lengths = None if fault == "given" or (fault == "none" and batch % 3 == 1) else lengths
+        if fault == "first" and batch < 2:
+            causal = torch.zeros(4, 4)
+        lengths = None if fault in ("given", "first") or (fault == "none" and batch % 3 == 1) else lengths
         loss = model(torch.rand(3, 4, 8), lengths, mask=causal).mean()
         assert finite(loss) == (fault == "none" or batch < 2 or (batch == 2 and dist.get_rank() == 0))
         optimizer.zero_grad()

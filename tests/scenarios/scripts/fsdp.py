@@ -1,6 +1,7 @@
 """FSDP2: each block and the model are sharded with fully_shard; the input of one rank makes the fault.
 
 --fault forward: `blocks.0.up` overflows. --fault backward: the gradient of `blocks.1.root` at 0 is inf. --fault
+shard: one rank's part of a weight is nan. --fault
 boundary: so it is, and `root` is the first module of `blocks.1`, so that the gradient goes straight to `blocks.0`.
 """
 
@@ -51,8 +52,13 @@ def main(fault):
         x = torch.rand(4, 8) + 1
         if batch == 2 and dist.get_rank() == 1:
             x[1] = 3e38 if fault == "forward" else 0
+            if fault == "shard":
+                x[1] = 1.0
+                model.head.weight.data.to_local()[0, 0] = float("nan")
         loss = model(x).mean()
-        assert finite(loss) == (batch < 2 or (batch == 2 and (fault != "forward" or dist.get_rank() == 0)))
+        assert finite(loss) == (
+            batch < 2 or (batch == 2 and fault != "shard" and (fault != "forward" or dist.get_rank() == 0))
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

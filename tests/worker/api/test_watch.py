@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+from pathlib import Path
 
 import gpuwatch
 import pytest
@@ -74,7 +75,8 @@ def test_a_watched_training_can_be_read(folders):
     assert [frame.batch for frame in handle.frames(1)] == [1] * 13
     assert handle.frames(7) == []
     assert handle.anomalies == handle.warnings == handle.skips == handle.events == []
-    assert handle.report() == "no overflow in 3 recorded batches"
+    assert handle.report() == handle.verdict().statement
+    assert handle.report() == "No overflow: 1 rank, 3 batches, every watched tensor finite."
 
 
 def test_the_report_shows_the_frames_up_to_the_overflow(folders):
@@ -84,9 +86,16 @@ def test_the_report_shows_the_frames_up_to_the_overflow(folders):
         model(X)
     assert [(a.module, a.where.batch) for a in handle.anomalies] == [("1", 0), ("1", 1)]
     lines = handle.report().splitlines()
-    assert lines[0] == "inf in output of 1 (Multiplies), forward of batch 0" or lines[0].startswith(
-        ("nan in output of 1", "+inf in output of 1", "-inf in output of 1")
+    verdict = handle.verdict()
+    assert lines[0] == verdict.statement
+    assert (verdict.kind, verdict.rank, verdict.module, verdict.phase, verdict.batch) == (
+        "overflow",
+        0,
+        "1",
+        "forward",
+        0,
     )
+    assert verdict.certainty == "established"
     assert lines[1] == "abs min  abs max  metadata"
     titles = [line.strip() for line in lines if line.startswith(" " * 17)]
     assert titles == ["0 Linear", "1 Multiplies"]
@@ -96,12 +105,88 @@ def test_the_report_shows_the_frames_up_to_the_overflow(folders):
 
 def test_abort_raises_and_the_handle_still_reads(folders):
     model = nn.Sequential(Multiplies())
-    with pytest.raises(OverflowDetected):
+    with pytest.raises(OverflowDetected) as raised:
         with gpuwatch.watch(model) as handle:
             model(X)
+    assert "combined report" not in str(raised.value)
+    assert "--on-overflow" not in str(raised.value)
     assert [a.aborts for a in handle.anomalies] == [True]
-    assert "of 0 (Multiplies)" in handle.report()
+    assert "of `0` (Multiplies)" in handle.report()
     assert hooks() == 0
+
+
+def test_a_bad_input_is_told_as_one(folders):
+    with gpuwatch.watch(nn.Sequential(nn.Identity(), nn.Linear(4, 4))) as handle:
+        model = handle._hooks
+    del model
+    net_ = nn.Linear(4, 4)
+    with pytest.raises(OverflowDetected, match="which was handed a non-finite input"):
+        with gpuwatch.watch(net_) as handle:
+            net_(torch.full((3, 4), math.nan))
+    assert handle.verdict().phase == "input"
+
+
+class Root(nn.Module):
+    """The length of each row. Of a row of zeros its gradient is 0 * inf."""
+
+    def forward(self, x):
+        return x.square().sum(-1, keepdim=True).sqrt()
+
+
+def test_the_verdict_names_the_maker_of_a_gradient_and_not_the_first_bad_row(folders):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Root(), nn.Linear(1, 1))
+    with gpuwatch.watch(model, on_overflow="continue") as handle:
+        model(torch.zeros(3, 4)).sum().backward()
+    verdict = handle.verdict()
+    assert handle.anomalies[0].module == "0", "the first bad row is of the tensor's producer"
+    assert (verdict.module, verdict.phase, verdict.certainty) == ("1", "backward", "established")
+    assert handle.report().startswith(verdict.statement)
+
+
+def _spawned(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    watch_module._shared_memory = lambda: folder
+    model = nn.Sequential(Multiplies(math.inf if rank == 1 else 1.0))
+    with gpuwatch.watch(model, on_overflow="continue") as handle:
+        model(X)
+    verdict = handle.verdict()
+    Path(folder, f"said-{rank}").write_text(f"{verdict.kind} {verdict.rank} {verdict.certainty}")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_the_rank_is_torch_distributeds(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    context = torch.multiprocessing.get_context("fork")
+    processes = [context.Process(target=_spawned, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert (tmp_path / "said-0").read_text() == "clean None supported"
+    assert (tmp_path / "said-1").read_text() == "overflow 1 supported", "the other rank was not heard"
+
+
+def _killed(folder):
+    import signal
+
+    watch_module._shared_memory = lambda: folder
+    handle = gpuwatch.watch(net())
+    assert handle is not None
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_process_has_left_is_removed_by_the_next(folders, tmp_path):
+    alive = gpuwatch.watch(net())
+    process = torch.multiprocessing.get_context("fork").Process(target=_killed, args=(str(tmp_path),))
+    process.start()
+    process.join(300)
+    assert process.exitcode == -9
+    assert len(folders()) == 2
+    with gpuwatch.watch(net()):
+        assert len(folders()) == 2
+    assert alive.events == [], "the recorder of a living one stays"
+    alive.remove()
 
 
 def test_remove_twice_is_once_and_what_was_recorded_stays(folders):

@@ -767,12 +767,25 @@ def test_a_share_of_subnormals_is_compared_with_the_threshold(watch):
 
 def test_a_gradient_that_has_vanished_is_warned_of(watch):
     watched = watch()
-    model = nn.Sequential(nn.Linear(4, 4), BadBackward(1e-30)).to(torch.float16)
-    model(X.half()).sum().backward()
+    model = nn.Sequential(nn.Linear(4, 4), BadBackward(1.0)).to(torch.float16)
+    for batch in range(11):
+        model[1].value = 1e-30 if batch == 10 else 1.0
+        model(X.half()).sum().backward()
+        assert watched.of(Warned) == [] or batch == 10
     assert ("underflow", "0", "grad output", "backward") in [
         (w.kind, w.module, w.role, w.phase) for w in watched.of(Warned)
     ]
     assert watched.anomalies == []
+
+
+def test_a_gradient_that_is_zero_by_design_is_not_warned_of(watch):
+    """LoRA's B begins at zero, and so does the gradient of what A returned."""
+    watched = watch()
+    lora = nn.Sequential(nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False))
+    nn.init.zeros_(lora[1].weight)
+    for _ in range(21):
+        lora(X).sum().backward()
+    assert watched.of(Warned) == []
 
 
 def test_a_warning_names_its_numbers(watch):

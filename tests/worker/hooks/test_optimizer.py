@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
 X = torch.ones(3, 4)
@@ -413,4 +414,30 @@ def test_sparse_gradients_under_the_guard(watch):
     before = weights(model)
     optimizer.step()
     assert unchanged(model, before)
+    assert watched.faults == []
+
+
+@pytest.mark.parametrize("path", ["host", "late"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_the_event_of_a_weight_says_whose_step_it_was(watch, monkeypatch, path, optimizer):
+    if path == "late":
+        driver = LateDevice(3, longest=6)
+        for name in ("record.native_writer", "record.rows", "stats.device"):
+            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
+    stepping = getattr(torch.optim, optimizer)(groups, lr=0.25)
+    for batch in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+        if batch == 1:
+            model[1].weight.data[0, 0] = float("inf")
+        stepping.step()
+        stepping.param_groups[1]["lr"] = 0.5 / (batch + 2)
+    while not watched.hooks.settle():
+        pass
+    first = watched.anomalies[0]
+    assert (first.where.batch, first.module, first.role, first.phase) == (1, "1", "weight", "optimizer")
+    assert first.optimizer.cls == f"torch.optim.{optimizer.lower()}.{optimizer}"
+    assert first.optimizer.settings["lr"] == 0.25
     assert watched.faults == []

@@ -1,0 +1,121 @@
+"""Whether an optimizer's rule can have made a weight non-finite, from what is known of the step. Pure.
+
+Each rule gives the largest change that a step can make, from the largest gradient, weight and state. If weight and
+change together are far below the dtype's largest number, the step did not make it: the weight was changed by something
+else, between the forward and the step.
+
+    SGD     lr 0.1, gradient at most 2.0, weight at most 0.5   ->  at most 0.5 + 0.2: the step cannot make an inf
+    SGD     lr 3e38, the same                                  ->  beyond float32: it can
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...core.records import OptimizerStep
+from ...core.values import DTYPE_MAX
+
+_MARGIN = 2.0**-8
+"""A sum of many terms is rounded: what is this far below the dtype's largest number cannot overflow."""
+_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
+"""The smallest positive number of a dtype: an eps below it is 0."""
+
+
+class KnownStep(NamedTuple):
+    """What went into the step of one weight. All numbers are abs max, and finite."""
+
+    weight: float
+    gradient: float
+    state: Mapping[str, float]
+    elements: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class _Rule:
+    change: Callable[[Mapping[str, float], KnownStep], float | None]
+    """The largest change; None if that is not known."""
+    needs: tuple[str, ...] = ()
+    """Keys of the state without which nothing is known."""
+
+
+def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | None:
+    """Whether the step can have made the weight non-finite; None if that cannot be told."""
+    largest = DTYPE_MAX.get(known.dtype)
+    if step is None or largest is None or known.dtype not in _SMALLEST:
+        return None
+    module, _, name = step.cls.rpartition(".")
+    rule = _RULES.get(name) if module == "torch.optim" or module.startswith("torch.optim.") else None
+    if rule is None or any(key not in known.state for key in rule.needs) or "lr" not in step.settings:
+        return None
+    numbers = (known.weight, known.gradient, *known.state.values())
+    if not all(math.isfinite(number) for number in numbers):
+        return None
+    change = rule.change(step.settings, known)
+    if change is None:
+        return None
+    decay = abs(step.settings["lr"] * step.settings.get("weight_decay", 0.0)) * known.weight
+    return not known.weight + decay + change < largest * _MARGIN
+
+
+def _sgd(settings: Mapping[str, float], known: KnownStep) -> float | None:
+    gradient = known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
+    momentum = abs(settings.get("momentum", 0.0))
+    if not momentum:
+        return abs(settings["lr"]) * gradient
+    if "momentum_buffer" not in known.state:
+        return None
+    return abs(settings["lr"]) * (gradient + (1 + momentum) * known.state["momentum_buffer"])
+
+
+def _adam(settings: Mapping[str, float], known: KnownStep) -> float | None:
+    eps = _eps(settings, known)
+    correction = 1 - settings.get("betas[0]", math.nan)
+    if eps is None or not 0 < correction <= 1:
+        return None
+    return abs(settings["lr"]) * known.state["exp_avg"] / correction / eps
+
+
+def _adagrad(settings: Mapping[str, float], known: KnownStep) -> float | None:
+    eps = _eps(settings, known)
+    gradient = known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
+    return abs(settings["lr"]) * gradient / eps if eps is not None else None
+
+
+def _rmsprop(settings: Mapping[str, float], known: KnownStep) -> float | None:
+    eps = _eps(settings, known)
+    if eps is None or settings.get("centered"):  # the variance minus the mean's square may be negative: nan
+        return None
+    gradient = known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
+    buffer = known.state.get("momentum_buffer", 0.0) if settings.get("momentum") else 0.0
+    if settings.get("momentum") and "momentum_buffer" not in known.state:
+        return None
+    return abs(settings["lr"]) * (gradient / eps + buffer)
+
+
+def _adafactor(settings: Mapping[str, float], known: KnownStep) -> float | None:
+    """Its update is divided by its own root mean square, so it is at most `sqrt(elements)` times `d` times the rate."""
+    largest = DTYPE_MAX[known.dtype]
+    d, elements = settings.get("d"), max(1, known.elements)
+    if d is None or not d > 0 or known.gradient * elements > math.sqrt(largest):
+        return None
+    return abs(settings["lr"]) * max(1e-3, settings.get("eps[1]", 1e-3), known.weight) * math.sqrt(elements) * d
+
+
+def _eps(settings: Mapping[str, float], known: KnownStep) -> float | None:
+    """What the update is divided by at least; None if that may be 0, and 0 / 0 is nan."""
+    eps = settings.get("eps", 0.0)
+    return eps if eps > _SMALLEST[known.dtype] else None
+
+
+_RULES = {
+    "SGD": _Rule(_sgd),
+    "Adam": _Rule(_adam, ("exp_avg", "exp_avg_sq")),
+    "AdamW": _Rule(_adam, ("exp_avg", "exp_avg_sq")),
+    "Adagrad": _Rule(_adagrad, ("sum",)),
+    "RMSprop": _Rule(_rmsprop, ("square_avg",)),
+    "Adafactor": _Rule(_adafactor),
+}

@@ -1,0 +1,85 @@
+"""DDP around blocks whose tensors have several users, on rank 1 with a backward that is nan at a row of zeros.
+
+--block prenorm: `x + linear(scale(x))`, and the model computes its own loss, as nanoGPT does. --block postnorm:
+`scale(x + linear(x))`: the scale's input is made by the block's own code. --block gated: `wo(act(wi_0(x)) * wi_1(x))`,
+as T5 does. --block attention: `q(x)`, `k(x)` and `v(x)` share their input, and `k` makes it.
+"""
+
+import torch
+import torch.distributed as dist
+from common import diagonal, finite, run
+from torch import nn
+
+
+class Scale(nn.Module):
+    """Each row times its own length. Of a row of zeros the gradient is 0 * inf."""
+
+    bad = False
+
+    def forward(self, x):
+        return x * x.square().sum(-1, keepdim=True).sqrt() if self.bad else x * 1.0
+
+
+class PreNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.linear = Scale(), diagonal(8, 1.0)
+
+    def forward(self, x):
+        return x + self.linear(self.scale(x))
+
+
+class PostNorm(PreNorm):
+    def forward(self, x):
+        return self.scale(x + self.linear(x))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wi_0, self.wi_1, self.wo, self.scale = diagonal(8, 1.0), diagonal(8, 1.0), diagonal(8, 1.0), Scale()
+
+    def forward(self, x):
+        gate = self.scale(self.wi_0(x))
+        return self.wo(gate * self.wi_1(x))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.scale, self.v = diagonal(8, 1.0), Scale(), diagonal(8, 1.0)
+
+    def forward(self, x):
+        return self.q(x) * self.scale(x) + self.v(x)
+
+
+class Net(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.embed = diagonal(8, 1.0)
+        self.block = block()
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, target):
+        logits = self.head(self.block(self.embed(x)))
+        return logits, (logits - target).square().mean()
+
+
+def main(block):
+    kinds = {"prenorm": PreNorm, "postnorm": PostNorm, "gated": Gated, "attention": Attention}
+    net = Net(kinds[block])
+    model = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for batch in range(3):
+        x = torch.rand(4, 8)
+        if batch == 2 and dist.get_rank() == 1:
+            x[1], net.block.scale.bad = 0.0, True
+        _, loss = model(x, torch.ones(4, 1))
+        assert finite(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        assert batch < 2 or not finite(net.embed.weight.grad)
+        optimizer.step()
+
+
+run(main, block="prenorm")

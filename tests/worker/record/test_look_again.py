@@ -1,0 +1,141 @@
+"""The second look that the first alarm of a rank leads to, on the host, on a late device and in a compiled graph."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+from gpuwatch.core.records import BatchInputs, LookedAgain, NotLookedInto
+from gpuwatch.worker.stats.late_device import LateDevice
+from torch import nn
+
+
+class Rotary(nn.Module):
+    """With a buffer that nobody has initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("inv_freq", torch.full((4,), math.nan))
+        self.register_buffer("fine", torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight * self.inv_freq
+
+
+@pytest.fixture(params=["host", "late"])
+def path(request, monkeypatch):
+    if request.param == "late":
+        driver = LateDevice(3, longest=6)
+        for name in ("record.native_writer", "record.rows", "stats.device"):
+            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    return request.param
+
+
+def _settle(watched):
+    while not watched.hooks.settle():
+        pass
+    assert watched.faults == []
+
+
+def test_the_first_alarm_tells_of_weights_and_bad_buffers(watch, path):
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), Rotary())
+    for _ in range(2):
+        model(torch.randn(2, 4))
+    _settle(watched)
+    first, second = watched.anomalies
+    assert first.module == "1"
+    assert first.again == LookedAgain(weights={"weight": "finite"}, buffers={"inv_freq": "nan"})
+    assert second.again is None, "one look is enough"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_that_was_changed_without_a_trace_is_found(watch, compiled):
+    """`.data` raises no version: the numbers of after the last step are still those that are known."""
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(3):
+        if batch == 2:
+            model[1].weight.data[0, 0] = math.nan
+        called(torch.randn(2, 4)).sum().backward()
+        if batch < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    _settle(watched)
+    first = watched.anomalies[0]
+    assert (first.where.batch, first.module) == (2, "1")
+    assert first.again is not None
+    assert first.again.weights == {"weight": "nan", "bias": "finite"}
+    assert first.again.same_step
+
+
+def test_autocast_is_told(watch):
+    watched = watch()
+    model = nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.full((2, 4), math.inf))
+    _settle(watched)
+    assert watched.anomalies[0].again.autocast == "bfloat16"
+
+
+class _Around(nn.Module):
+    """Runs compiled code inside of its own, uncompiled forward, as a model does whose outer frame was broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.run = [torch.compile(self.inner, backend="eager")]
+
+    def forward(self, x):
+        return self.run[0](x)
+
+
+def test_compiled_code_that_is_not_looked_into_is_told(watch):
+    watched = watch()
+    model = _Around()
+    for _ in range(2):
+        model(torch.randn(2, 4))
+    frames = {frame.module for frame in watched.frames("forward")}
+    assert not frames & {"inner.0", "inner.1"}
+    told = watched.of(NotLookedInto)
+    assert len(told) == 1, "once"
+    assert (told[0].module, told[0].cls) == ("<OptimizedModule>", "Sequential")
+    assert watched.faults == []
+
+
+def test_what_the_model_was_handed_can_be_found_again(watch):
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    batches = [torch.randn(2, 4) for _ in range(4)]
+    batches[2][1, 1] = batches[3][0, 0] = math.nan
+    for batch in batches:
+        model(batch).sum().backward()
+        optimizer.step()
+    (inputs,) = watched.of(BatchInputs)
+    expected = hashlib.blake2b(batches[2].view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    assert (inputs.where.batch, inputs.digests) == (2, {"input[0]": expected})
+    last = watched.anomalies[0].again.optimizer
+    assert (last.cls, last.settings["lr"]) == ("torch.optim.adamw.AdamW", 0.25)
+    assert watched.faults == []
+
+
+def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch):
+    watched = watch()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    for batch in range(2):
+        if batch == 1:
+            model[0].weight.data.fill_(1e37)
+            model[2].weight.data.fill_(1e38)
+        model(torch.ones(2, 4))
+    _settle(watched)
+    first = watched.anomalies[0]
+    assert first.module == "2"
+    (changed,) = first.again.changed
+    assert changed.startswith("weight of `0` (Linear), abs max ")
+    assert changed.endswith(" then, 1.00e+37 now")
