@@ -183,7 +183,7 @@ def _text(verdict: dict[str, Any], origins: dict[int, str]) -> str:
         parts.append(f"batch {verdict['batch']}")
     if verdict.get("certainty") == "unknown":
         parts.append("unknown")
-    return ", ".join(part for part in parts if part)
+    return ", ".join(part if isinstance(part, str) else " or ".join(sorted(part)) for part in parts if part)
 
 
 def _start(command: list[str], scenario: Scenario, cwd: str, environment: dict[str, str] | None = None) -> Ended:

@@ -17,7 +17,7 @@ from ...core.values import NonFinite, name_of
 from ..stats.tensor_stats import measure
 from ..without_modes import without_modes
 
-_MOST = 32
+_MOST = 8
 
 
 def look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:

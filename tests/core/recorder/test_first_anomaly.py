@@ -43,6 +43,8 @@ def test_the_first_one_that_is_appended_is_in_the_header_and_stays(writer):
 def test_it_is_there_when_the_log_is_full(writer):
     while writer.append(msgspec.structs.replace(FIRST, module="x" * len(FIRST.module))):
         writer.fields[Field.ANOMALY] = FirstAnomaly.NONE  # as if it had been another kind of event
+    while writer.append(FIRST):  # the rest of the log is as small as that
+        writer.fields[Field.ANOMALY] = FirstAnomaly.NONE
     writer.fields[Field.ANOMALY] = FirstAnomaly.NONE
     assert not writer.append(FIRST)
     assert seen(writer) == (True, FIRST)
