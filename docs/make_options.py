@@ -65,7 +65,9 @@ def click_rows(command: click.Command) -> list[tuple[str, str]]:
     return [
         record
         for option in command.get_params(context)
-        if isinstance(option, click.Option) and (record := option.get_help_record(context))
+        if isinstance(option, click.Option)
+        and "--help" not in option.opts
+        and (record := option.get_help_record(context))
     ]
 
 
