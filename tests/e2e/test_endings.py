@@ -135,6 +135,17 @@ def test_no_room_for_a_recorder_means_training_unwatched(bench):
 
 
 @pytest.mark.slow
+def test_an_overflow_that_no_recorder_had_room_for_is_never_clean(bench):
+    """No rank could be watched, so nothing is known of them."""
+    arguments = ("--rank", "1", "--batch", "1")
+    run = bench.launch("ddp_overflow.py", args=arguments, PYTHONPATH=str(bench.script("no_room")))
+
+    assert run.code != 0
+    assert run.verdict["kind"] != "clean"
+    assert run.verdict["missing"] == ["ranks 0, 1 had no recorders"]
+
+
+@pytest.mark.slow
 def test_a_machine_with_little_shared_memory_says_so_and_records_on_a_disk(bench):
     if subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
         pytest.skip("cannot mount a small /dev/shm: not root, or in a container without the right to")
