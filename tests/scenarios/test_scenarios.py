@@ -16,12 +16,20 @@ from truths import CLEAN, KINDS, LEAF, SCENARIOS, Scenario
 NOT_SCENARIOS = {"common.py", "witness.py"}
 
 
-def each(number: int, where: str) -> pytest.MarkDecorator:
-    """Every scenario; so many of each kind are in CI's sample."""
+LESS_ON_A_DEVICE = {"a wild weight upstream": "all weights are compared with their past in host memory only"}
+
+
+def each(number: int, where: str, less: dict[str, str] | None = None) -> pytest.MarkDecorator:
+    """Every scenario; so many of each kind are in CI's sample. Of those in `less`, less is known to be told."""
+
+    def marks(kind: str, name: str) -> list[pytest.MarkDecorator]:
+        drawn = pytest.mark.sample(number, of=f"scenarios {where}: {kind}")
+        return [drawn, pytest.mark.xfail(reason=less[name], strict=True)] if less and name in less else [drawn]
+
     return pytest.mark.parametrize(
         "scenario",
         [
-            pytest.param(scenario, id=scenario.name, marks=pytest.mark.sample(number, of=f"scenarios {where}: {kind}"))
+            pytest.param(scenario, id=scenario.name, marks=marks(kind, scenario.name))
             for kind, scenarios in KINDS.items()
             for scenario in scenarios
         ],
@@ -37,7 +45,7 @@ def test_the_verdict_is_the_truth(scenario):
 
 
 @pytest.mark.slow
-@each(1, "on a late device")
+@each(1, "on a late device", LESS_ON_A_DEVICE)
 def test_the_verdict_is_the_same_when_the_numbers_come_late(scenario, monkeypatch):
     monkeypatch.setenv(LATE_DEVICE, "7")
     outcome = run(scenario)
