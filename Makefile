@@ -30,7 +30,7 @@ test: $(READY)  ## the quick tests, and one of each kind of run; three minutes o
 
 # Many of them wait, for a deadline or for SLURM: one more than the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
-	$(PYTEST) -m 'slow and not soak and not gpu' --sample --numprocesses $$(($(JOBS) + 1)) --dist loadgroup
+	$(PYTEST) -m 'slow and not soak and not gpu' --sample --durations 20 --numprocesses $$(($(JOBS) + 1)) --dist loadgroup
 
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
