@@ -44,8 +44,8 @@ from .run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .store import RunStore
 
 TICK_MS = 100
-_FAREWELL_MS = 10_000
-"""For agents that have to connect again before they hear the verdict."""
+_FAREWELL_MS = 30_000
+"""For agents that have to connect again before they hear the verdict, or whose link is down for a moment."""
 _LINGER_MS = 3000
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

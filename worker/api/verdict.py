@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from ...core.records import Anomaly, Definition, Where, WorkerEvent, WorkerExit
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, Hello, PageMessage, RankState
@@ -52,6 +51,8 @@ def _as_last(state: RankState) -> RankState:
 
 def rank_here() -> int | None:
     """This process's rank in torch.distributed; None outside of a process group."""
+    import torch  # not when the name `watch` is imported
+
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return None
@@ -59,6 +60,8 @@ def rank_here() -> int | None:
 
 def world_size() -> int:
     """Ranks of torch.distributed's process group; 1 outside of one."""
+    import torch
+
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return 1
