@@ -43,7 +43,7 @@ from ..record.names import unwrap
 from ..record.native_writer import native_writer_of
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
-from ..record.rows import Row, Rows
+from ..record.rows import Row, Rows, version_of
 from ..record.selection import Selection
 from ..stats.device import is_on_device
 from ..stats.notable import Notable
@@ -548,8 +548,10 @@ class Hooks:
             known = self.rows.weights.get(id(parameter))
             if info.root.id != root or parameter is None or known is None or known[0]() is not parameter:
                 continue
-            then = known[3]
+            _, version, step, then = known
             if not isinstance(then, TensorStats) or len(found) == _MOST_CHANGED:
+                continue
+            if (version, step) != (version_of(parameter), self.progress.step):  # a step that nobody looked at
                 continue
             now = measure(parameter)
             if (now.low, now.high, now.meta & 0xFF) != (then.low, then.high, then.meta & 0xFF):
