@@ -18,7 +18,7 @@ import psutil
 import pytest
 from gpuwatch.cli.main import main
 
-from .ports import ports_of_this_test
+from ..ports import ports_of_this_test
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "TEST_RUN_MARK"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from gpuwatch.launcher.scheduler.slurm import rendezvous_port
 
-from .ports import ports_of_this_test
+from ..ports import ports_of_this_test
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,8 @@ from gpuwatch.core.wire.pipe import (
 )
 from gpuwatch.launcher.head_collector import HeadCollector
 from gpuwatch.launcher.node_agent import NodeAgent
+
+from ..ports import ports_of_this_test
 
 DEADLINE_S = 60.0
 
@@ -76,15 +79,17 @@ class Node:
     scratch: Path
     runs: Path
     keys: JobKeys
+    port: int
+    """Nobody else takes it while a collector that has ended is started again."""
     said: list[str] = dataclasses.field(default_factory=list)
     stops: list[str] = dataclasses.field(default_factory=list)
     collector: HeadCollector | None = None
     agent: NodeAgent | None = None
     ranks: list[Rank] = dataclasses.field(default_factory=list)
 
-    def start_collector(self, bind: str = "tcp://127.0.0.1:*") -> str:
+    def start_collector(self, bind: str = "") -> str:
         config = CollectorConfig(
-            bind=bind,
+            bind=bind or f"tcp://127.0.0.1:{self.port}",
             public_key=self.keys.collector.public.decode(),
             private_key=self.keys.collector.private.decode(),
             agent_public_key=self.keys.agent.public.decode(),
@@ -164,12 +169,14 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     def make(runs: Path | None = None) -> Node:
         scratch = tmp_path / f"scratch-{next(numbers)}"
         scratch.mkdir()
-        made.append(Node(scratch, runs or tmp_path / "runs", keys))
+        (port,) = held.enter_context(ports_of_this_test((number,) for number in range(20000, 30000)))
+        made.append(Node(scratch, runs or tmp_path / "runs", keys, port))
         return made[-1]
 
-    yield make
-    for node in reversed(made):
-        node.close()
+    with ExitStack() as held:
+        yield make
+        for node in reversed(made):
+            node.close()
 
 
 @pytest.fixture
