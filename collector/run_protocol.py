@@ -138,8 +138,8 @@ class RunProtocol:
         node = self.nodes.get(agent)
         if isinstance(message.body, Hello) and node is None:
             return self._greet(agent, message, message.body, now)
-        if node is None:  # its hello was lost on the way: it still has it
-            return [Send(agent, Ack(0, resend=True))] if message.n else []
+        if node is None:  # its hello was lost on the way, or with the store of a collector before this one
+            return [Send(agent, Ack(0, resend=True))]
         node.heard = now
         node.lost = False
         replayed = isinstance(message.body, Hello) and message.body != node.hello

@@ -228,6 +228,7 @@ def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(runnin
     odd = connect(identity=b"\xff\xfe")
     odd.send(encode(AgentMessage(1, make.hello("odd"))))
     agent.send(encode(AgentMessage(0, make.Beat([], {}))))
+    assert receive(agent).resend  # it has not said hello
     agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
     assert isinstance(receive(agent), Welcome)
     say_goodbye(agent)
