@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser
 from ...core.errors import UsageError
 from ...core.settings import Watched, WorkerSettings
 from . import parsers
-from .shared_options import add_collector_options, add_preflight_options
+from .shared_options import add_collector_options, add_option, add_preflight_options
 
 LAUNCH_TIMEOUT_S = 300.0
 """For the ranks to arrive: on a cold shared file system the import of torch alone can take minutes."""
@@ -55,21 +55,23 @@ def get_parser() -> argparse.ArgumentParser:
         "module to overflow. Every option of torchrun works as it does there; gpuwatch's own are in the last group."
     )
     group = parser.add_argument_group("gpuwatch")
-    group.add_argument(
+    add_option(
+        group,
         "--on-overflow",
-        "--on_overflow",
         choices=["abort", "continue"],
         default="abort",
         help="when a rank finds inf or nan: end the job (the default), or record it and train on",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--watch",
         type=parsers.watched,
         default=get_args(Watched),
         metavar="WHAT,WHAT",
         help="what to look at: forward (inputs and outputs), grads, weights (all three)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--modules",
         action="append",
         type=parsers.module_pattern,
@@ -77,25 +79,28 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="give frames only to modules whose name matches, such as 'encoder.*'; may be given several times",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--every",
         type=parsers.at_least(1, "a number of batches"),
         default=1,
         metavar="N",
         help="look at one batch of N (1); of the others only at what the model returns",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--sync",
         action="store_true",
         help="look, and raise, in the failing module itself: the traceback shows the line; waits for the device",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--guard-optimizer",
-        "--guard_optimizer",
         action="store_true",
         help="look at all gradients before each optimizer step and let no non-finite one in; waits for the device",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--ignore",
         action="append",
         type=parsers.row_pattern,
@@ -103,63 +108,63 @@ def get_parser() -> argparse.ArgumentParser:
         metavar="PATTERN",
         help="no alarm for modules whose name matches, or 'MODULE:ROLE' for one row; counted in the report",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--near-overflow",
-        "--near_overflow",
         type=parsers.number(0, 64, "powers of two"),
         default=1.0,
         metavar="POWERS",
         help="warn of an output within so many powers of two of its dtype's largest number (1; 0: never)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--underflow-share",
-        "--underflow_share",
         type=parsers.number(0, 1, "a share"),
         default=0.1,
         metavar="SHARE",
         help="warn of a tensor of low precision with so large a share of subnormal numbers (0.1; 1: never)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--scaler-skips",
-        "--scaler_skips",
         type=parsers.at_least(1, "a number of steps"),
         default=12,
         metavar="N",
         help="after so many steps in a row that a GradScaler skipped, inf in gradients is an overflow (12)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--measure-cost",
-        "--measure_cost",
         action="store_true",
         help="leave out every second batch and report what watching the others costs",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--max-frames",
-        "--max_frames",
         type=parsers.at_least(1, "a number of frames"),
         default=21,
         metavar="N",
         help="frames that the report shows of each rank (21)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--trace-batches",
-        "--trace_batches",
         type=parsers.batches,
         default=[],
         metavar="N,N",
         help="keep all frames of these batches (the first is 0) in the report",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--abort-after-batch",
-        "--abort_after_batch",
         type=parsers.at_least(0, "a batch number"),
         default=None,
         metavar="N",
         help="end the job, as a clean one, after this batch",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--hang-timeout",
-        "--hang_timeout",
         type=parsers.number(0, 1e6, "a number of seconds"),
         default=HANG_TIMEOUT_S,
         metavar="SECONDS",
@@ -167,14 +172,15 @@ def get_parser() -> argparse.ArgumentParser:
         "and say which one the others wait for; four times as long before the first batch, and three times the longest "
         "rest that a rank has come back from",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--on-hang",
-        "--on_hang",
         choices=["report", "abort"],
         default="report",
         help="when no rank moves any more: say so (the default), or end the job, too",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--preflight",
         choices=["full", "quick", "off"],
         default="quick",
@@ -182,9 +188,9 @@ def get_parser() -> argparse.ArgumentParser:
         "gpuwatch check does (full), or nothing (off)",
     )
     add_preflight_options(group, LAUNCH_TIMEOUT_S)
-    group.add_argument(
+    add_option(
+        group,
         "--on-preflight-failure",
-        "--on_preflight_failure",
         choices=["stop", "continue"],
         default="stop",
         help="end the job with exit code 3 (stop, the default), or record it and train",
@@ -210,12 +216,12 @@ def get_check_parser() -> argparse.ArgumentParser:
             if action in group._group_actions:
                 group._group_actions.remove(action)
     ours = parser.add_argument_group("gpuwatch")
-    ours.add_argument("--quick", action="store_true", help="only what every launch tests: a few seconds")
-    ours.add_argument(
-        "--slurm", action="store_true", help="as a job of SLURM, with sbatch's options (gpuwatch submit --help)"
+    add_option(ours, "--quick", action="store_true", help="only what every launch tests: a few seconds")
+    add_option(
+        ours, "--slurm", action="store_true", help="as a job of SLURM, with sbatch's options (gpuwatch submit --help)"
     )
-    ours.add_argument(
-        "--format", choices=["text", "json"], default="text", help="what to print on stdout: text, or report.json"
+    add_option(
+        ours, "--format", choices=["text", "json"], default="text", help="what to print on stdout: text, or report.json"
     )
     add_preflight_options(ours, CHECK_TIMEOUT_S)
     add_collector_options(ours)

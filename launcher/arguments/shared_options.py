@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from . import parsers
 
 
+def add_option(group: argparse._ArgumentGroup, name: str, **settings: Any) -> None:
+    """Add an option to `group`: `--min-busbw`, and `--min_busbw` as torchrun spells its own.
+
+    `settings` are those of argparse's `add_argument`.
+    """
+    group.add_argument(*dict.fromkeys((name, "--" + name[2:].replace("-", "_"))), **settings)
+
+
 def add_preflight_options(group: argparse._ArgumentGroup, timeout_s: float) -> None:
     """What is tested, how much of it, and for how long: `timeout_s` is the default."""
-    group.add_argument(
+    add_option(
+        group,
         "--preflight-timeout",
-        "--preflight_timeout",
         type=parsers.seconds,
         default=timeout_s,
         metavar="SECONDS",
         help=f"how long to wait for all ranks to arrive ({timeout_s:.0f}); no stage of the preflight gets more than "
         "this",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--alloc",
         type=parsers.amount,
         default=None,
@@ -26,39 +36,39 @@ def add_preflight_options(group: argparse._ArgumentGroup, timeout_s: float) -> N
         help="memory to write and read back: a share of what is free, 80%%, or a size, 256MiB (full: 80%% on CUDA, "
         "256MiB on the CPU; quick: 10%%, at most 1GiB, and 64MiB)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--bandwidth-size",
-        "--bandwidth_size",
         type=parsers.size,
         default=0,
         metavar="SIZE",
         help="largest size of the bandwidth test (256MiB on CUDA, 16MiB on the CPU)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--min-busbw",
-        "--min_busbw",
         type=parsers.number(0, 1e6, "a bandwidth in GB/s"),
         default=0.0,
         metavar="GB/S",
         help="fail where the bus bandwidth at the largest size, as nccl-tests defines it, is below this (0: never)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--slow-factor",
-        "--slow_factor",
         type=parsers.number(1, 1e3, "a factor"),
         default=1.5,
         metavar="FACTOR",
         help="warn of a device that computes so many times slower than the median of its type (1.5)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--nccl-debug",
-        "--nccl_debug",
         action="store_true",
         help="write what NCCL says in the preflight to a file per rank, in the logs/ of the run's folder",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--health-thresholds",
-        "--health_thresholds",
         type=parsers.thresholds,
         default=None,
         metavar="FILE",
@@ -68,39 +78,40 @@ def add_preflight_options(group: argparse._ArgumentGroup, timeout_s: float) -> N
 
 def add_collector_options(group: argparse._ArgumentGroup) -> None:
     """Where the report is made, and who may take part."""
-    group.add_argument(
+    add_option(
+        group,
         "--runs-dir",
-        "--runs_dir",
         default="gpuwatch-runs",
         metavar="DIR",
         help="folder for the runs' folders, on the head node (gpuwatch-runs)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--run-name",
-        "--run_name",
         type=parsers.run_name,
         default=None,
         metavar="NAME",
         help="name of the run's folder (the time and four random letters)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--collector",
         type=parsers.address,
         default=None,
         metavar="tcp://HOST:PORT",
         help="use a collector that was started by hand (gpuwatch collect), instead of starting one on the head node",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--collector-port",
-        "--collector_port",
         type=parsers.port,
         default=None,
         metavar="PORT",
         help="port of the collector on the head node (several nodes: the rendezvous port + 1; one node: any free one)",
     )
-    group.add_argument(
+    add_option(
+        group,
         "--secret-file",
-        "--secret_file",
         default=None,
         metavar="FILE",
         help="file with a secret that all nodes share, for the encryption (or the variable GPUWATCH_SECRET)",

@@ -527,14 +527,10 @@ class Hooks:
 
     def _look_again(self, bad: NonFiniteRow) -> LookedAgain | None:
         """A second look at the module of the first alarm; None if it is gone, or is no module."""
-        try:
-            root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
-            if module is None:
-                return None
-            found = look_again(root, module)
-        except Exception as error:
-            self._fault("a second look", error)
+        root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
+        if module is None:
             return None
+        found = look_again(root, module)
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
         changed = without_modes(self._changed_weights, bad.page.root) if same_step else []

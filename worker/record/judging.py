@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
@@ -26,6 +26,8 @@ from .page_filter import frames_to_judge
 from .progress import Progress
 from .rows import COUNT_EVERY, Rows
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MAX_ANOMALIES = 64
 _MAX_WARNED = 256
 _MAX_SCALED = 4096
@@ -197,8 +199,8 @@ class Judging:
         for nan in found.absorbed:
             self._absorb(NonFiniteRow(page, nan.frame, nan.row), frame)
         if found.alarm is not None:
-            if frame.phase == "optimizer" and not judged.alarmed and self.on_bad_weight is not None:
-                self.on_bad_weight(page, frame, found.alarm.role)
+            if frame.phase == "optimizer" and not judged.alarmed:
+                self._asked("the weights of a step", self.on_bad_weight, page, frame, found.alarm.role)
             self.alarm(NonFiniteRow(page, found.of or frame, found.alarm))
 
     # -- non-finite ---------------------------------------------------------------------------------------------
@@ -212,12 +214,13 @@ class Judging:
         if not cause and bad.row.mark & Mark.SKIPPED:
             cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
-        stepped = self.optimizer_of(bad) if bad.frame.phase == "optimizer" and self.optimizer_of is not None else None
+        stepped = (
+            self._asked("the step of a weight", self.optimizer_of, bad) if bad.frame.phase == "optimizer" else None
+        )
         again = None
         if not self._anomalies:
             self.first_alarmed = bad.page.number
-        if not self._anomalies and self.look_again is not None:
-            again = self.look_again(bad)
+            again = self._asked("a second look", self.look_again, bad)
         anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped, again=again)
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
@@ -226,6 +229,15 @@ class Judging:
             self._fields[Field.RECORDS_LOST] += 1
         if anomaly.aborts and self.pending is None:
             self.pending = anomaly
+
+    def _asked(self, what: str, ask: Callable[_P, _T] | None, *args: _P.args, **named: _P.kwargs) -> _T | None:
+        """What a part of the worker says about an alarm. If it fails, the alarm is recorded without it."""
+        try:
+            return ask(*args, **named) if ask is not None else None
+        except Exception as error:
+            message = f"the alarm is recorded without it: {type(error).__name__}: {error}"
+            self._recorder.append(Fault(self._progress.where(), what, message))
+            return None
 
     def _hide(self, bad: NonFiniteRow) -> None:
         """Count a row that an --ignore rule covers, and record an event for the first of its module and role."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.frames import RowKind
 from ...core.records import LookedAgain
 from ...core.values import NonFinite, name_of
 from ..stats.tensor_stats import measure
@@ -40,7 +41,7 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
 def _found(tensor: torch.Tensor) -> str:
     """`finite`, `nan`, `+inf`, `-inf`; "" if it cannot be measured."""
     numbers = measure(tensor)
-    return name_of(NonFinite(numbers.meta & 0xFF)) if numbers.kind == 0 else ""
+    return name_of(NonFinite(numbers.meta & 0xFF)) if numbers.kind == RowKind.MEASURED else ""
 
 
 def _shards(root: nn.Module | None, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

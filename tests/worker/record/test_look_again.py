@@ -139,3 +139,34 @@ def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch):
     (changed,) = first.again.changed
     assert changed.startswith("weight of `0` (Linear), abs max ")
     assert changed.endswith(" then, 1.00e+37 now")
+
+
+def _fail(*_args):
+    raise RuntimeError("a part of ours that fails")
+
+
+def test_an_alarm_is_recorded_even_if_the_second_look_at_it_fails(watch, path):
+    watched = watch()
+    watched.hooks.judging.look_again = _fail
+    nn.Sequential(nn.Linear(4, 4), Rotary())(torch.randn(2, 4))
+    while not watched.hooks.settle():
+        pass
+    [first] = watched.anomalies
+    assert (first.module, first.again) == ("1", None)
+    [fault] = watched.faults
+    assert (fault.part, "a part of ours that fails" in fault.message) == ("a second look", True)
+
+
+@pytest.mark.parametrize("part", ["optimizer_of", "on_bad_weight"])
+def test_an_alarm_of_a_weight_is_recorded_even_if_what_is_told_beside_it_fails(watch, path, part):
+    watched = watch()
+    setattr(watched.hooks.judging, part, _fail)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=math.inf)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    while not watched.hooks.settle():
+        pass
+    assert watched.anomalies[0].phase == "optimizer"
+    assert any("a part of ours that fails" in fault.message for fault in watched.faults)
