@@ -32,8 +32,8 @@ from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.values import PENDING
+from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.hooks.forward import Hooks
-from gpuwatch.worker.record import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.tensor_stats import TensorStats
 from overhead import PEER, Peer, Plain, Task, machine, one_of, parameters

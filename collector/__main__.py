@@ -17,7 +17,7 @@ from ..core.exits import ExitCode
 from ..core.wire.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
 from .finish import fold_store, open_store
 from .paths import RunPaths, new_run
-from .run_protocol import RunProtocol
+from .protocol.run_protocol import RunProtocol
 from .server import ReportFailed, Server
 from .store import RunStore
 

@@ -15,8 +15,8 @@ from ..core.wire.keys import derive_keys
 from .exit_code import exit_code
 from .finish import open_store
 from .paths import new_run
+from .protocol.run_protocol import RunProtocol
 from .report.text import render_text
-from .run_protocol import RunProtocol
 from .server import Server
 
 

@@ -6,15 +6,7 @@ import msgspec
 
 from ..core.job_runs import job_run, runs_of_job
 from .paths import RunPaths
-
-
-class EarlierLife(msgspec.Struct, frozen=True):
-    """A life of the job before the one that the report is about."""
-
-    run: str
-    kind: str
-    """"" if it has left no report."""
-    statement: str
+from .report.attempts import EarlierLife
 
 
 class _Verdict(msgspec.Struct):

@@ -14,10 +14,11 @@ import msgspec
 
 from ..core.errors import GpuwatchError
 from ..core.wire.spool import agent_of, read_spool
-from .earlier import EarlierLife, earlier_lives
+from .earlier import earlier_lives
 from .exit_code import exit_code
-from .fold import Fold, fold
+from .facts.fold import Fold, fold
 from .paths import RunPaths
+from .report.attempts import EarlierLife
 from .report.model import Report, build_report, to_json
 from .report.text import render_text
 from .report.timeline import utc

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from ..core.records import Anomaly
 from ..core.wire.messages import AgentBody, EventMessage, PageMessage
 from .decide.overflow.verdict import overflow_verdict
-from .fold import Fold
+from .facts.fold import Fold
 
 _SHARE = 0.2
 """So much of one processor it may take for pages."""

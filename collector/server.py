@@ -32,15 +32,15 @@ from ..core.wire.messages import (
 from ..core.wire.pipe import Notice, PreflightOver, StageLine
 from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
+from .facts.fold import Fold
 from .finish import build, stamp, write_where_there_is_room
-from .fold import Fold
 from .live_verdict import LiveVerdict
 from .log import log
 from .paths import RunPaths
+from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
-from .run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .store import RunStore
 
 TICK_MS = 100

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from ..facts import RankFacts, RunFacts
-from ..report.notices import warning_text, worst_first
+from ..facts.facts import RankFacts, RunFacts
 from .missing import batches_of, missing, nothing_watched
+from .notices import warning_text, worst_first
 from .verdict_model import Verdict
 from .words import ranks_text
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from ...core.wire.messages import Hello
 from ...core.wire.scheduler_job import SchedulerJob, fill_command
-from ..facts import NodeFacts, RunFacts
-from ..report.preflight_table import findings_of
+from ..facts.facts import NodeFacts, RunFacts
 from .gpu_evidence import gpu_of
+from .preflight_table import findings_of
 from .verdict_model import Verdict
 
 _OWN_TO_THE_NODE = ("rank", "gpu", "node")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...core.records import Where
-from ..facts import RankFacts, RunFacts
+from ..facts.facts import RankFacts, RunFacts
 from .verdict_model import Cascade, Verdict
 from .words import (
     cascade_of,

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from ...core.gpu_health.difference import GpuSincePreflight, since_preflight
 from ...core.gpu_health.whose import gpu_of_rank
 from ...core.records import Xid
-from ..facts import RankFacts, RunFacts
+from ..facts.facts import RankFacts, RunFacts
 from .verdict_model import Verdict
 
 _MAX_LINES = 6

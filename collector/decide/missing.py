@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count, islice
 
 from ...core.text.ranks_text import ranks_text
-from ..facts import RankFacts, RunFacts
+from ..facts.facts import RankFacts, RunFacts
 from .words import doing, left_silently
 
 _HARMLESS = ("preflight", "hooks", "device note", "native frame writer", "stacks")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ...core.preflight import Finding
 from ...core.text.ranks_text import ranks_text
-from ..facts import RankFacts, RunFacts
-from ..report.preflight_table import findings_of, seconds_of, stage_order
+from ..facts.facts import RankFacts, RunFacts
+from .preflight_table import findings_of, seconds_of, stage_order
 from .verdict_model import Cascade, Verdict
 from .words import local_rank_of, node_name, unfinished_stage
 

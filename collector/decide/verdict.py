@@ -6,7 +6,7 @@ two origins there are concurrent.
 
 from __future__ import annotations
 
-from ..facts import RunFacts
+from ..facts.facts import RunFacts
 from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .drain import with_drain
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict

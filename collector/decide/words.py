@@ -8,7 +8,7 @@ from ...core.frames import module_text
 from ...core.records import ScriptError, WorkerExit
 from ...core.text.ranks_text import ranks_text as text_of_many
 from ..diagnose.local_diagnosis import LocalDiagnosis
-from ..facts import NodeFacts, RankFacts, RunFacts
+from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from .verdict_model import Cascade, SeenIn
 
 _MOST_NAMED = 16

@@ -1,4 +1,4 @@
-"""The other attempts of a job that torchrun restarted: a line for each that the verdict is not about."""
+"""The other attempts of a job that torchrun restarted, and its earlier lives under the scheduler: a line for each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import msgspec
 from ..decide.ending_verdict import ending_text
 from ..decide.overflow.order import earliest
 from ..decide.words import found_text
-from ..facts import RunFacts
+from ..facts.facts import RunFacts
 
 
 class AttemptReport(msgspec.Struct, frozen=True):
     """An attempt that the verdict is not about."""
 
     attempt: int
+    statement: str
+
+
+class EarlierLife(msgspec.Struct, frozen=True):
+    """A life of the job before the one that the report is about."""
+
+    run: str
+    kind: str
+    """"" if it has left no report."""
     statement: str
 
 

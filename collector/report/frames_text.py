@@ -12,7 +12,7 @@ abs min  abs max  metadata
 from __future__ import annotations
 
 from ...core.frames import HEADER, NAME_INDENT, Frame, Row, format_row
-from .notices import share_text
+from ..decide.notices import share_text
 
 
 def frames_text(frames: list[Frame]) -> str:

@@ -13,15 +13,14 @@ from ...core.frames import Frame, Page
 from ...core.gpu_health.difference import GpuSincePreflight
 from ...core.records import GpuHealth, PreflightResult, Xid
 from ..decide.gpu_evidence import gpu_of
+from ..decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
+from ..decide.preflight_table import PreflightReport, preflight_report
 from ..decide.verdict import decide
 from ..decide.verdict_model import SeenIn, Verdict
 from ..decide.words import seen_in, unfinished_stage
-from ..earlier import EarlierLife
-from ..facts import RankFacts, RunFacts
-from .attempts import AttemptReport, other_attempts
+from ..facts.facts import RankFacts, RunFacts
+from .attempts import AttemptReport, EarlierLife, other_attempts
 from .frame_selection import Shown, frames_to_show, target_of
-from .notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
-from .preflight_table import PreflightReport, preflight_report
 from .ranks_to_show import ranks_to_show, traces_to_show
 from .stacks import stack_of
 from .timeline import TimelineEntry, timeline_of

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
+from ..decide.notices import share_text
 from ..decide.words import ranks_text
 from .model import RankReport, Report
-from .notices import share_text
 
 _MAX_WARNINGS = 8
 _MAX_HIDDEN = 4

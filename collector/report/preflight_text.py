@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...core.preflight import Finding
 from ...core.text.ranks_text import ranks_text
-from .preflight_table import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
+from ..decide.preflight_table import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8

@@ -9,7 +9,7 @@ from ...core.frames import Page
 from ..decide.overflow.replicas import run_the_same_model
 from ..decide.overflow.same_point import peers_of
 from ..decide.verdict_model import Verdict
-from ..facts import RankFacts, RunFacts
+from ..facts.facts import RankFacts, RunFacts
 from .frame_selection import Target
 
 SMALL_JOB = 32

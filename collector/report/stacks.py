@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ...core.text.ranks_text import ranks_text
-from ..facts import RankFacts
+from ..facts.facts import RankFacts
 
 if TYPE_CHECKING:
     from .model import RankReport

@@ -11,8 +11,8 @@ from ...core.preflight import Finding
 from ...core.records import PreflightBegan, PreflightResult, PreflightStage
 from ...core.wire.messages import AgentBody, EventMessage, Hello
 from ...core.wire.pipe import PreflightOver, StageLine
-from ..shown_body import shown_body
-from .preflight_table import GRADES, stage_order, worst
+from ..decide.preflight_table import GRADES, stage_order, worst
+from ..facts.shown_body import shown_body
 
 _MAX_WARNINGS = 8
 

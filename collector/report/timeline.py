@@ -9,7 +9,7 @@ import msgspec
 
 from ...core.frames import module_text
 from ...core.records import Anomaly, NodeSignal
-from ..facts import RunFacts
+from ..facts.facts import RunFacts
 
 
 class TimelineEntry(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from gpuwatch.collector.kept_pages import KeptPage, RankNames, Shelf
+from gpuwatch.collector.facts.kept_pages import KeptPage, RankNames, Shelf
 from gpuwatch.core.frames import Mark, Phase, RowKind
 from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
 from gpuwatch.core.pages import Names, decode_page

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.protocol.run_protocol import Keep, RunProtocol
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.collector.run_protocol import Keep, RunProtocol
 from gpuwatch.core.records import (
     Bandwidth,
     Cost,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.verdict_model import Verdict
-from gpuwatch.collector.earlier import EarlierLife, earlier_lives
+from gpuwatch.collector.earlier import earlier_lives
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, read_report, report_from_store, write_report
-from gpuwatch.collector.fold import fold
 from gpuwatch.collector.paths import RunPaths, new_run
+from gpuwatch.collector.report.attempts import EarlierLife
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.collector.report.text import render_text
 from msgspec.structs import replace

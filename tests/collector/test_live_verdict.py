@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.fold import Fold
+from gpuwatch.collector.facts.fold import Fold
 from gpuwatch.collector.live_verdict import LiveVerdict
 
 

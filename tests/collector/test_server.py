@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import zmq
 from gpuwatch.collector.exit_code import exit_code
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.paths import new_run
+from gpuwatch.collector.protocol.run_protocol import RunProtocol
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.collector.run_protocol import RunProtocol
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.wire.keys import derive_keys

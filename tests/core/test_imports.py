@@ -42,7 +42,7 @@ def python(code: str) -> str:
         "import gpuwatch.launcher.node.agent",
         "import gpuwatch.worker.__main__",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
-        "from gpuwatch.collector.fold import fold\n"
+        "from gpuwatch.collector.facts.fold import fold\n"
         "from gpuwatch.collector.report.model import build_report\n"
         "from gpuwatch.collector.report.text import render_text\n"
         "render_text(build_report(fold([]), run_id='x', started=None, ended=None))",
@@ -93,6 +93,66 @@ def test_imports_between_rooms_run_one_way(room):
     for path in modules(room):
         may = MAY_IMPORT[room] | ASKS_FOR_A_VERDICT.get(path.relative_to(ROOT).as_posix(), set())
         assert rooms_imported(path) <= may, f"{path} imports {rooms_imported(path) - may}"
+
+
+FLOORS = {
+    "worker": [
+        "api",
+        "script.py stack_file.py __main__.py __init__.py",
+        "preflight",
+        "session.py",
+        "hooks preflight/stages",
+        "compile preflight/decide",
+        "alarms preflight/deadlines.py preflight/lines.py preflight/meeting.py preflight/reports.py preflight/steps.py",
+        "record",
+        "stats",
+        "native imports.py identity.py orphan.py peer_failures.py without_modes.py",
+    ],
+    "collector": [
+        ".",
+        "protocol report",
+        "decide",
+        "decide/overflow decide/hang",
+        "decide/words.py decide/verdict_model.py",
+        "facts",
+        "diagnose",
+    ],
+}
+"""Folders and files of a room, the highest floor first. A file imports from its own floor and from those below it."""
+
+
+def floor_of(room: str, path: Path) -> int:
+    """Index of the floor that a file, or a folder, stands on."""
+    known = {Path(room, name): floor for floor, names in enumerate(FLOORS[room]) for name in names.split()}
+    return next(known[place] for place in (path, *path.parents) if place in known)
+
+
+def imported_files(path: Path) -> set[Path]:
+    """What a file imports by a relative name, as paths from the root; a name in a module is the module."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            target = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            inside = [target / alias.name for alias in node.names] if target.is_dir() else [target]
+            found |= {file.with_suffix(".py").relative_to(ROOT) for file in inside}
+    return found
+
+
+@pytest.mark.parametrize("room", sorted(FLOORS))
+def test_imports_inside_of_a_room_run_downwards(room):
+    for path in modules(room):
+        own = path.relative_to(ROOT)
+        for file in imported_files(path):
+            if file.parts[0] == room:
+                assert floor_of(room, file) >= floor_of(room, own), f"{own} imports {file}, which is above it"
+
+
+def test_no_folder_is_a_crowd():
+    """More than 15 files side by side cannot be told apart."""
+    for room in ROOMS:
+        for folder in {path.parent for path in modules(room)}:
+            files = [path for path in folder.iterdir() if path.suffix in (".py", ".c", ".h")]
+            assert len([path for path in files if path.name != "__init__.py"]) <= 15, folder
 
 
 def test_the_fence_sees_relative_imports():

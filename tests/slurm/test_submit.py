@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.cli.main import main
 from gpuwatch.collector.decide.verdict_model import Verdict
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.core.errors import UsageError
 from gpuwatch.slurm.sbatch import Slurm, exit_code_of, read_tasks

@@ -100,7 +100,7 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every tensor that is looked at, kept alive so that none is taken for another. The compiled way shows none."""
-    from gpuwatch.worker.record import native_writer as native_writer
+    from gpuwatch.worker.hooks import native_writer as native_writer
     from gpuwatch.worker.record import rows
 
     seen: list[Any] = []

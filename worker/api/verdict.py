@@ -21,7 +21,7 @@ def verdict_of(
     """What is known of this process so far. The other ranks of its process group, if it has one, are not known."""
     # the one place in a worker that asks the collector: a script without a launcher has nobody else to ask
     from ...collector.decide.verdict import decide
-    from ...collector.fold import fold
+    from ...collector.facts.fold import fold
 
     messages = _messages(state, definitions, events, pages)
     return decide(fold(("process", number, body) for number, body in enumerate(messages)))

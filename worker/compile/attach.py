@@ -6,11 +6,10 @@ gpuwatch does not import it first: the import takes most of a second and reads s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ..hooks.backward import Gradients
+from ..alarms.frames import Frames
 from ..imports import after_import
-from ..record.frames import Frames
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
@@ -21,6 +20,13 @@ if TYPE_CHECKING:
 
     from .region_frames import RegionPages
     from .trace import Region, Regions
+
+
+class GradientHooks(Protocol):
+    """The hooks of the backward, as far as the frames of a compiled backward need them."""
+
+    scaled: bool
+    before_parameter: Callable[[ModuleInfo], None] | None
 
 
 class Graphs:
@@ -34,7 +40,7 @@ class Graphs:
         roots: Roots,
         rows: Rows,
         frames: Frames,
-        gradients: Gradients,
+        gradients: GradientHooks,
     ) -> None:
         self._resolve = resolve
         self._may_open = may_open

@@ -11,23 +11,16 @@ The operator is declared to change its token. A compiler therefore neither remov
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure
+from ..stats.tensor_stats import NOT_MEASURABLE, Seen, TensorStats, measure
 
 try:
     from ..native.core import Look
 except ImportError:  # gpuwatch was installed without a C compiler
     Look = None  # type: ignore[assignment,misc]
-
-
-class Seen(NamedTuple):
-    """The numbers and the shape of a tensor."""
-
-    numbers: TensorStats
-    shape: tuple[int, ...]
 
 
 SEEN: list[Seen | None] = []

@@ -11,12 +11,12 @@ from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
-from ..hooks.backward import Gradients
-from ..record.frames import Frames
+from ..alarms.frames import Frames
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..without_modes import without_modes
+from .attach import GradientHooks
 from .graph_op import SEEN
 from .trace import MARK, Region, RegionFrame, RegionRow, Regions, on_device
 
@@ -31,7 +31,7 @@ class RegionPages:
         roots: Roots,
         rows: Rows,
         frames: Frames,
-        gradients: Gradients,
+        gradients: GradientHooks,
     ) -> None:
         self._regions = regions
         self._progress = progress

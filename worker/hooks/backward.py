@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from ...core.frames import Mark, Phase
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
-from ..record.frames import Frames
-from ..record.judging import Judging
+from ..alarms.frames import Frames
+from ..alarms.judging import Judging
 from ..record.leaves import OUTPUTS
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo

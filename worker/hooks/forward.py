@@ -29,18 +29,17 @@ from ...core.records import BatchInputs, Fault, LookedAgain, NotLookedInto, Wher
 from ...core.roles import role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.values import NonFinite, decode
+from ..alarms.batch_digest import batch_digest
+from ..alarms.closed_rows import closed_marked
+from ..alarms.frames import Frames
+from ..alarms.judging import Judging, NonFiniteRow
+from ..alarms.look_again import look_again
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
-from ..record.batch_digest import batch_digest
-from ..record.closed_rows import closed_marked
 from ..record.collectives import issued
 from ..record.cost import CostMeter
-from ..record.frames import Frames
-from ..record.judging import Judging, NonFiniteRow
 from ..record.leaves import inputs_of, outputs_of
-from ..record.look_again import look_again
 from ..record.names import unwrap
-from ..record.native_writer import native_writer_of
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows, version_of
@@ -51,6 +50,7 @@ from ..stats.tensor_stats import TensorStats, measure
 from ..without_modes import without_modes
 from .backward import Gradients
 from .grad_scaler import Scalers
+from .native_writer import native_writer_of
 from .optimizer import Steps
 
 _MAX_FAULTS = 20

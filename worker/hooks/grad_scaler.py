@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import Field
-from ..record.judging import Judging
+from ..alarms.judging import Judging
 from ..record.progress import Progress
 from ..stats.to_host import ToHost, to_host
 from ..without_modes import without_modes

@@ -13,10 +13,10 @@ from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.records import OptimizerStep
 from ...core.roles import parse_role
+from ..alarms.frames import Frames
+from ..alarms.judging import Judging, NonFiniteRow
+from ..alarms.optimizer_steps import OptimizerSteps
 from ..record.collectives import ranks
-from ..record.frames import Frames
-from ..record.judging import Judging, NonFiniteRow
-from ..record.optimizer_steps import OptimizerSteps
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows

@@ -23,11 +23,9 @@ from ..identity import Identity
 from ..peer_failures import is_peer_failure
 from .deadlines import Deadlines
 from .decide.nccl_log import explain
-from .reports import Report
+from .reports import ComputeResult, Measured, Report
 from .stages.allocation import Allocated
-from .stages.bandwidth import Measured
 from .stages.child import Child, Ending, Say
-from .stages.compute import ComputeResult
 from .stages.device_facts import DeviceFacts, with_device
 from .stages.health import HealthResult
 from .stages.inventory import gather

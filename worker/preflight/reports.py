@@ -6,10 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from ...core.preflight import Finding, InventoryFacts
+from ...core.preflight import BandwidthRow, Finding, InventoryFacts
 from .lines import RankOutcome
-from .stages.bandwidth import Measured
-from .stages.compute import ComputeResult
 
 Kind = Literal["ok", "raised", "died", "hung", "fallen", "fault", "idle"]
 """`fallen`: the rank's coordinator itself died or hung. `fault`: an error of gpuwatch. `idle`: the rank had no part."""
@@ -25,6 +23,31 @@ class Attendance(msgspec.Struct, frozen=True):
     device: str
     gpu: str = ""
     """UUID; "" if there is none or it is unknown."""
+
+
+class ComputeResult(msgspec.Struct, frozen=True):
+    """What one rank computed. Ranks with the same `device_type` must have the same bits."""
+
+    digest: str
+    milliseconds: float
+    device_type: str
+    uuid: str = ""
+    """UUID of the GPU."""
+
+
+class LinkSpeed(msgspec.Struct, frozen=True):
+    """The bandwidth between two consecutive ranks that send to each other at once, in GB/s each way."""
+
+    first: int
+    second: int
+    gbs: float
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What one rank measured. `links` are the links whose first rank it is."""
+
+    rows: list[BandwidthRow]
+    links: list[LinkSpeed] = []
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):

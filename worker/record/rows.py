@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -18,16 +18,13 @@ from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import Notable
-from ..stats.tensor_stats import CODES, Float, TensorStats, in_memory, measure, stats_in_memory
+from ..stats.tensor_stats import CODES, Float, Seen, TensorStats, in_memory, measure, stats_in_memory
 from ..without_modes import without_modes
 from .collectives import issued
 from .leaves import inputs_of
 from .recorder_lock import RecorderLock
 from .roots import ModuleInfo
 from .selection import Selection
-
-if TYPE_CHECKING:
-    from ..compile.graph_op import Seen
 
 _FEW = 256
 """Entries of freed weights are purged only when there are more entries than this."""

@@ -24,6 +24,13 @@ class TensorStats(NamedTuple):
     kind: int
 
 
+class Seen(NamedTuple):
+    """The numbers and the shape of a tensor that a compiled graph has looked at."""
+
+    numbers: TensorStats
+    shape: tuple[int, ...]
+
+
 class Float(NamedTuple):
     """A floating point type whose bits are read directly."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from ....core.records import RankLook, WorkerExit
-from ...facts import RankFacts, RunFacts
+from ...facts.facts import RankFacts, RunFacts
 from ..verdict_model import Concurrent, Verdict
 from ..words import cascade_of, device_of, own_error
 from .finding import HangFinding, find_hang

@@ -8,8 +8,8 @@ from ....core.frames import format_number, module_text
 from ....core.judge import first_alarm, first_expected_gradient
 from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
-from ...facts import RunFacts
-from ...kept_pages import KeptPage
+from ...facts.facts import RunFacts
+from ...facts.kept_pages import KeptPage
 from ..words import found_text, place_of, ranks_text
 from .order import before
 from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight

@@ -9,8 +9,8 @@ from __future__ import annotations
 from ....core.frames import Row
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...diagnose.step_origin import local_gradients
-from ...facts import RunFacts
-from ...kept_pages import KeptPage
+from ...facts.facts import RunFacts
+from ...facts.kept_pages import KeptPage
 from ..verdict_model import Verdict
 from ..words import cascade_of, found_text, place_of, ranks_text
 from .evidence import missing_ranks

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ....core.frames import Frame, Row, format_number
 from ...diagnose.calls import Calls
 from ...diagnose.local_diagnosis import LocalDiagnosis
-from ...facts import RankFacts, RunFacts
-from ...kept_pages import KeptPage
+from ...facts.facts import RankFacts, RunFacts
+from ...facts.kept_pages import KeptPage
 from .same_point import peers_of
 
 WILD = 2.0**16

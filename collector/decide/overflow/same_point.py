@@ -12,8 +12,8 @@ same number of collectives at the start of their first call, and both are traini
 from __future__ import annotations
 
 from ...diagnose.calls import begun
-from ...facts import RankFacts, RunFacts
-from ...kept_pages import KeptPage
+from ...facts.facts import RankFacts, RunFacts
+from ...facts.kept_pages import KeptPage
 
 
 def page_at_same_point(rank: RankFacts, page: KeptPage, other: RankFacts) -> KeptPage | None:

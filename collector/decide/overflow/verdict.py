@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...diagnose.local_diagnosis import LocalDiagnosis
-from ...facts import RunFacts
+from ...facts.facts import RunFacts
 from ..verdict_model import Concurrent, Verdict
 from ..words import cascade_of, found_text, seen_in
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent

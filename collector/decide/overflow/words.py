@@ -7,7 +7,7 @@ from typing import Any
 from ....core.frames import module_text
 from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
-from ...facts import RunFacts
+from ...facts.facts import RunFacts
 from ..verdict_model import Verdict
 from ..words import between_text, device_of, found_text, place_of, ranks_text, seen_in
 from .replicas import OddWeight

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from gpuwatch.collector.decide.drain import advice
 from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.gpu_health.xids import XIDS
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.records import GpuCounters, Inventory, NodeSignal, Xid

@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.exit_code import exit_code
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.records import GpuCounters, GpuHealth, Inventory, NodeSignal, Xid

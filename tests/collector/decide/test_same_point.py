@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.overflow.same_point import page_at_same_point
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.collector.report.text import render_text
 

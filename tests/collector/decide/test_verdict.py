@@ -6,7 +6,7 @@ import random
 
 import pytest
 from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.records import Fault, NodeSignal, Where
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings

@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Mark
 from gpuwatch.core.records import NotLookedInto, OptimizerStep
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage

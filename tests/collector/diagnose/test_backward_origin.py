@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.wire.messages import EventMessage
 
 

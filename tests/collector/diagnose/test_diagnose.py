@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.collector.diagnose import diagnose as module
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report
 
 

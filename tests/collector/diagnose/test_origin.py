@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Mark
 from gpuwatch.core.records import LookedAgain
 from gpuwatch.core.wire.messages import EventMessage

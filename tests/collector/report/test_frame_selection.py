@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.frames_text import frames_text
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.collector.report.text import render_text

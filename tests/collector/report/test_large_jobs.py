@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
-from gpuwatch.collector.fold import fold
 from gpuwatch.collector.paths import RunPaths
 from gpuwatch.collector.report import ranks_to_show
 from gpuwatch.collector.report.model import Report, build_report, to_json

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.report import command
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import merged_report, read_report, report_from_store, write_report
-from gpuwatch.collector.fold import fold
 from gpuwatch.collector.paths import RunPaths, new_run
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text

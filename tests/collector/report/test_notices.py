@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.records import Cost, Ignored, ScalerSkip, Warned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.text import render_text
 

@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.store import RunStore
 from gpuwatch.launcher.scratch import remove_stale
 

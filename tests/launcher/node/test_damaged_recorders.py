@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.recorder import layout

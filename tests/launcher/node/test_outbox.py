@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.collector.run_protocol import Keep, RunProtocol, Send
+from gpuwatch.collector.protocol.run_protocol import Keep, RunProtocol, Send
 from gpuwatch.core.records import NodeSignal, RootDef
 from gpuwatch.core.wire.messages import Ack, Bye, Definitions, EventMessage, Hello, PageMessage, Segment, decode_agent
 from gpuwatch.launcher.node.outbox import Outbox

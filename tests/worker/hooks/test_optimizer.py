@@ -422,7 +422,7 @@ def test_sparse_gradients_under_the_guard(watch):
 def test_the_event_of_a_weight_says_whose_step_it_was(watch, monkeypatch, path, optimizer):
     if path == "late":
         driver = LateDevice(3, longest=6)
-        for name in ("record.native_writer", "record.rows", "stats.device"):
+        for name in ("hooks.native_writer", "record.rows", "stats.device"):
             monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
     watched = watch()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -16,12 +16,12 @@ import torch
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.values import PENDING
-from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats.tensor_stats import TensorStats, measure
 from torch import nn
 
 from ..conftest import Watched
-from ..record.test_native_writer import KINDS, recorded, train
+from ..hooks.test_native_writer import KINDS, recorded, train
 
 pytestmark = pytest.mark.skipif(
     native_writer.FrameWriter is None or not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),

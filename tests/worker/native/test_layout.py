@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.values import DTYPE_CODES, Encoding
-from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.hooks import native_writer
 from torch import nn
 
 from ..conftest import Watched

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from gpuwatch.worker.record import native_writer
+from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats import host_reduce, tensor_stats
 from torch import nn
 

@@ -1,6 +1,6 @@
 /* The numbers that this extension shares with Python: offsets in the recorder, and codes of a row.
 
-   `layout_numbers` hands them to Python by name. worker/record/native_writer.py compares each of them with
+   `layout_numbers` hands them to Python by name. worker/hooks/native_writer.py compares each of them with
    core/recorder/layout.py, core/frames.py and core/values.py before it makes a FrameWriter. */
 
 #ifndef GPUWATCH_LAYOUT_H

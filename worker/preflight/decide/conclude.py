@@ -15,12 +15,12 @@ from ....core.text.ranks_text import ranks_text
 from ..lines import RankOutcome
 from ..meeting import LEADER
 from ..reports import Conclusion, PairTried, Report, Roster
-from ..stages.bandwidth import below, slow_links, slowest
 from ..steps import Mode, is_local, stage_of, stays_local, step_after
 from . import pairwise_search as blaming
 from .attendance import missing_findings, roster_of
 from .consistency import compare
 from .group_verdict import judge_group
+from .link_speeds import below, slow_links, slowest
 from .odd_ones import odd_digests, slow_devices
 
 _REPORT_IT = "Please report it, with this line."

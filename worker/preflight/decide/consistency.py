@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ....core.preflight import Finding, Grade, InventoryFacts
-from ..stages.limits import tight_limits
+from .limits import tight_limits
 from .majority import Facts, Side, finding, hosts_of, odd_ranks, sides_of, sides_text, subject_of
 from .networks import interfaces_named, no_common_network
 from .setting_policies import UNSET, policy_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ....core.preflight import Finding, Grade, Subject
 from ....core.text.ranks_text import ranks_text
-from ..stages.compute import ComputeResult
+from ..reports import ComputeResult
 
 STAGE = "compute"
 

@@ -12,9 +12,9 @@ import statistics
 import time
 from pathlib import Path
 
-import msgspec
 import torch
 
+from ..reports import ComputeResult
 from .device_facts import device_uuid
 from .device_timer import DeviceTimer
 from .failure import ProbeFailure
@@ -26,16 +26,6 @@ CUDA_REPEATS = 20
 CPU_REPEATS = 8
 _CPU_MOST_S = 0.2
 _SEED = 26480
-
-
-class ComputeResult(msgspec.Struct, frozen=True):
-    """What one rank computed. Ranks with the same `device_type` must have the same bits."""
-
-    digest: str
-    milliseconds: float
-    device_type: str
-    uuid: str = ""
-    """UUID of the GPU."""
 
 
 def compute(device: torch.device) -> ComputeResult:

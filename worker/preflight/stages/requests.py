@@ -15,10 +15,11 @@ import torch
 from ....core.text.amount import Amount
 from ...identity import Identity
 from ..meeting import group_store
+from ..reports import ComputeResult, Measured
 from .allocation import Allocated, allocate
-from .bandwidth import Measured, measure
+from .bandwidth import measure
 from .child import Say
-from .compute import ComputeResult, compute
+from .compute import compute
 from .device_facts import DeviceFacts, gather_device
 from .group import check_group
 from .health import HealthResult, check_health, cuda_load

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.records import NodeSignal, RankLook, ScriptError, StackLine, Where, WorkerExit
 from gpuwatch.core.wire.messages import Bye, EventMessage
 

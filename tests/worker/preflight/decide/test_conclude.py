@@ -8,8 +8,7 @@ import pytest
 from gpuwatch.core.preflight import Finding, InventoryFacts
 from gpuwatch.worker.preflight.decide import conclude as concluding
 from gpuwatch.worker.preflight.decide.conclude import Heard, Terms, conclude, conclude_softly
-from gpuwatch.worker.preflight.reports import Attendance, Conclusion, Report
-from gpuwatch.worker.preflight.stages.compute import ComputeResult
+from gpuwatch.worker.preflight.reports import Attendance, ComputeResult, Conclusion, Report
 from gpuwatch.worker.preflight.steps import stage_of, steps_of
 
 OK = Report()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gpuwatch.worker.preflight.decide.odd_ones import odd_digests, slow_devices
-from gpuwatch.worker.preflight.stages.compute import ComputeResult, compute, digest_of, seeded
+from gpuwatch.worker.preflight.reports import ComputeResult
+from gpuwatch.worker.preflight.stages.compute import compute, digest_of, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 

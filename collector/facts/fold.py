@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ..core.judge import anomaly_of, first_alarm
-from ..core.records import (
+from ...core.judge import anomaly_of, first_alarm
+from ...core.records import (
     Absorbed,
     Anomaly,
     Bandwidth,
@@ -33,7 +33,7 @@ from ..core.records import (
     WorkerExit,
     Xid,
 )
-from ..core.wire.messages import (
+from ...core.wire.messages import (
     AgentBody,
     Beat,
     Bye,
@@ -44,7 +44,7 @@ from ..core.wire.messages import (
     RankState,
     node_of,
 )
-from .diagnose.diagnose import diagnose
+from ..diagnose.diagnose import diagnose
 from .facts import NodeFacts, RankFacts, RunFacts
 from .kept_pages import KeptPage, Load, RankNames, Shelf
 from .shown_body import shown_body

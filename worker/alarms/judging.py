@@ -22,9 +22,9 @@ from ...core.records import Absorbed, Anomaly, Fault, Ignored, LookedAgain, Opti
 from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
+from ..record.progress import Progress
+from ..record.rows import COUNT_EVERY, Rows
 from .page_filter import frames_to_judge
-from .progress import Progress
-from .rows import COUNT_EVERY, Rows
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..core.records import Anomaly, PreflightResult, RankLook, Stalled, WorkerExit, split_label
-from ..core.wire.messages import (
+from ...core.records import Anomaly, PreflightResult, RankLook, Stalled, WorkerExit, split_label
+from ...core.wire.messages import (
     SCHEMA,
     Ack,
     AgentBody,

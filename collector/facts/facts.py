@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.records import (
+from ...core.records import (
     Absorbed,
     Anomaly,
     Bandwidth,
@@ -28,12 +28,12 @@ from ..core.records import (
     WorkerExit,
     Xid,
 )
-from ..core.wire.messages import (
+from ...core.wire.messages import (
     Bye,
     Hello,
     RankState,
 )
-from .diagnose.local_diagnosis import LocalDiagnosis
+from ..diagnose.local_diagnosis import LocalDiagnosis
 from .kept_pages import KeptPage
 
 

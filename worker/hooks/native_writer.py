@@ -18,13 +18,13 @@ from ...core.recorder import layout
 from ...core.recorder.layout import Field, RankPhase, SegmentField
 from ...core.records import Fault
 from ...core.values import DTYPE_CODES, INF_BITS, Encoding
-from ..hooks.backward import Gradients
+from ..record.collectives import issued
+from ..record.leaves import KWARGS, leaves_of
+from ..record.progress import Progress
+from ..record.rows import COUNT_EVERY, Rows
 from ..stats.device import late_device
 from ..stats.tensor_stats import TensorStats
-from .collectives import issued
-from .leaves import KWARGS, leaves_of
-from .progress import Progress
-from .rows import COUNT_EVERY, Rows
+from .backward import Gradients
 
 try:
     from ..native.core import LAYOUT, FrameWriter

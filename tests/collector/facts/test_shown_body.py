@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpuwatch.collector.fold import fold
+from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.facts.shown_body import shown_body
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.collector.shown_body import shown_body
 from gpuwatch.core.records import Fault, ScriptError, Warned
 from gpuwatch.core.wire.messages import EventMessage
 

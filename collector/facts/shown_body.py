@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..core.records import RootDef, split_label
-from ..core.text.shown import shown, shown_lines, shown_name
+from ...core.records import RootDef, split_label
+from ...core.text.shown import shown, shown_lines, shown_name
 
 _NAMES = frozenset({"module", "cls", "role", "pattern", "error", "host", "node", "device", "dtype", "part", "stage"})
 _SEVERAL_LINES = frozenset({"traceback", "message"})

@@ -49,10 +49,10 @@ class Net(nn.Module):
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr("gpuwatch.worker.record.native_writer.FrameWriter", None)
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
     if request.param == "late":
         driver = LateDevice(3, longest=6)
-        for name in ("record.native_writer", "record.rows", "stats.device"):
+        for name in ("hooks.native_writer", "record.rows", "stats.device"):
             monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
     return request.param
 

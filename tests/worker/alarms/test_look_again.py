@@ -29,7 +29,7 @@ class Rotary(nn.Module):
 def path(request, monkeypatch):
     if request.param == "late":
         driver = LateDevice(3, longest=6)
-        for name in ("record.native_writer", "record.rows", "stats.device"):
+        for name in ("hooks.native_writer", "record.rows", "stats.device"):
             monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
     return request.param
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.collector.asking import ANSWER_S
-from gpuwatch.collector.run_protocol import (
+from gpuwatch.collector.protocol.asking import ANSWER_S
+from gpuwatch.collector.protocol.run_protocol import (
     ABANDONED_S,
     GONE_S,
     LINGER_S,

@@ -11,11 +11,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from ..core.frames import Frame, Page, Phase, Row
-from ..core.page_tables import PageTables, whole
-from ..core.pages import Names, decode_frame
-from ..core.records import Definition
-from ..core.wire.messages import PageMessage
+from ...core.frames import Frame, Page, Phase, Row
+from ...core.page_tables import PageTables, whole
+from ...core.pages import Names, decode_frame
+from ...core.records import Definition
+from ...core.wire.messages import PageMessage
 from .shared_names import START, SharedNames
 
 _KEPT_TABLES = 8

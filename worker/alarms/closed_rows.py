@@ -9,8 +9,8 @@ import torch
 
 from ...core.frames import Mark
 from ...core.values import NonFinite
+from ..record.rows import Row
 from ..stats.device import is_on_device
-from .rows import Row
 
 _NEGINF = int(NonFinite.NEGINF)
 _CLOSED = int(Mark.CLOSED)

@@ -18,7 +18,7 @@ from gpuwatch.core.frames import Page
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.records import Fault
 from gpuwatch.worker.hooks import forward as hooks_module
-from gpuwatch.worker.record import native_writer as taker_module
+from gpuwatch.worker.hooks import native_writer as taker_module
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn

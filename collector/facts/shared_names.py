@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from ..core.pages import Names
-from ..core.records import Definition
+from ...core.pages import Names
+from ...core.records import Definition
 
 _KEPT = 32
 """Places whose names are kept ready: one for each role of a rank, and those of ranks that have just begun."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ...core.preflight import STAGES, Finding, InventoryFacts
-from ..facts import RankFacts, RunFacts
+from ..facts.facts import RankFacts, RunFacts
 
 GRADES = ("ok", "victim", "unknown", "warn", "fail")
 """From good to bad. A `victim` failed only because others did. `""` is a stage that was not reached."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ....core.preflight import Finding, InventoryFacts
-from ..decide.majority import Facts, finding, have, place_text
+from .majority import Facts, finding, have, place_text
 
 SHM_BYTES = 1 << 30
 """NVIDIA's recommendation for a container (--shm-size=1g). Docker's default is 64 MiB."""

@@ -15,7 +15,7 @@ from torch import nn
 @pytest.fixture
 def late(monkeypatch):
     driver = LateDevice(3, longest=6)
-    for name in ("record.native_writer", "record.rows", "stats.device"):
+    for name in ("hooks.native_writer", "record.rows", "stats.device"):
         monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
     assert device.late_device() is driver
     return driver

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.fold import Fold, fold
+from gpuwatch.collector.facts.fold import Fold, fold
 from gpuwatch.core.records import Fault, NodeSignal, PeerOutcome, PreflightResult, PreflightStage
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage, Segment
 

@@ -8,7 +8,7 @@ import msgspec
 
 from ...core.frames import format_number
 from ...core.records import Ignored, Warned
-from ..facts import RankFacts
+from ..facts.facts import RankFacts
 
 
 def worst_first(warnings: list[tuple[int, Warned]]) -> list[tuple[int, Warned]]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage
-from .collectives import issued
+from ..record.collectives import issued
+from ..record.progress import Progress
+from ..record.roots import ModuleInfo
+from ..record.rows import Row
 from .judging import Judging
-from .progress import Progress
-from .roots import ModuleInfo
-from .rows import Row
 
 
 class Frames:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..core.wire.messages import AgentBody, ranks_of
+from ...core.wire.messages import AgentBody, ranks_of
 
 _MAX_CLAIMS = 1 << 20
 """Of all nodes and attempts together."""

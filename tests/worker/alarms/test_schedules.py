@@ -103,7 +103,7 @@ def schedule():
     """Makes the driver of one schedule the one of this process."""
     real = device.late_device
     patch = pytest.MonkeyPatch()
-    modules = ["stats.device", "record.rows", "record.native_writer"]
+    modules = ["stats.device", "record.rows", "hooks.native_writer"]
 
     def use(driver: LateDevice | None) -> None:
         for name in modules:
