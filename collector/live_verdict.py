@@ -19,7 +19,8 @@ from .facts.fold import Fold
 _SHARE = 0.2
 """So much of one processor it may take for pages."""
 _SHARE_OF_ANOMALIES = 0.5
-"""So much for ranks that have met something."""
+"""So much for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
+_MOST_SAVED_S = 1.0
 
 
 class LiveVerdict:
@@ -40,7 +41,8 @@ class LiveVerdict:
         self._now = now
         self._any = False
         self._changed = self._urgent = False
-        self._due = self._due_if_urgent = 0.0
+        self._due = 0.0
+        self._saved, self._saved_at = _MOST_SAVED_S, clock()
         self._said = ""
 
     def hear(self, body: AgentBody) -> None:
@@ -52,8 +54,7 @@ class LiveVerdict:
 
     def tick(self) -> None:
         """Decide again, if there is something new and it is time."""
-        due = self._due_if_urgent if self._urgent else self._due
-        if not self._changed or self._clock() < due:
+        if not self._changed or not self._is_time():
             return
         before = self._used()
         self._changed = self._urgent = False
@@ -68,5 +69,12 @@ class LiveVerdict:
                 self._said = line
                 when = datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="milliseconds")
                 self._say(f"{when.removesuffix('+00:00')}Z {line}")
-        took, now = self._used() - before, self._clock()
-        self._due, self._due_if_urgent = now + took / _SHARE, now + took / _SHARE_OF_ANOMALIES
+        took = self._used() - before
+        self._due = self._clock() + took / _SHARE
+        self._saved -= took
+
+    def _is_time(self) -> bool:
+        now = self._clock()
+        self._saved = min(_MOST_SAVED_S, self._saved + (now - self._saved_at) * _SHARE_OF_ANOMALIES)
+        self._saved_at = now
+        return now >= self._due or (self._urgent and self._saved > 0)

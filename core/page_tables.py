@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, cast
 
 import numpy
@@ -78,7 +79,7 @@ class PageTables:
     @property
     def arrived(self) -> int:
         """Rows in frames that have their numbers."""
-        positions = self._positions()
+        positions = self._positions
         meta = (
             self.values["meta"][numpy.maximum(positions, 0)] if len(self.values) else numpy.zeros(len(positions), "<i8")
         )
@@ -98,12 +99,12 @@ class PageTables:
     def decode_suspicious(self, names: Names) -> list[Frame]:
         """The frames with such a row."""
         bad = self._suspects(names)
-        starts, ends = self._bounds()
+        starts, ends = self._bounds
         sums = numpy.concatenate(([0], numpy.cumsum(bad)))
         return self._decode((int(place) for place in numpy.flatnonzero(sums[ends] > sums[starts])), names)
 
     def _decode(self, places: Iterable[int], names: Names) -> list[Frame]:
-        starts, ends = (bound.tolist() for bound in self._bounds())
+        starts, ends = (bound.tolist() for bound in self._bounds)
         row_bytes = self.rows.tobytes()
         fields = self.frames.tolist()
         found = [
@@ -139,21 +140,21 @@ class PageTables:
     def weights(self, names: Names) -> bytes:
         """Of two pages with the same names: equal if their forwards saw the same weights."""
         chosen = self._rows_of(self._forward()) & _is_one_of(self.rows["slot"], names.weight_slots)
-        rows, positions = self.rows[chosen], self._positions()[chosen]
+        rows, positions = self.rows[chosen], self._positions[chosen]
         rows["value"] = positions >= 0
         return self.forward_modules() + bytes(rows.tobytes()) + bytes(self.values[positions[positions >= 0]].tobytes())
 
     def forward_weights(self, names: Names) -> list[Frame]:
         """The frames of the forward that have a weight."""
         sums = numpy.concatenate(([0], numpy.cumsum(_is_one_of(self.rows["slot"], names.weight_slots))))
-        starts, ends = self._bounds()
+        starts, ends = self._bounds
         chosen = (sums[ends] > sums[starts]) & self._forward()
         return self._decode((int(place) for place in numpy.flatnonzero(chosen)), names)
 
     def _suspects(self, names: Names) -> Any:
         if not len(self.flags):
             return numpy.zeros(len(self.rows), bool)
-        positions = self._positions()
+        positions = self._positions
         found = numpy.flatnonzero((positions >= 0) & (self.flags[positions] != 0))
         bad = numpy.zeros(len(self.rows), bool)
         bad[found[~_is_one_of(self.rows["slot"][found], names.argument_slots)]] = True
@@ -164,6 +165,7 @@ class PageTables:
     def _forward(self) -> Any:
         return self.frames["phase"] == Phase.FORWARD
 
+    @cached_property
     def _bounds(self) -> tuple[Any, Any]:
         """(first row, row behind the last) of each frame."""
         frames = [len(segment.frames) // layout.FRAME.size for segment in self._segments]
@@ -179,12 +181,13 @@ class PageTables:
 
     def _rows_of(self, chosen: Any) -> Any:
         """Which rows belong to the chosen frames."""
-        starts, ends = self._bounds()
-        steps = numpy.zeros(len(self.rows) + 1, numpy.int64)
-        numpy.add.at(steps, starts[chosen], 1)
-        numpy.add.at(steps, ends[chosen], -1)
-        return numpy.cumsum(steps[:-1]) > 0
+        starts, ends = self._bounds
+        most = len(self.rows) + 1
+        begun = numpy.bincount(starts[chosen], minlength=most)
+        ended = numpy.bincount(ends[chosen], minlength=most)
+        return numpy.cumsum((begun - ended)[:-1]) > 0
 
+    @cached_property
     def _positions(self) -> Any:
         """Where the value of each row is in `values`; -1: it is not there."""
         index = self.rows["value"].astype(numpy.int64)

@@ -35,6 +35,7 @@ from ...core.wire.messages import (
 )
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from .kept_pages import KeptPage
+from .rank_pages import RankPages
 
 
 @dataclass
@@ -54,7 +55,7 @@ class RankFacts:
     inventory: Inventory | None = None
     script_exit: ScriptExit | None = None
     exit: WorkerExit | None = None
-    pages: dict[int, KeptPage] = field(default_factory=dict)
+    pages: RankPages = field(default_factory=RankPages)
     """By number; the fullest copy of each."""
     state: RankState | None = None
     pages_dropped: int = 0

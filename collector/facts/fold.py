@@ -77,6 +77,8 @@ class Fold:
         """What a rank's diagnosis was made of."""
         self._inferred: set[tuple[int, int]] = set()
         """Ranks whose anomaly was seen in their pages."""
+        self._met_in: set[int] = set()
+        """Optimizer steps in which a rank has met something."""
         self._told: set[tuple[int, int]] = set()
         """Ranks whose preflight was told by others."""
 
@@ -98,6 +100,7 @@ class Fold:
         elif isinstance(body, EventMessage):
             if isinstance(body.event, Anomaly):
                 self._forget_inferred((body.event.where.attempt, body.event.where.rank))
+                self._met_in.add(body.event.where.step)
             elif isinstance(body.event, PreflightResult):
                 self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
@@ -132,6 +135,8 @@ class Fold:
         names = self._names_of(message.attempt, message.rank)
         try:
             page = KeptPage(message, self._loader(name, n, message), names, self._shelf)
+            if page.step in self._met_in:  # the verdict compares it with the page of the rank that has met something
+                page.prepare()
         except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
             self._facts.undecodable_pages += 1
             return
@@ -168,7 +173,7 @@ class Fold:
         for key, rank in self._facts.ranks.items():
             if rank.anomalies:
                 continue
-            for _, page in sorted(rank.pages.items()):
+            for _, page in sorted(rank.pages.suspicious.items()):
                 if page.cleared_at == page.place_of_names:
                     continue
                 # what is left out of these can only take an alarm away: a call that returned something finite

@@ -129,6 +129,7 @@ class KeptPage:
         self._names = names
         self._shelf = shelf
         self._key = next(shelf.keys)
+        shelf.tables(self._key, lambda: tables)
         self._common: tuple[int, tuple[bytes, bytes, bytes]] | None = None
         self.cleared_at = -1
         """`place_of_names` when it was found to hold no alarm."""
@@ -156,6 +157,11 @@ class KeptPage:
         return self._shelf.frames((self._key, self._names.place), lambda: self._tables.decode(self._names.names))
 
     @property
+    def may_hold_alarm(self) -> bool:
+        """Whether more than an argument was nan or inf in it. Names that come later can only take that away."""
+        return self._suspicious[1]
+
+    @property
     def suspicious_frames(self) -> list[Frame]:
         """The frames in which more than an argument is nan or inf. Nothing else in a page can be an alarm."""
         place, suspicious = self._suspicious
@@ -178,6 +184,10 @@ class KeptPage:
     def place_of_names(self) -> int:
         """Changes when definitions of its rank come."""
         return self._names.place
+
+    def prepare(self) -> None:
+        """Find out now, while its tables are at hand, what a comparison with other ranks asks for."""
+        _ = self._in_common
 
     def modules(self) -> frozenset[tuple[str, str]]:
         """(name, class) of what its forward has called, without the root."""

@@ -84,6 +84,17 @@ def test_it_takes_a_share_of_the_time_and_an_anomaly_waits_less(live, make):
     assert "Rank 1 " in live.said[-1]
 
 
+def test_many_anomalies_at_once_take_half_a_processor(live, make):
+    live.hear(make.hello(nproc=400))
+    for rank in range(300):
+        live.hear(*overflow(make, rank, seq=1000 - rank).messages()[:2])
+        live.verdict.tick()
+    assert len(live.said) == 100, "1 s is saved up, and each decision takes 10 ms"
+    live.clock.now += 0.1
+    live.verdict.tick()
+    assert "Rank 299 " in live.said[-1]
+
+
 def test_what_cannot_be_decided_is_said_and_ends_nothing(live, make, monkeypatch):
     def broken(facts):
         raise RuntimeError("no such thing")

@@ -50,8 +50,8 @@ class OddWeight:
 
 def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> KeptPage | None:
     """The page that a diagnosis is about, if it was received."""
-    pages = facts.ranks[diagnosis.attempt, diagnosis.rank].pages.values()
-    return next((p for p in pages if p.batch == diagnosis.batch and p.root == diagnosis.root), None)
+    pages = facts.ranks[diagnosis.attempt, diagnosis.rank].pages.of_batch(diagnosis.batch)
+    return next((page for page in pages if page.root == diagnosis.root), None)
 
 
 def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, KeptPage]:

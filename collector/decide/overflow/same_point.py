@@ -18,12 +18,13 @@ from ...facts.kept_pages import KeptPage
 
 def page_at_same_point(rank: RankFacts, page: KeptPage, other: RankFacts) -> KeptPage | None:
     """The page of `other` that is the same point as this page of `rank`; None if none is known to be."""
-    pages = [found for found in other.pages.values() if found.root == page.root]
-    alike = [found for found in pages if _is_alike(rank, page, other, found)]
+    same_step = [found for found in other.pages.of_step(page.step) if found.root == page.root]
+    alike = [found for found in same_step if _is_alike(rank, page, other, found)]
     same_batch = next((found for found in alike if found.batch == page.batch), None)
     if same_batch is not None:
         return same_batch
-    apart = any(found.batch == page.batch and found.step != page.step for found in pages)
+    same_number = (found for found in other.pages.of_batch(page.batch) if found.root == page.root)
+    apart = any(found.step != page.step for found in same_number)
     return alike[0] if apart and len(alike) == 1 else None
 
 
@@ -41,7 +42,7 @@ def peers_of(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, Kept
 
 
 def _is_alike(rank: RankFacts, page: KeptPage, other: RankFacts, found: KeptPage) -> bool:
-    if found.step != page.step or not _begin_alike(page, found):
+    if not _begin_alike(page, found):
         return False
     is_training, is_too = _is_training(rank, page), _is_training(other, found)
     if is_training is None or is_too is None:
@@ -64,7 +65,7 @@ def _is_training(rank: RankFacts, page: KeptPage) -> bool | None:
     """Whether a batch had a backward; None if its forward was not finished, or no backward of the rank was seen."""
     if page.has_backward:
         return True
-    return False if page.complete and any(found.has_backward for found in rank.pages.values()) else None
+    return False if page.complete and rank.pages.any_backward else None
 
 
 def _are_apart(rank: RankFacts, other: RankFacts) -> bool:
