@@ -1,9 +1,11 @@
 """However a run ends, the report is written and says how."""
 
+import contextlib
 import re
 import signal
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -92,6 +94,45 @@ def test_a_helper_that_is_killed_in_the_middle_costs_nothing(bench, helper):
     assert (run.verdict["rank"], run.verdict["module"], run.verdict["batch"]) == (1, "block.widen", 40)
     assert "started again" in run.stderr
     assert not list((bench.cwd / "gpuwatch-runs").glob("*.spool"))
+
+
+@contextlib.contextmanager
+def slowed_down(process):
+    """A machine on which this process gets a hundredth of a processor."""
+    ended = threading.Event()
+
+    def stop_and_go():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not ended.wait(0.01):
+                process.suspend()
+                ended.wait(1.0)
+                process.resume()
+
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_report_that_takes_long_is_waited_for(bench):
+    options = ("--rank", "1", "--batch", "10", "--batches", "100000")
+    process = bench.start(
+        "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", bench.script("ddp_overflow.py"), *options
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("batch 0")
+    (collector,) = bench.running("gpuwatch.collector")
+    with slowed_down(collector):
+        run = bench.finish(process)
+
+    assert run.code == 4
+    assert (run.verdict["rank"], run.verdict["module"], run.verdict["batch"]) == (1, "block.widen", 10)
+    assert run.verdict["certainty"] == "established"
+    assert "started again" not in run.stderr, "who is at work is not ended"
 
 
 @pytest.mark.slow  # until the agent is given up
