@@ -8,7 +8,7 @@ JOBS ?= 2
 SEED ?= 0
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED)
 
-.PHONY: help demo test slow soak gpu lint typecheck check clean
+.PHONY: help demo test slow soak fuzz gpu lint typecheck check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -34,6 +34,12 @@ slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter o
 
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
+
+FUZZ_S ?= 600
+fuzz: $(READY)  ## what reads bytes, each reader for ten minutes (FUZZ_S), guided by coverage
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	for reader in wire recorder spool store report; do \
+	    $(BIN)/python tests/fuzz/readers.py $$reader -max_total_time=$(FUZZ_S) -verbosity=0 -print_final_stats=1 || exit; done
 
 # It needs no install: it runs with the torch that is there.
 gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured there (docs/gpu.md)

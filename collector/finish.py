@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from ..core.errors import GpuwatchError
+from ..core.text.shown import shown_name
 from ..core.wire.spool import agent_of, read_spool
 from .earlier import earlier_lives
 from .exit_code import exit_code
@@ -152,6 +153,6 @@ def read_report(paths: RunPaths) -> Report:
         raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise GpuwatchError(
-            f"expected a report of schema 1, found something else in {paths.report_json}: {error}; "
+            f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
             f"to make it again from the store: gpuwatch report --again {paths.run_id}"
         ) from error

@@ -19,6 +19,7 @@ import msgspec
 
 from ..core.errors import GpuwatchError
 from ..core.records import Definition
+from ..core.text.shown import shown_name
 from ..core.wire.messages import (
     AgentBody,
     AgentMessage,
@@ -158,7 +159,8 @@ class RunStore:
                 _expect_schema(path, row[0] if row else "0")
         except (sqlite3.Error, UnicodeDecodeError) as error:
             db.close()
-            raise GpuwatchError(f"expected a run store, found something else in {path}: {error}") from error
+            said = shown_name(str(error))  # SQLite cites the file's own bytes
+            raise GpuwatchError(f"expected a run store, found something else in {path}: {said}") from error
         except BaseException:
             db.close()
             raise

@@ -282,6 +282,17 @@ def whole(tmp_path_factory) -> bytes:
     return path.read_bytes()
 
 
+def test_what_sqlite_cites_of_a_damaged_file_is_on_one_line(whole, tmp_path):
+    """Its message has the statement that it read there."""
+    folder = tmp_path / "20261121-000000-aaaa"
+    folder.mkdir()
+    at = whole.index(b"INTEGER NOT NULL")
+    RunPaths(folder).store.write_bytes(whole[:at] + b"\x1b[2J`" + whole[at + 5 :])
+    with pytest.raises(GpuwatchError, match="expected a run store") as raised:
+        report_from_store(RunPaths(folder))
+    assert str(raised.value).isprintable()
+
+
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_damage_is_a_sentence_or_what_is_left(whole, tmp_path_factory, data):
