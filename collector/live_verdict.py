@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 
 from ..core.records import Anomaly
 from ..core.wire.messages import AgentBody, EventMessage, PageMessage
 from .decide.overflow.verdict import overflow_verdict
 from .facts.fold import Fold
+from .report.timeline import utc
 
 _SHARE = 0.2
 """So much of one processor it may take for pages."""
@@ -67,8 +67,7 @@ class LiveVerdict:
             line = f"the verdict so far: {verdict.certainty}: {verdict.statement}"
             if line != self._said:
                 self._said = line
-                when = datetime.fromtimestamp(self._now(), timezone.utc).isoformat(timespec="milliseconds")
-                self._say(f"{when.removesuffix('+00:00')}Z {line}")
+                self._say(f"{utc(self._now(), 'milliseconds')} {line}")
         took = self._used() - before
         self._due = self._clock() + took / _SHARE
         self._saved -= took

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
@@ -24,9 +24,11 @@ class TimelineEntry(msgspec.Struct, frozen=True):
     seq: int | None = None
 
 
-def utc(seconds: float | None) -> str | None:
-    """ISO 8601."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds)) if seconds else None
+def utc(seconds: float | None, to: str = "seconds") -> str | None:
+    """ISO 8601, rounded down to "seconds" or "milliseconds"."""
+    if not seconds:
+        return None
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec=to).replace("+00:00", "Z")
 
 
 def timeline_of(facts: RunFacts) -> list[TimelineEntry]:

@@ -10,6 +10,8 @@ from gpuwatch.launcher.scheduler.slurm import PORTS, SLURM, rendezvous_port
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .environments import STEP
+
 ENVIRONMENTS = Path(__file__).parents[2] / "data" / "slurm" / "environments"
 
 
@@ -65,17 +67,6 @@ def test_the_nodes_of_a_step_agree_on_where_they_meet():
         second.hosts,
     )
     assert first.hosts == ("node1", "node2")
-
-
-STEP = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu-[007-008]",
-    "SLURM_NODEID": "1",
-    "SLURMD_NODENAME": "gpu-008",
-    "SLURM_GPUS_ON_NODE": "8",
-}
 
 
 def test_the_example_of_the_docstring():

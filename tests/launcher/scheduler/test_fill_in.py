@@ -10,15 +10,8 @@ from gpuwatch.launcher.arguments.plan import make_plan
 from gpuwatch.launcher.scheduler.cluster import read_job
 from gpuwatch.launcher.scheduler.fill_in import fill_in, given_options
 
-STEP = {
-    "SLURM_JOB_ID": "4711",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NUM_NODES": "2",
-    "SLURM_STEP_NODELIST": "gpu-[007-008]",
-    "SLURM_NODEID": "1",
-    "SLURMD_NODENAME": "gpu-008",
-    "SLURM_GPUS_ON_NODE": "8",
-}
+from .environments import STEP
+
 HEAD = {**STEP, "SLURM_NODEID": "0", "SLURMD_NODENAME": "gpu-007"}
 ALONE = {**HEAD, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu-007"}
 PLAIN = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "3000", "NPROC_PER_NODE": "4"}
