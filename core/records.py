@@ -330,6 +330,11 @@ class StackLine(msgspec.Struct, frozen=True):
     text: str = ""
     """The source, where it could be read."""
 
+    @property
+    def shown(self) -> str:
+        """`/home/me/train.py:41 in main: dist.all_reduce(loss)`"""
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
+
 
 class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Where a rank stood when all ranks were asked, because one of them had stalled. Its node agent writes it."""
