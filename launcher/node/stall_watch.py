@@ -64,6 +64,7 @@ class StallWatch:
                 state=found.state,
                 busy=found.busy,
                 stack=found.stack,
+                groups=watch.groups(),
             )
 
     def _rest(self, watch: RankWatch, batch: int, now: float) -> Rest:
