@@ -302,6 +302,41 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     message: str
 
 
+class Issued(msgspec.Struct, frozen=True):
+    """One operation that a rank has begun on a process group."""
+
+    number: int
+    """Counts the group's collectives from 1 on; below 0: the group's sends and receives, from -1 on."""
+    operation: str
+    """`all_reduce`, `send`; "" is unknown."""
+    dtype: str = ""
+    """`float32`; "" is unknown, or there is no tensor."""
+    elements: int = 0
+    peer: int = -1
+    """Rank within the group: the root, or whom it sends to or receives from; -1 is none or any."""
+
+
+class GroupState(msgspec.Struct, frozen=True):
+    """What a rank shows of its communication in one process group."""
+
+    name: str
+    members: str
+    """Ranks as text, `0-6:2,7` (core/recorder/group_table.py); "" is unknown."""
+    size: int
+    begun: int = 0
+    """Number of the last collective that it has begun."""
+    ended: int = 0
+    """Highest number that it has waited for to its end."""
+    phase: str = "none"
+    """`issuing`, `waiting`, `failed` (the call or the wait has raised) or `none`."""
+    at: int = 0
+    """What it issues or waits for now, or did last: see `Issued.number`."""
+    since_s: float = 0.0
+    """For so long."""
+    recent: list[Issued] = []
+    """The last few, by number."""
+
+
 class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
 
@@ -311,6 +346,8 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     phase: str = ""
     module: str | None = None
     cls: str | None = None
+    groups: list[GroupState] = []
+    """Where it stood in its process groups."""
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
@@ -330,6 +367,11 @@ class StackLine(msgspec.Struct, frozen=True):
     text: str = ""
     """The source, where it could be read."""
 
+    @property
+    def shown(self) -> str:
+        """`/home/me/train.py:41 in main: dist.all_reduce(loss)`"""
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
+
 
 class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Where a rank stood when all ranks were asked, because one of them had stalled. Its node agent writes it."""
@@ -348,6 +390,8 @@ class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Share of one core that it used meanwhile."""
     stack: list[StackLine] = []
     """Of the main thread, innermost call first; [] if it did not answer."""
+    groups: list[GroupState] = []
+    """Where it stands in its process groups."""
 
 
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):

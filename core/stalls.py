@@ -16,6 +16,23 @@ MOST_LINES = 40
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
 
 
+_NOT_THE_USERS = (
+    "/torch/",
+    "/gpuwatch/worker/",
+    "/worker/script.py:",
+    "/worker/__main__.py:",
+    "/lib/python3",
+    "<frozen ",
+    "<string>",
+)
+
+
+def is_users(shown: str) -> bool:
+    """Whether a line of a stack (`StackLine.shown`) is neither of torch, of Python nor of gpuwatch."""
+    place = shown.partition(" in ")[0]
+    return not any(part in place for part in _NOT_THE_USERS)
+
+
 def asking_signal() -> int | None:
     """The signal; None where there is none to spare. SLURM, Lightning and torchrun use no real-time signals."""
     last = getattr(signal, "SIGRTMAX", None)

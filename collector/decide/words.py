@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from ...core.frames import module_text
-from ...core.records import ScriptError, WorkerExit
+from ...core.records import RankLook, ScriptError, WorkerExit
 from ...core.text.ranks_text import ranks_text as text_of_many
 from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
@@ -30,24 +30,23 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
     return found
 
 
-def doing(exit_: WorkerExit) -> str:
-    """Where a rank was when it ended."""
-    if exit_.phase == "forward":
-        inside = f", in {module_text(exit_.module, exit_.cls)}" if exit_.module is not None else ""
-        return f"in the forward of batch {exit_.where.batch}{inside}"
-    if exit_.phase == "script":
-        return (
-            f"outside of a forward, after batch {exit_.where.batch}"
-            if exit_.where.batch >= 0
-            else "before its first batch"
-        )
+def doing(seen: WorkerExit | RankLook) -> str:
+    """Where a rank was when it ended, or when it was looked at."""
+    batch = seen.where.batch
+    if seen.phase == "forward":
+        inside = f", in {module_text(seen.module, seen.cls)}" if seen.module is not None else ""
+        return f"in the forward of batch {batch}{inside}"
+    if seen.phase in ("backward", "optimizer"):
+        return f"in the {'backward' if seen.phase == 'backward' else 'optimizer step'} of batch {batch}"
+    if seen.phase == "script":
+        return f"outside of a forward, after batch {batch}" if batch >= 0 else "before its first batch"
     return {
         "preflight": "in the preflight",
         "starting": "while starting",
         "finished": "after its script had ended",
         "raised": "after its script had raised",
         "unwatched": "in a program that is not watched",
-    }.get(exit_.phase, f"in phase {exit_.phase}")
+    }.get(seen.phase, f"in phase {seen.phase}")
 
 
 def left_silently(rank: RankFacts) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from ...core.stalls import is_users
 from ...core.text.ranks_text import ranks_text
 from ..facts.facts import RankFacts
 
@@ -13,17 +14,11 @@ if TYPE_CHECKING:
 
 MOST_LINES = 12
 """Of each stack, in the text. report.json has more."""
-_NOT_THE_USERS = ("/torch/", "/gpuwatch/worker/", "<frozen ", "/worker/script.py", "/worker/__main__.py")
 
 
 def stack_of(rank: RankFacts) -> list[str]:
     """The rank's last stack, innermost call first: `/home/me/train.py:41 in main: dist.all_reduce(loss)`."""
-    if not rank.looks:
-        return []
-    return [
-        f"{line.file}:{line.line} in {line.function}" + (f": {line.text}" if line.text else "")
-        for line in rank.looks[-1].stack
-    ]
+    return [line.shown for line in rank.looks[-1].stack] if rank.looks else []
 
 
 def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
@@ -34,5 +29,5 @@ def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
             groups.setdefault(tuple(rank.stack), []).append(rank.rank)
     for stack, numbers in groups.items():
         yield f"Where {ranks_text(numbers)} stood, innermost call first (calls inside of torch are left out)"
-        own = [line for line in stack if not any(part in line for part in _NOT_THE_USERS)]
+        own = [line for line in stack if is_users(line)]
         yield from (f"  {line}" for line in list(dict.fromkeys([stack[0], *own]))[:MOST_LINES])

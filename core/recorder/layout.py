@@ -2,6 +2,7 @@
 
     header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`Field`); from ANOMALY_AT on
                            the rank's first anomaly: length, crc32, msgpack
+              8192 bytes   what it does in its process groups: see group_table.py
     log       LOG_BYTES    definitions and events, append only: length, crc32, msgpack, padded to 8
     segments  n x 16384    a ring; a batch (page) is a run of segments, the oldest are overwritten
 
@@ -15,16 +16,20 @@ import struct
 from enum import IntEnum
 
 MAGIC = 0x31_48_43_54_41_57_55_47  # b"GUWATCH1" read as a little-endian integer
-VERSION = 1
+VERSION = 2
 
-HEADER_BYTES = 4096
+FIXED_BYTES = 4096
+GROUPS_AT = FIXED_BYTES
+GROUPS = 16
+GROUP_BYTES = 512
+HEADER_BYTES = GROUPS_AT + GROUPS * GROUP_BYTES
 LOG_BYTES = 2 << 20
 SEGMENT_BYTES = 16384
 SEGMENTS = 256
 
 ANOMALY_AT = 1024
 """Where the header holds the rank's first anomaly: it is there even if the log is full."""
-ANOMALY_BYTES = HEADER_BYTES - ANOMALY_AT
+ANOMALY_BYTES = FIXED_BYTES - ANOMALY_AT
 
 SEGMENT_HEADER_BYTES = 256
 FRAMES_PER_SEGMENT = 128
@@ -85,6 +90,8 @@ class Field(IntEnum):
     ANOMALY = 34
     HOOKS = 35
     ABSORBED = 36
+    GROUPS_NOT_SHOWN = 37
+    """Process groups that found no slot."""
 
 
 class SegmentField(IntEnum):

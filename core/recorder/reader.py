@@ -13,9 +13,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ..records import Anomaly, Definition, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
+from ..records import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
 from ..wire.messages import PageMessage, RankState, Segment
 from . import layout
+from .group_table import progress_of, read_groups
 from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
 
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
@@ -108,7 +109,7 @@ class RecorderReader:
 
     def _header(self) -> memoryview:
         """All of it, as it is now."""
-        return memoryview(self._read(0, layout.HEADER_BYTES)).cast("q")
+        return memoryview(self._read(0, layout.FIXED_BYTES)).cast("q")
 
     def __getitem__(self, field: Field) -> int:
         (number,) = _INTEGER.unpack(self._read(8 * field, 8))
@@ -156,7 +157,7 @@ class RecorderReader:
 
     def first_anomaly(self) -> Anomaly | None:
         """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
-        header = self._read(0, layout.HEADER_BYTES)
+        header = self._read(0, layout.FIXED_BYTES)
         if memoryview(header).cast("q")[Field.ANOMALY] != FirstAnomaly.WRITTEN:
             return None
         size, checksum = layout.ENTRY.unpack_from(header, layout.ANOMALY_AT)
@@ -192,7 +193,14 @@ class RecorderReader:
         segment = fields[Field.SEGMENT]
         head = self._head(segment % self._segments) if segment >= 0 and self._segments else []
         written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
-        return (*(fields[field] for field in _MOVING), *written)
+        return (*(fields[field] for field in _MOVING), *written, *progress_of(self._groups()))
+
+    def groups(self) -> list[GroupState]:
+        """What the rank does in its process groups."""
+        return read_groups(self._groups(), time.monotonic_ns())
+
+    def _groups(self) -> bytes:
+        return self._read(layout.GROUPS_AT, layout.GROUPS * layout.GROUP_BYTES)
 
     def state(self) -> RankState:
         """A snapshot for a beat."""

@@ -107,7 +107,9 @@ class RecorderWriter:
         finally:
             os.close(fd)
         self._bytes = memoryview(self._map)
-        self.fields = self._bytes[: layout.HEADER_BYTES].cast("q")
+        self.fields = self._bytes[: layout.FIXED_BYTES].cast("q")
+        self.groups = self._bytes[layout.GROUPS_AT : layout.HEADER_BYTES].cast("q")
+        """The table of process groups (group_table.py)."""
         self._encoder = msgspec.msgpack.Encoder()
         self._log_at = layout.HEADER_BYTES
         self._log_bytes = log_bytes
@@ -382,6 +384,7 @@ class RecorderWriter:
         self.page = None
         self.cursor[0] = -1
         self.fields.release()
+        self.groups.release()
         if self._segment >= 0:
             self._seg.release()
         self._bytes.release()

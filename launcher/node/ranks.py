@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ...core.recorder.layout import FRAME, VALUE, Field, file_name
 from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
-from ...core.records import Anomaly, Definition, Fault, Where, WorkerEvent, WorkerExit, split_label
+from ...core.records import Anomaly, Definition, Fault, GroupState, Where, WorkerEvent, WorkerExit, split_label
 from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
@@ -132,7 +132,7 @@ class RankWatch:
             page=reader[Field.PAGE],
             seq=state.seq,
         )
-        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls)
+        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         return [*messages, Beat([state], {}), EventMessage(exit_)]
 
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
@@ -159,6 +159,15 @@ class RankWatch:
             return self._reader.movement()
         except OSError:  # the next `poll` tells it
             return ()
+
+    def groups(self) -> list[GroupState]:
+        """What the rank does in its process groups; [] if that cannot be read."""
+        if self._reader is None or self._broken:
+            return []
+        try:
+            return self._reader.groups()
+        except OSError:  # the next `poll` tells it
+            return []
 
     def where(self, state: RankState) -> Where:
         """The place of a state."""

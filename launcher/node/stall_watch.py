@@ -28,6 +28,8 @@ class StallWatch:
         if now < self._next or not self._timeout_s:
             return
         self._next = now + _EVERY_S
+        for key in self._rests.keys() - {(watch.rank, watch.attempt) for watch in watches if not watch.ended}:
+            del self._rests[key]
         for watch in watches:
             state = watch.state() if not watch.ended else None
             if state is None:
@@ -62,6 +64,7 @@ class StallWatch:
                 state=found.state,
                 busy=found.busy,
                 stack=found.stack,
+                groups=watch.groups(),
             )
 
     def _rest(self, watch: RankWatch, batch: int, now: float) -> Rest:

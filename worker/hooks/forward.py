@@ -49,6 +49,7 @@ from ..stats.notable import Notable
 from ..stats.tensor_stats import TensorStats, measure
 from ..without_modes import without_modes
 from .backward import Gradients
+from .collectives import Collectives
 from .grad_scaler import Scalers
 from .native_writer import native_writer_of
 from .optimizer import Steps
@@ -129,6 +130,7 @@ class Hooks:
         )
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
+        self._collectives = Collectives(self.progress.groups, self._fault)
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
             self._roots.on_parameter = self._gradients.watch_parameter
@@ -148,6 +150,7 @@ class Hooks:
             self._scalers.attach()
         if self._forward:
             self._graphs.attach()
+        self._collectives.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
@@ -167,6 +170,7 @@ class Hooks:
         self._gradients.detach()
         self._scalers.detach()
         self._graphs.detach()
+        self._collectives.detach()
 
     def close(self) -> None:
         """Remove the hooks and release the recorder's memory, so that it can be unmapped."""

@@ -10,6 +10,7 @@ from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.records import Where
 from ...core.settings import WorkerSettings
 from .collectives import clock, issued
+from .group_table import GroupTable
 from .recorder_lock import RecorderLock
 from .roots import RootInfo
 
@@ -21,6 +22,7 @@ class Progress:
         self.recorder = recorder
         self.fields = recorder.fields
         self.lock = RecorderLock(recorder.cursor)
+        self.groups = GroupTable(recorder)
         self.settings = settings
         self.rank = rank
         self.step = 0
@@ -72,6 +74,7 @@ class Progress:
         self.batch = max(0, root.batches - 1)
         self.root = root
         root.page = self.recorder.begin_page(root.id, self.batch, self.step)
+        self.groups.notice()
         self.fields[Field.SEQ] = issued()
         return root.page
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ....core.frames import module_text
 from ....core.records import RankLook, StackLine
+from ....core.stalls import is_users
+from ..words import doing
 
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
 _AROUND_COLLECTIVES = (
@@ -19,7 +19,6 @@ _AROUND_COLLECTIVES = (
     "/torch/nn/parallel/distributed.py",
 )
 """Where torch calls collectives from, of which some have no function in Python."""
-_IN_TORCH = ("/torch/", "/gpuwatch/worker/", "/lib/python3", "<frozen ", "<string>")
 _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
 """Functions of torch around a collective that say nothing."""
 _WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
@@ -59,13 +58,13 @@ def standing_of(look: RankLook) -> Standing:
     >>> standing_of(RankLook(Where(1, batch=4), 1, 60.0, "script", state="T")).kind
     'stopped'
     """
-    line = next(map(_shown, _users(look.stack)), "")
+    line = _line(look.stack)
     if look.state in ("T", "t"):
-        return Standing(look.where.rank, "stopped", "", line, _doing(look))
+        return Standing(look.where.rank, "stopped", "", line, doing(look))
     operation, sure = _operation(look)
     if operation:
-        return Standing(look.where.rank, "waits" if sure else "may wait", operation, line, _doing(look))
-    return Standing(look.where.rank, "own" if look.stack else "unknown", "", line, _doing(look))
+        return Standing(look.where.rank, "waits" if sure else "may wait", operation, line, doing(look))
+    return Standing(look.where.rank, "own" if look.stack else "unknown", "", line, doing(look))
 
 
 def _operation(look: RankLook) -> tuple[str, bool]:
@@ -91,24 +90,7 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     return "", False
 
 
-def _users(stack: list[StackLine]) -> Iterator[StackLine]:
-    """Lines of the user's own files, innermost first; where there are none, of any file."""
-    own = [line for line in stack if not any(part in line.file for part in _IN_TORCH)]
-    yield from own or stack
-
-
-def _shown(line: StackLine) -> str:
-    name = line.file.rpartition("/")[2]
-    return f"{name}:{line.line} in {line.function}" + (f": {line.text}" if line.text else "")
-
-
-def _doing(look: RankLook) -> str:
-    batch = look.where.batch
-    inside = f", in {module_text(look.module, look.cls)}" if look.module is not None else ""
-    if look.phase == "forward":
-        return f"in the forward of batch {batch}{inside}"
-    if look.phase in ("backward", "optimizer"):
-        return f"in the {'backward' if look.phase == 'backward' else 'optimizer step'} of batch {batch}"
-    if look.phase in ("finished", "raised"):
-        return f"leaving, after its script had {'ended' if look.phase == 'finished' else 'raised'}"
-    return f"outside of a forward, after batch {batch}" if batch >= 0 else "before its first batch"
+def _line(stack: list[StackLine]) -> str:
+    """The innermost line of the user's own files; where there is none, of any file."""
+    line = next((line for line in stack if is_users(line.shown)), stack[0] if stack else None)
+    return line.shown.removeprefix(line.file.rpartition("/")[0] + "/") if line is not None else ""

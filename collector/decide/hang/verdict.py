@@ -28,7 +28,7 @@ def hang_verdict(facts: RunFacts) -> Verdict | None:
     absent = {found.rank, *found.others}
     if any(_says_why(rank, waited=rank.rank not in absent) for rank in ranks if rank.rank not in early):
         return None
-    return _verdict(facts, found, ranks)
+    return _verdict(facts, found, ranks, looks)
 
 
 def last_looks(ranks: list[RankFacts]) -> dict[int, RankLook]:
@@ -67,9 +67,9 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
     return code not in (None, 0, -signal.SIGABRT) if waited else code not in (None, 0)
 
 
-def _verdict(facts: RunFacts, found: HangFinding, ranks: list[RankFacts]) -> Verdict:
+def _verdict(facts: RunFacts, found: HangFinding, ranks: list[RankFacts], looks: dict[int, RankLook]) -> Verdict:
     named = next((rank for rank in ranks if rank.rank == found.rank), None)
-    look = last_looks(ranks).get(found.rank) if found.rank is not None else None
+    look = looks.get(found.rank) if found.rank is not None else None
     where = (
         look.where if look is not None else named.exit.where if named is not None and named.exit is not None else None
     )
@@ -87,15 +87,14 @@ def _verdict(facts: RunFacts, found: HangFinding, ranks: list[RankFacts]) -> Ver
         batch=where.batch if where is not None and where.batch >= 0 else None,
         evidence=found.evidence,
         next=found.next,
-        concurrent=[_concurrent(facts, rank) for rank in ranks if rank.rank in found.others],
+        concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
         cascade=cascade_of(
             facts, facts.last_attempt, {rank for rank in (found.rank, *found.others) if rank is not None}
         ),
     )
 
 
-def _concurrent(facts: RunFacts, rank: RankFacts) -> Concurrent:
-    look = last_looks([rank]).get(rank.rank)
+def _concurrent(facts: RunFacts, rank: RankFacts, look: RankLook | None) -> Concurrent:
     module = look.module if look is not None and look.module is not None else ""
     return Concurrent(
         rank.rank, module, look.cls or "" if look is not None else "", None, "", facts.host(rank), "did not come"

@@ -61,6 +61,7 @@ EVENTS = [
         "S",
         0.02,
         [records.StackLine("/x/train.py", 7, "main", "step()")],
+        [records.GroupState("0", "0-3", 4, 7, 6, "waiting", 7, 1.5, [records.Issued(7, "send", "float32", 3, 1)])],
     ),
     records.NodeSignal(15, 12),
     records.Xid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),

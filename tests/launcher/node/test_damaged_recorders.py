@@ -11,6 +11,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.layout import NOTHING, Field, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Anomaly, Fault, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where, WorkerExit
@@ -96,6 +97,14 @@ def test_any_number_in_the_header(whole, tmp_path, field, number):
 
 
 @pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("field", list(GroupField))
+def test_any_number_in_a_process_groups_slot(whole, tmp_path, field, number):
+    data = with_number(whole, layout.GROUPS_AT, 1)
+    bodies = read(tmp_path, with_number(data, layout.GROUPS_AT + 8 * field, number))
+    assert len(bodies[-1].event.groups) == (0 if field == GroupField.USED and number != 1 else 1)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("field", list(layout.SegmentField))
 def test_any_number_in_a_segments_header_leaves_the_others(whole, tmp_path, field, number):
     at = layout.HEADER_BYTES + LOG_BYTES + layout.SEGMENT_BYTES + 8 * field  # of batch 1; the anomaly's is batch 2
@@ -115,7 +124,7 @@ def test_a_file_that_was_cut(whole, tmp_path, size):
     read(tmp_path, whole[:size])
 
 
-@pytest.mark.parametrize("size", [0, 8, 4095, 4096, SIZE // 2, SIZE - 1])
+@pytest.mark.parametrize("size", [0, 8, 4095, 4096, layout.HEADER_BYTES, SIZE // 2, SIZE - 1])
 def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
     """What a mapping would have killed its reader for. The log says nothing here: the header alone has the anomaly."""
     path = tmp_path / file_name(0, 0)
@@ -132,7 +141,7 @@ def test_a_file_that_is_cut_while_it_is_read(whole, tmp_path, size):
     assert isinstance(bodies[-1].event, WorkerExit)
     told = any(isinstance(getattr(body, "event", None), Fault) for body in bodies)
     assert told == (size < SIZE - 1), "that something is missing is said"
-    assert anomalies(bodies) == ([ANOMALY] if size >= layout.HEADER_BYTES else [])
+    assert anomalies(bodies) == ([ANOMALY] if size >= layout.FIXED_BYTES else [])
 
 
 @given(

@@ -1,0 +1,190 @@
+"""What a rank shows of its communication: for each process group, which collective it has begun, ended and waits for.
+
+The table stands behind the fixed part of the recorder, in the same header: `GROUPS` slots of `GROUP_BYTES`. A slot is
+16 integers (`GroupField`), then the last `RECENT` operations (number, what, elements, unused), then the group's name
+and its members as text. The rank writes in place; any bytes are read without harm.
+
+A collective's number counts those of its group, from 1 on, and is the same on all its members as long as they issue
+the same ones. What torch issues without Python, such as DDP's reductions, is counted as well, but not described.
+Sends and receives are counted apart, with numbers below 0.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+
+from ..records import GroupState, Issued
+from ..values import DTYPE_NAMES
+from .layout import GROUP_BYTES, GROUPS
+
+RECENT = 8
+RECENT_AT = 128
+NAME_AT = 384
+NAME_BYTES = 40
+MEMBERS_AT = 424
+MEMBERS_BYTES = 88
+
+OPERATIONS = (
+    "",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+    "monitored_barrier",
+    "send",
+    "recv",
+)
+"""By code. The first one is unknown."""
+
+MOVE = struct.Struct("<qqqq")
+"""BEGUN, STATE, AT, SINCE_NS: together, as all of them change when an operation begins."""
+OPERATION = struct.Struct("<qqq")
+"""number, what, elements"""
+
+
+class GroupField(IntEnum):
+    """The integers of a slot, by position."""
+
+    USED = 0
+    BEGUN = 1
+    """Number of the last collective that was begun."""
+    STATE = 2
+    AT = 3
+    """Number of what it issues or waits for now, or did last."""
+    SINCE_NS = 4
+    """Of `STATE`, monotonic."""
+    ENDED = 5
+    """Highest number that it has waited for to its end."""
+    P2P = 6
+    """Sends and receives so far."""
+    P2P_WHAT = 7
+    P2P_ELEMENTS = 8
+    SIZE = 9
+
+
+class GroupPhase(IntEnum):
+    """What the rank does in a group, in a slot's STATE."""
+
+    NONE = 0
+    ISSUING = 1
+    """It is inside of the call that begins an operation."""
+    WAITING = 2
+    FAILED = 3
+    """The call or the wait has raised."""
+
+
+def what_of(operation: int, dtype: int, peer: int) -> int:
+    """Code of the operation, code of the dtype, and rank within the group of its root or peer (-1: none), in one."""
+    return operation | dtype << 8 | peer + 1 << 16
+
+
+def read_groups(data: bytes, now_ns: int) -> list[GroupState]:
+    """The slots that are in use, from the `GROUPS * GROUP_BYTES` bytes of the table."""
+    return [found for slot in range(GROUPS) if (found := _group(data, slot * GROUP_BYTES, now_ns)) is not None]
+
+
+def progress_of(data: bytes) -> tuple[int, ...]:
+    """What changes in the table when the rank issues something or has waited for something."""
+    fields = memoryview(data).cast("q")
+    wide = GROUP_BYTES // 8
+    return tuple(
+        fields[slot * wide + field]
+        for slot in range(GROUPS)
+        if fields[slot * wide]
+        for field in (GroupField.BEGUN, GroupField.ENDED, GroupField.P2P, GroupField.SINCE_NS)
+    )
+
+
+def members_text(ranks: list[int]) -> str:
+    """`0-3`, `1,5`, `0-6:2` (every second one); "" if that is too long.
+
+    >>> members_text([0, 2, 4, 6, 7])
+    '0-6:2,7'
+    """
+    parts = []
+    at = 0
+    while at < len(ranks):
+        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+        end = at + 1
+        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+            end += 1
+        if end - at == 2 and step != 1:
+            end -= 1
+        first, last = ranks[at], ranks[end - 1]
+        parts.append(
+            f"{first}-{last}:{step}"
+            if end - at > 2 and step != 1
+            else f"{first}-{last}"
+            if last > first
+            else f"{first}"
+        )
+        at = end
+    text = ",".join(parts)
+    return text if len(text) <= MEMBERS_BYTES else ""
+
+
+def members_of(text: str, most: int = 1 << 20) -> list[int]:
+    """The ranks that `members_text` has written; [] for what it cannot have written, or for more than `most`.
+
+    >>> members_of("0-6:2,7")
+    [0, 2, 4, 6, 7]
+    """
+    found: list[int] = []
+    try:
+        for part in text.split(",") if text else ():
+            span, _, step = part.partition(":")
+            first, _, last = span.partition("-")
+            ranks = range(int(first), int(last or first) + 1, int(step or 1))
+            if len(found) + len(ranks) > most:
+                return []
+            found.extend(ranks)
+    except (ValueError, OverflowError):
+        return []
+    return found
+
+
+def _group(data: bytes, at: int, now_ns: int) -> GroupState | None:
+    fields = struct.unpack_from("<16q", data, at)
+    if fields[GroupField.USED] != 1:
+        return None
+    recent = []
+    for position in range(RECENT):
+        number, what, elements = OPERATION.unpack_from(data, at + RECENT_AT + 32 * position)
+        if number > 0:
+            recent.append(_issued(number, what, elements))
+    sent = fields[GroupField.P2P]
+    if sent > 0:
+        recent.append(_issued(-sent, fields[GroupField.P2P_WHAT], fields[GroupField.P2P_ELEMENTS]))
+    state = fields[GroupField.STATE]
+    return GroupState(
+        name=_text(data, at + NAME_AT, NAME_BYTES),
+        members=_text(data, at + MEMBERS_AT, MEMBERS_BYTES),
+        size=fields[GroupField.SIZE],
+        begun=fields[GroupField.BEGUN],
+        ended=fields[GroupField.ENDED],
+        phase=GroupPhase(state).name.lower() if state in GroupPhase._value2member_map_ else "none",
+        at=fields[GroupField.AT],
+        since_s=round(max(0, now_ns - fields[GroupField.SINCE_NS]) / 1e9, 1),
+        recent=sorted(recent, key=lambda issued: issued.number),
+    )
+
+
+def _issued(number: int, what: int, elements: int) -> Issued:
+    operation, dtype, peer = what & 0xFF, what >> 8 & 0xFF, (what >> 16 & 0xFFFF_FFFF) - 1
+    return Issued(
+        number,
+        OPERATIONS[operation] if operation < len(OPERATIONS) else "",
+        DTYPE_NAMES[dtype] if 0 < dtype < len(DTYPE_NAMES) else "",
+        elements,
+        peer,
+    )
+
+
+def _text(data: bytes, at: int, size: int) -> str:
+    return data[at : at + size].partition(b"\0")[0].decode("utf-8", "replace")

@@ -1,0 +1,194 @@
+"""What a rank shows of its communication: real gloo groups of two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import json, os, sys
+from pathlib import Path
+import msgspec, torch, torch.distributed as dist
+from gpuwatch.core.recorder.reader import RecorderReader
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.worker.hooks.collectives import Collectives
+from gpuwatch.worker.record.group_table import GroupTable
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+faults = []
+path = folder / f"recorder-{rank}"
+table = GroupTable(RecorderWriter(path, rank=rank, local_rank=rank, world_size=2, attempt=0))
+methods = {name: getattr(dist.ProcessGroup, name) for name in ("allreduce", "barrier", "send")}
+collectives = Collectives(table, lambda part, error: faults.append(repr(error)))
+collectives.attach()
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+reader = RecorderReader(path)
+x = torch.ones(4)
+shown = {}
+
+def show(name):
+    shown[name] = [msgspec.to_builtins(group) for group in reader.groups()]
+
+"""
+END = """
+collectives.detach()
+assert all(getattr(dist.ProcessGroup, name) is method for name, method in methods.items())
+(folder / f"shown-{rank}").write_text(json.dumps([shown, faults]))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def both(tmp_path):
+    def run(body: str) -> list[dict]:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK + body + END, str(rank), str(tmp_path)], stderr=subprocess.PIPE
+            )
+            for rank in range(2)
+        ]
+        try:
+            for process in ranks:
+                _, errors = process.communicate(timeout=200)
+                assert process.returncode == 0, errors.decode()
+        finally:
+            for process in ranks:
+                process.kill()
+        found = [json.loads((Path(tmp_path) / f"shown-{rank}").read_text()) for rank in range(2)]
+        assert [faults for _, faults in found] == [[], []]
+        return [shown for shown, _ in found]
+
+    return run
+
+
+def test_the_last_collective_of_each_group(both):
+    shown = both(
+        """
+dist.all_reduce(x)
+second = dist.new_group([1])
+dist.broadcast(torch.zeros(3, dtype=torch.float64), src=1)
+show("after")
+"""
+    )
+    for rank, found in enumerate(shown):
+        default = found["after"][0]
+        assert (default["members"], default["size"], default["begun"], default["ended"]) == ("0-1", 2, 2, 2)
+        assert default["phase"] == "none"
+        assert [
+            (op["number"], op["operation"], op["dtype"], op["elements"], op["peer"]) for op in default["recent"]
+        ] == [
+            (1, "all_reduce", "float32", 4, -1),
+            (2, "broadcast", "float64", 3, 1),
+        ]
+        assert len(found["after"]) == 1, "a group that has issued nothing is entered at the next batch"
+        assert rank in (0, 1)
+
+
+def test_a_group_without_a_collective_is_entered_at_a_batch(both):
+    shown = both("second = dist.new_group([1]); table.notice(); show('batch')")
+
+    assert [group["members"] for group in shown[0]["batch"]] == ["0-1"]
+    assert [group["members"] for group in shown[1]["batch"]] == ["0-1", "1"]
+
+
+def test_a_wait_is_shown_while_it_lasts_and_a_failed_one_stays(both):
+    """Rank 1 looks into its own recorder from another thread while it waits for rank 0."""
+    shown = both(
+        """
+import datetime, threading, time
+def look():
+    while not any(group.phase == "waiting" for group in reader.groups()):
+        time.sleep(0.01)
+    show("waiting")
+    (folder / "seen").touch()
+if rank == 1:
+    thread = threading.Thread(target=look); thread.start()
+    dist.all_reduce(x)
+    thread.join()
+else:
+    while not (folder / "seen").exists():
+        time.sleep(0.01)
+    dist.all_reduce(x)
+short = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+if rank == 1:
+    try:
+        dist.all_reduce(x, group=short)
+    except RuntimeError:
+        show("failed")
+"""
+    )
+    waiting, failed = shown[1]["waiting"][0], shown[1]["failed"][1]
+    assert (waiting["begun"], waiting["ended"], waiting["at"]) == (1, 0, 1)
+    assert (failed["phase"], failed["begun"], failed["ended"]) == ("failed", 1, 0)
+
+
+def test_all_ranks_count_alike_whatever_was_sent_between(both):
+    """The group's own counter counts sends and receives, and `monitored_barrier` by its messages."""
+    shown = both(
+        """
+dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+if rank == 0:
+    dist.send(x, 1)
+else:
+    dist.recv(x)
+dist.monitored_barrier()
+work = dist.all_reduce(x, async_op=True)
+show("begun")
+work.wait()
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+net(x).sum().backward()
+dist.barrier()
+show("after")
+"""
+    )
+    begun = [found["begun"][0] for found in shown]
+    assert [(group["begun"], group["ended"]) for group in begun] == [(2, 1), (2, 1)]
+    assert [op["operation"] for op in begun[0]["recent"]] == ["send", "monitored_barrier", "all_reduce"]
+    assert [op["operation"] for op in begun[1]["recent"]] == ["recv", "monitored_barrier", "all_reduce"]
+    after = [found["after"][0] for found in shown]
+    assert after[0]["begun"] == after[1]["begun"] > 3, "DDP's own were counted"
+    assert all(group["recent"][-1]["operation"] == "barrier" for group in after)
+
+
+def test_more_groups_than_there_is_room_for_are_counted(both):
+    shown = both(
+        """
+from gpuwatch.core.recorder.layout import Field
+groups = [dist.new_group([0, 1]) for _ in range(20)]
+for group in groups:
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group)
+show("all")
+shown["lost"] = reader[Field.GROUPS_NOT_SHOWN]
+"""
+    )
+    assert len(shown[0]["all"]) == 16
+    assert shown[0]["lost"] == 20 - 16
+
+
+def test_a_subclass_in_python_is_called_as_before(both):
+    """pybind11 must not take our function for an override of the subclass: it would call itself for ever."""
+    both(
+        """
+class Own(dist.ProcessGroup):
+    def size(self):
+        return 1
+own = Own(0, 1)
+for name, arguments in (("allreduce", ([x], dist.AllreduceOptions())), ("barrier", (dist.BarrierOptions(),))):
+    for around in (True, False):
+        if not around:
+            collectives.detach()
+        try:
+            getattr(own, name)(*arguments)
+        except RecursionError:
+            raise
+        except RuntimeError as error:
+            shown.setdefault(name, []).append(str(error)[:80])
+    collectives.attach()
+faults.clear()
+"""
+    )

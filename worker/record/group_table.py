@@ -1,0 +1,188 @@
+"""Writes what this rank does in its process groups into its recorder: see core/recorder/group_table.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from typing import Any
+
+from ...core.recorder import group_table as table
+from ...core.recorder.group_table import GroupField, GroupPhase
+from ...core.recorder.layout import GROUP_BYTES, GROUPS, GROUPS_AT, Field
+from ...core.recorder.writer import RecorderWriter
+from ..stats.tensor_stats import CODES
+
+_modules = sys.modules
+_now = time.monotonic_ns
+_pack_move, _pack_operation = table.MOVE.pack_into, table.OPERATION.pack_into
+_ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), int(GroupPhase.FAILED)
+_MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
+_STATE, _ENDED = int(GroupField.STATE), int(GroupField.ENDED)
+_MOST_PENDING = 1024
+"""Operations that nobody waits for are forgotten beyond so many."""
+
+
+class Slot:
+    """One group's place in the table."""
+
+    __slots__ = ("at", "begun", "counted", "field", "group", "p2p")
+
+    def __init__(self, group: Any, number: int) -> None:
+        self.group = weakref.ref(group)
+        self.at = GROUPS_AT + number * GROUP_BYTES
+        """Offset in the recorder, in bytes."""
+        self.field = number * GROUP_BYTES // 8
+        """The same in the table's integers."""
+        self.begun = 0
+        self.p2p = 0
+        self.counted = 0
+        """The group's own counter after the last operation. What it is ahead later, torch has issued without Python."""
+
+
+Place = tuple[Slot, int]
+"""A slot, and the number of an operation in it."""
+
+
+class GroupTable:
+    """This rank's process groups."""
+
+    def __init__(self, recorder: RecorderWriter) -> None:
+        self._view = recorder.view
+        self._header = recorder.fields
+        self._fields = recorder.groups
+        self._slots: dict[int, Slot | None] = {}
+        """by id of the group; None: it found no slot, or its backend counts nothing"""
+        self._pending: dict[int, tuple[Any, Slot, int]] = {}
+        """id of a work -> (weak reference, slot, number)"""
+
+    def notice(self) -> None:
+        """Enter groups that were made meanwhile, and count what torch has issued on all of them."""
+        module = _modules.get("torch.distributed.distributed_c10d")
+        if module is None:
+            return
+        for group in module._pg_map:
+            slot = self._slot_of(group)
+            if slot is not None:
+                self._count_unseen(slot, group._get_sequence_number_for_group())
+                self._fields[slot.field + GroupField.BEGUN] = slot.begun
+
+    def begin(self, group: Any, operation: int, tensor: Any, root: int = -1) -> Place | None:
+        """A collective begins. Returns its slot and number; None if the group is not shown."""
+        slot = self._slots.get(id(group))
+        if slot is None or slot.group() is not group:
+            slot = self._slot_of(group)
+            if slot is None:
+                return None
+        counted = group._get_sequence_number_for_group()
+        number = slot.begun + 1
+        if counted > slot.counted:
+            number += counted - slot.counted
+        slot.begun = number
+        slot.counted = counted + 1
+        what = operation | root + 1 << 16
+        elements = 0
+        if tensor is not None:
+            what |= CODES.get(tensor.dtype, 0) << 8
+            elements = tensor.numel()
+        at = slot.at
+        _pack_operation(self._view, at + 128 + 32 * (number & _RING_MASK), number, what, elements)
+        _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
+        return slot, number
+
+    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int) -> Place | None:
+        """A send or a receive begins."""
+        slot = self._slot_of(group)
+        if slot is None:
+            return None
+        self._count_unseen(slot, group._get_sequence_number_for_group())
+        slot.p2p += 1
+        at = slot.field + _P2P
+        fields = self._fields
+        fields[at] = slot.p2p
+        fields[at + 1] = table.what_of(operation, CODES.get(tensor.dtype, 0), peer)
+        fields[at + 2] = tensor.numel()
+        _pack_move(self._view, slot.at + _MOVE_AT, slot.begun, _ISSUING, -slot.p2p, _now())
+        return slot, -slot.p2p
+
+    def issued(self, place: Place, group: Any, work: Any) -> None:
+        """The call that began an operation has returned `work`, which somebody may wait for."""
+        slot, number = place
+        self._fields[slot.field + _STATE] = 0
+        if work is not None:
+            pending = self._pending
+            if len(pending) > _MOST_PENDING:
+                self._pending = pending = {}
+            pending[id(work)] = weakref.ref(work), slot, number
+
+    def issued_uncounted(self, place: Place, group: Any, work: Any) -> None:
+        """Likewise, of an operation that is no collective and that the group's own counter may count."""
+        place[0].counted = group._get_sequence_number_for_group()
+        self.issued(place, group, work)
+
+    def ended(self, place: Place, work: Any, result: Any) -> None:
+        """The wait has come to its end on this rank, as far as the host can see."""
+        slot, number = place
+        at = slot.field
+        fields = self._fields
+        fields[at + _STATE] = 0
+        if number > fields[at + _ENDED]:
+            fields[at + _ENDED] = number
+
+    def ended_uncounted(self, place: Place, group: Any, result: Any) -> None:
+        """A collective has come to its end that the group's own counter counts by its messages."""
+        place[0].counted = group._get_sequence_number_for_group()
+        self.ended(place, group, result)
+
+    def failed(self, place: Place) -> None:
+        """The call or the wait has raised."""
+        self._fields[place[0].field + _STATE] = _FAILED
+
+    def waits_for(self, work: Any) -> Place | None:
+        """The rank begins to wait for a work. None if it is not known which one that is."""
+        entry = self._pending.pop(id(work), None)
+        if entry is None or entry[0]() is not work:
+            return None
+        _, slot, number = entry
+        _pack_move(self._view, slot.at + _MOVE_AT, slot.begun, _WAITING, number, _now())
+        return slot, number
+
+    def _slot_of(self, group: Any) -> Slot | None:
+        key = id(group)
+        slot = self._slots.get(key)
+        if key in self._slots and (slot is None or slot.group() is group):
+            return slot
+        used = {slot.field: slot for slot in self._slots.values() if slot is not None and slot.group() is not None}
+        number = next((n for n in range(GROUPS) if n * GROUP_BYTES // 8 not in used), None)
+        self._slots = {k: s for k, s in self._slots.items() if s is None or s.field in used}
+        self._slots[key] = None
+        if number is not None:
+            slot = Slot(group, number)
+            try:
+                self._write_slot(slot, group)
+            except RuntimeError:  # a backend without the counter
+                number = None
+        if number is None:
+            self._header[Field.GROUPS_NOT_SHOWN] += 1
+            return None
+        self._slots[key] = slot
+        return slot
+
+    def _write_slot(self, slot: Slot, group: Any) -> None:
+        self._view[slot.at : slot.at + GROUP_BYTES] = bytes(GROUP_BYTES)
+        module = _modules["torch.distributed.distributed_c10d"]
+        ranks = [int(rank) for rank in module._world.pg_group_ranks.get(group, {})]
+        self._write_text(slot.at + table.NAME_AT, table.NAME_BYTES, str(group.group_name))
+        self._write_text(slot.at + table.MEMBERS_AT, table.MEMBERS_BYTES, table.members_text(sorted(ranks)))
+        self._fields[slot.field + GroupField.SIZE] = group.size()
+        self._count_unseen(slot, group._get_sequence_number_for_group())
+        self._fields[slot.field + GroupField.BEGUN] = slot.begun
+        self._fields[slot.field + GroupField.USED] = 1
+
+    def _write_text(self, at: int, most: int, text: str) -> None:
+        data = text.encode("utf-8", "replace")[:most]
+        self._view[at : at + len(data)] = data
+
+    def _count_unseen(self, slot: Slot, counted: int) -> None:
+        slot.begun += max(0, counted - slot.counted)
+        slot.counted = max(counted, slot.counted)
