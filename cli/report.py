@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
+import webbrowser
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,21 +24,37 @@ if TYPE_CHECKING:
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 @click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
 @click.option(
-    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="What to print."
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "html"]),
+    default="text",
+    show_default=True,
+    help="What to print. html is one file that needs nothing beside it.",
 )
-@click.option("--again", is_flag=True, help="Make report.json and report.txt again from the run's store.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write it to this file."
+)
+@click.option("--open", "open_", is_flag=True, help="Show the page in a browser.")
+@click.option("--again", is_flag=True, help="Make report.json, report.txt and report.html again from the run's store.")
 @click.option(
     "--merge", is_flag=True, help="Make one report of several spool files and runs of one job, given as RUN RUN..."
 )
-def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, again: bool, merge: bool) -> int:
+def command(
+    runs: tuple[str, ...],
+    runs_dir: str,
+    rank: int | None,
+    form: str,
+    output: Path | None,
+    open_: bool,
+    again: bool,
+    merge: bool,
+) -> int:
     """Print the combined report of RUN: a run's folder, its name in the runs' folder, or a spool file.
 
     Without RUN: the latest one.
     """
-    from ..collector.finish import merged_report, read_report, report_from_store, write_report
+    from ..collector.finish import merged_report, read_report, report_from_store, write_page, write_report
     from ..collector.paths import RunPaths
-    from ..collector.report.model import to_json
-    from ..collector.report.text import render_text
 
     if len(runs) > 1 and not merge:
         raise UsageError(f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge")
@@ -48,21 +66,16 @@ def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, a
         paths = RunPaths(path)
         report = report_from_store(paths) if again else read_report(paths)
         if again:
-            trouble = write_report(paths, report)
-            if trouble:
-                click.echo(f"gpuwatch: {trouble}", err=True)
+            for trouble in (write_report(paths, report), write_page(paths, report)):
+                if trouble:
+                    click.echo(f"gpuwatch: {trouble}", err=True)
     if rank is not None and rank not in {entry.rank for entry in report.ranks}:
         raise UsageError(f"--rank: expected one of the ranks of this run (0 to {len(report.ranks) - 1}), found {rank}")
     if rank is not None and not merge and not path.is_file() and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = report_from_store(RunPaths(path), rank)
-    if form == "json":
-        sys.stdout.write(to_json(report).decode() + "\n")
-        return 0
-    terminal = sys.stdout.isatty()
-    width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
     try:
-        text = render_text(report, width=width, color=terminal, rank=rank)
+        data = _rendered(report, "html" if open_ else form, rank, color=output is None and sys.stdout.isatty())
     except Exception as error:  # a report.json that was changed can hold anything that JSON can
         if merge or again or path.is_file():
             raise
@@ -70,8 +83,40 @@ def command(runs: tuple[str, ...], runs_dir: str, rank: int | None, form: str, a
             f"expected a report of gpuwatch in {path / 'report.json'}, found one that cannot be shown "
             f"({type(error).__name__}: {error}); to make it again from the store: gpuwatch report --again {path}"
         ) from error
-    click.echo(text)
+    if open_ and output is None:
+        output = Path(tempfile.mkdtemp(prefix="gpuwatch-page-")) / "report.html"
+    if output is None:
+        click.echo(data)
+        return 0
+    try:
+        output.write_text(data + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--output: expected a file that can be written, found {output}: {error.strerror}") from error
+    if open_:
+        _open(output, rank)
     return 0
+
+
+def _rendered(report: Report, form: str, rank: int | None, *, color: bool) -> str:
+    if form == "json":
+        from ..collector.report.model import to_json
+
+        return to_json(report).decode()
+    if form == "html":
+        from ..collector.report.html.page import render_html
+
+        return render_html(report)
+    from ..collector.report.text import render_text
+
+    width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
+    return render_text(report, width=width, color=color, rank=rank)
+
+
+def _open(page: Path, rank: int | None) -> None:
+    """Show a page in a browser, or say where it is."""
+    url = page.absolute().as_uri() + (f"#rank={rank}" if rank is not None else "")
+    if not webbrowser.open(url):
+        click.echo(f"gpuwatch: no browser could be started here; the page is {page}", err=True)
 
 
 def _is_in_store(report: Report, rank: int) -> bool:

@@ -103,12 +103,28 @@ def write_report(paths: RunPaths, report: Report) -> str | None:
             (paths.report_text, (render_text(report) + "\n").encode()),
             (paths.exit_code, f"{exit_code(report)}\n".encode()),
         ):
-            part = path.with_suffix(path.suffix + ".part")
-            part.write_bytes(data)
-            part.replace(path)
+            write_whole(path, data)
     except OSError as error:
         return f"the report could not be written: {error}"
     return None
+
+
+def write_page(paths: RunPaths, report: Report) -> str | None:
+    """Write report.html. Returns what went wrong, if something did; the other files are not touched by that."""
+    try:
+        from .report.html.page import render_html  # jinja2 is imported when a page is made, and only then
+
+        write_whole(paths.report_html, render_html(report).encode())
+    except Exception as error:  # whatever is wrong with it, the report is there as text and as JSON
+        return f"the page {paths.report_html} could not be made: {type(error).__name__}: {error}"
+    return None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all. Raises OSError."""
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def write_where_there_is_room(paths: RunPaths, store: RunStore, report: Report) -> tuple[RunPaths, str | None]:

@@ -39,6 +39,11 @@ class RunPaths:
         return self.folder / "report.txt"
 
     @property
+    def report_html(self) -> Path:
+        """The report as a page."""
+        return self.folder / "report.html"
+
+    @property
     def exit_code(self) -> Path:
         """The exit code of the launches as a number, for scripts."""
         return self.folder / "exit-code"

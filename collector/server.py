@@ -33,7 +33,7 @@ from ..core.wire.pipe import Notice, PreflightOver, StageLine
 from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .facts.fold import Fold
-from .finish import build, stamp, write_where_there_is_room
+from .finish import build, stamp, write_page, write_where_there_is_room
 from .live_verdict import LiveVerdict
 from .log import log
 from .paths import RunPaths
@@ -255,10 +255,15 @@ def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore, 
         report = build(store, paths.run_id, folded)
         paths, trouble = write_where_there_is_room(paths, store, report)
         text = render_text(report)
-        text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}"
+        text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}\n{_page(paths, report)}"
         made.set_result((report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))))
     except BaseException as error:
         made.set_exception(error)
+
+
+def _page(paths: RunPaths, report: Report) -> str:
+    """Write the page, and say where it is or why it is not there."""
+    return write_page(paths, report) or f"as a page: {paths.report_html}"
 
 
 def _no_report(paths: RunPaths, error: BaseException) -> Final:

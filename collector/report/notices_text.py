@@ -20,14 +20,14 @@ _MAX_HIDDEN = 4
 def print_notices(console: Console, report: Report) -> None:
     """Values near trouble, then expected and waived values, then skipped batches and the cost of watching."""
     _warnings(console, report.ranks)
-    for line in [
-        *_scaler(report.ranks),
-        *_waived(report.ranks),
-        *_absorbed(report.ranks),
-        *_skipped(report.ranks),
-        *_cost(report.ranks),
-    ]:
+    for line in notice_lines(report):
         console.print(Text(line))
+
+
+def notice_lines(report: Report) -> list[str]:
+    """Skipped steps, waived and absorbed values, skipped batches, the cost of watching: a line each."""
+    ranks = report.ranks
+    return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *_cost(ranks)]
 
 
 def _warnings(console: Console, ranks: list[RankReport]) -> None:

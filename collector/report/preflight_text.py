@@ -33,8 +33,8 @@ def print_stages(console: Console, preflight: PreflightReport) -> None:
         table.add_column(stage.replace(" ", "\n"), no_wrap=True)
     for rows in fold_rows(preflight.nodes):
         ranks = ranks_text(rank for row in rows for rank in row.ranks).partition(" ")[2]
-        cells = [_slowest(row.stages.get(stage) for row in rows) for stage in stages]
-        table.add_row(Text(_hosts(rows)), ranks, *(_cell(cell) for cell in cells))
+        cells = [slowest(row.stages.get(stage) for row in rows) for stage in stages]
+        table.add_row(Text(hosts_text(rows)), ranks, *(_cell(cell) for cell in cells))
     console.print(Text("Preflight: each stage with the seconds of its slowest rank", style="bold"))
     console.print(table)
     console.print()
@@ -60,7 +60,8 @@ def _badness(node: NodeRow) -> int:
     return GRADES.index(node.grade) if node.grade else 0
 
 
-def _hosts(rows: list[NodeRow]) -> str:
+def hosts_text(rows: list[NodeRow]) -> str:
+    """The host of one node; of several how many they are, and the first ones' unless all is well."""
     if len(rows) == 1:
         return rows[0].host
     if rows[0].grade == "ok":
@@ -69,7 +70,8 @@ def _hosts(rows: list[NodeRow]) -> str:
     return f"{len(rows)} nodes: {names}{', ...' if len(rows) > _MAX_HOSTS else ''}"
 
 
-def _slowest(cells: Iterable[StageCell | None]) -> StageCell | None:
+def slowest(cells: Iterable[StageCell | None]) -> StageCell | None:
+    """The cell that took longest; None if no node has reached the stage."""
     return max((cell for cell in cells if cell is not None), key=lambda cell: cell.seconds, default=None)
 
 

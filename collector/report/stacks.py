@@ -29,5 +29,9 @@ def stacks_text(ranks: Iterable[RankReport]) -> Iterator[str]:
             groups.setdefault(tuple(rank.stack), []).append(rank.rank)
     for stack, numbers in groups.items():
         yield f"Where {ranks_text(numbers)} stood, innermost call first (calls inside of torch are left out)"
-        own = [line for line in stack if is_users(line)]
-        yield from (f"  {line}" for line in list(dict.fromkeys([stack[0], *own]))[:MOST_LINES])
+        yield from (f"  {line}" for line in own_lines(list(stack))[:MOST_LINES])
+
+
+def own_lines(stack: list[str]) -> list[str]:
+    """The innermost call, and below it the user's own lines; [] of an empty stack."""
+    return list(dict.fromkeys([*stack[:1], *(line for line in stack if is_users(line))]))

@@ -22,6 +22,8 @@ class TimelineEntry(msgspec.Struct, frozen=True):
     step: int | None = None
     batch: int | None = None
     seq: int | None = None
+    kind: str = ""
+    """anomaly, raised, fault, preflight, ended or signal"""
 
 
 def utc(seconds: float | None, to: str = "seconds") -> str | None:
@@ -35,21 +37,28 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
     """Events by attempt and number of collectives; at the same number, by each host's own clock."""
     found: list[tuple[tuple[int, int, int], TimelineEntry]] = []
     for rank in facts.ranks.values():
-        events: list[tuple[Any, str]] = [(a, _anomaly_text(a)) for a in rank.anomalies]
-        events += [(e, f"raised {e.error}") for e in rank.errors]
-        events += [(f, f"gpuwatch's own fault: {f.part}: {f.message}") for f in rank.faults]
+        events: list[tuple[Any, str, str]] = [(a, "anomaly", _anomaly_text(a)) for a in rank.anomalies]
+        events += [(e, "raised", f"raised {e.error}") for e in rank.errors]
+        events += [(f, "fault", f"gpuwatch's own fault: {f.part}: {f.message}") for f in rank.faults]
         if rank.preflight is not None:
-            events.append((rank.preflight, f"preflight {rank.preflight.outcome}"))
+            events.append((rank.preflight, "preflight", f"preflight {rank.preflight.outcome}"))
         if rank.exit is not None:
-            events.append((rank.exit, f"ended with {rank.exit.code} ({rank.exit.by})"))
-        for event, text in events:
+            events.append((rank.exit, "ended", f"ended with {rank.exit.code} ({rank.exit.by})"))
+        for event, kind, text in events:
             where = event.where
             last = 1 if event is rank.exit else 0
             found.append(
                 (
                     (where.attempt, where.seq, last),
                     TimelineEntry(
-                        utc(where.time_ns / 1e9), rank.rank, where.attempt, text, where.step, where.batch, where.seq
+                        utc(where.time_ns / 1e9),
+                        rank.rank,
+                        where.attempt,
+                        text,
+                        where.step,
+                        where.batch,
+                        where.seq,
+                        kind,
                     ),
                 )
             )
@@ -65,6 +74,7 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
                     None,
                     facts.last_attempt,
                     f"launch on {host} got signal {signal_.signal}",
+                    kind="signal",
                 )
             )
     return entries

@@ -1,0 +1,166 @@
+"""Geometry of a line chart with a logarithmic axis, for the template to draw as SVG. Units are those of the viewBox."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ....core.frames import format_number
+
+WIDTH, HEIGHT = 640, 330
+LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
+_MOST_TICKS = 7
+
+
+class Series(NamedTuple):
+    """One line. Points are (x, y); y is None where nothing was measured, inf where the value was not finite."""
+
+    name: str
+    style: str
+    """A class of the style sheet: `named`, `other`, `band`"""
+    points: Sequence[tuple[float, float | None]]
+    rank: int = -1
+
+
+class Limit(NamedTuple):
+    """The largest finite number of a dtype."""
+
+    dtype: str
+    value: float
+
+
+class Mark(NamedTuple):
+    """A point that is not finite: drawn at the upper edge."""
+
+    x: float
+    y: float
+    style: str
+    title: str
+
+
+class Line(NamedTuple):
+    """One line as SVG paths."""
+
+    name: str
+    style: str
+    path: str
+    rank: int
+    last: tuple[float, float] | None
+    """Its last point, for a label."""
+
+
+class Tick(NamedTuple):
+    """A label of an axis."""
+
+    at: float
+    text: str
+
+
+class Chart(NamedTuple):
+    """What the template draws."""
+
+    title: str
+    description: str
+    x_title: str
+    lines: list[Line]
+    marks: list[Mark]
+    limit_y: float | None
+    limit_text: str
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    guide: Tick | None
+    """A vertical line at the place that the verdict is about."""
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    right: int = RIGHT
+    top: int = TOP
+    bottom: int = BOTTOM
+
+
+def draw(
+    title: str,
+    description: str,
+    x_title: str,
+    series: Sequence[Series],
+    x_ticks: Sequence[tuple[float, str]],
+    limit: Limit | None,
+    guide: tuple[float, str] | None = None,
+) -> Chart | None:
+    """The chart; None where no value is above zero and finite."""
+    finite = [y for each in series for _, y in each.points if y is not None and 0 < y < math.inf]
+    xs = [x for each in series for x, _ in each.points]
+    if not finite:
+        return None
+    shown_limit = limit if limit is not None and max(finite) > limit.value / 2**40 else None
+    low, high = math.log10(min(finite)), math.log10(max([*finite, *([shown_limit.value] if shown_limit else [])]))
+    low, high = (low - 0.15, high + 0.15) if high - low > 0.2 else (low - 0.5, high + 0.5)
+    first, last = min(xs), max(xs)
+    wide = last - first or 1
+
+    def place_x(x: float) -> float:
+        return round(LEFT + (x - first) / wide * (WIDTH - LEFT - RIGHT), 1)
+
+    def place_y(y: float) -> float:
+        clipped = min(max(math.log10(y), low), high) if y > 0 else low
+        return round(HEIGHT - BOTTOM - (clipped - low) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
+
+    lines, marks = [], []
+    for each in series:
+        points = [(place_x(x), place_y(y)) if y is not None and y < math.inf else None for x, y in each.points]
+        lines.append(Line(each.name, each.style, _path(points), each.rank, next(filter(None, reversed(points)), None)))
+        marks += [
+            Mark(place_x(x), TOP - 6, each.style, f"{each.name}: not finite")
+            for x, y in each.points
+            if y is not None and not y < math.inf
+        ]
+    return Chart(
+        title,
+        description,
+        x_title,
+        lines,
+        marks,
+        place_y(shown_limit.value) if shown_limit else None,
+        f"{shown_limit.dtype} ends at {format_number(shown_limit.value).strip()}" if shown_limit else "",
+        [Tick(place_x(x), text) for x, text in x_ticks],
+        [Tick(place_y(10.0**power), f"1e{power:+03d}") for power in powers(low, high)],
+        Tick(place_x(guide[0]), guide[1]) if guide is not None else None,
+    )
+
+
+def _path(points: Iterable[tuple[float, float] | None]) -> str:
+    """`M0 1L2 3`; a gap begins a new stretch. A lone point is a dot: a round cap shows it."""
+    parts: list[str] = []
+    drawing = False
+    for point in points:
+        if point is None:
+            drawing = False
+            continue
+        parts.append(f"{'L' if drawing else 'M'}{point[0]:g} {point[1]:g}" + ("" if drawing else "h0"))
+        drawing = True
+    return "".join(parts)
+
+
+def powers(low: float, high: float) -> list[int]:
+    """Powers of ten between two logarithms, at most `_MOST_TICKS` of them.
+
+    >>> powers(-0.2, 4.9)
+    [0, 1, 2, 3, 4]
+    """
+    first, last = math.ceil(low), math.floor(high)
+    every = max(1, math.ceil((last - first + 1) / _MOST_TICKS))
+    return list(range(first, last + 1, every))
+
+
+def even_ticks(first: int, last: int, most: int = 8) -> list[tuple[float, str]]:
+    """Whole numbers at round distances, for an axis of batches.
+
+    >>> even_ticks(0, 68, 4)
+    [(0, '0'), (20, '20'), (40, '40'), (60, '60')]
+    """
+    span = max(1, last - first)
+    step = next(
+        step for power in range(12) for step in (10**power, 2 * 10**power, 5 * 10**power) if span / step <= most
+    )
+    return [(batch, str(batch)) for batch in range(-(-first // step) * step, last + 1, step)]

@@ -1,0 +1,89 @@
+"""The heat map: modules in the order of their calls, ranks beside each other, each cell with its number."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ..model import Report
+from ..side_by_side import Cell, rank_to_show, side_by_side
+
+_MOST_RANKS = 32
+_MOST_ROWS = 120
+LEVELS = 8
+"""How much room is left up to the dtype's limit: level 7 is less than one power of two, 0 is 64 or more."""
+
+
+class HeatCell(NamedTuple):
+    """`level` is "" where there is no number."""
+
+    text: str
+    level: str
+    title: str
+
+
+class HeatRow(NamedTuple):
+    """One module."""
+
+    title: str
+    module: str
+    named: bool
+    """The verdict is about it."""
+    cells: list[HeatCell]
+
+
+class HeatMap(NamedTuple):
+    """What the template draws."""
+
+    caption: str
+    ranks: list[int]
+    rows: list[HeatRow]
+    left_out: int
+    legend: list[tuple[str, str]]
+    """(level, what it means)"""
+
+
+def heat_map(report: Report) -> HeatMap | None:
+    """None where no frames of two ranks can be compared."""
+    shown = rank_to_show(report)
+    found = side_by_side(report, shown, _MOST_RANKS, _MOST_ROWS) if shown is not None else None
+    if found is None:
+        return None
+    columns = sorted(range(len(found.columns)), key=lambda n: found.columns[n].rank)
+    ranks = [found.columns[n].rank for n in columns]
+    rows = [
+        HeatRow(
+            row.title,
+            row.module,
+            report.verdict.kind == "overflow" and row.module == report.verdict.module,
+            [_cell(row.cells[n], found.columns[n].rank, row.title) for n in columns],
+        )
+        for row in found.rows
+    ]
+    return HeatMap(f"abs max of the {found.what} in batch {found.batch}", ranks, rows, found.left_out, legend())
+
+
+def _cell(cell: Cell, rank: int, title: str) -> HeatCell:
+    left = f", {cell.headroom:.1f} powers of two below the limit" if cell.headroom is not None else ""
+    return HeatCell(cell.text.strip(), level_of(cell), f"rank {rank}, {title}: {cell.text.strip()}{left}")
+
+
+def level_of(cell: Cell) -> str:
+    """`bad`, "0" (far from the limit) to "7" (less than one power of two), "" where there is no number."""
+    if cell.bad:
+        return "bad"
+    if cell.value is None:
+        return ""
+    if cell.headroom is None:
+        return "0"
+    return str(LEVELS - 1 - min(LEVELS - 1, max(0, math.floor(math.log2(max(cell.headroom, 0.5))) + 1)))
+
+
+def legend() -> list[tuple[str, str]]:
+    """How much is left up to the limit, from much to nothing."""
+    words = [f"2^{2 ** (LEVELS - 2 - level)} or more left" for level in range(LEVELS - 1)]
+    return [
+        *((str(level), text) for level, text in enumerate(words)),
+        (str(LEVELS - 1), "less than 2^1 left"),
+        ("bad", "inf or nan"),
+    ]

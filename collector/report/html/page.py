@@ -1,0 +1,229 @@
+"""report.html: the report as one file. The template has the words, this has what stands in them; nothing decides."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from jinja2 import DictLoader, Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from ....core.frames import format_number
+from ....core.text.ranks_text import ranks_text
+from ..frames_text import frames_text, title_of
+from ..lines import attempt_lines, cascade_lines, concurrent_lines, earlier_lines, first_text, trouble_lines
+from ..model import RankReport, Report
+from ..notices_text import notice_lines
+from ..preflight_text import bytes_text
+from ..side_by_side import frame_key, rank_to_show
+from ..stacks import stacks_text
+from .heat_map import heat_map
+from .lanes import lanes
+from .pictures import picture_of, stage_grid
+
+MOST_EVENTS = 400
+"""Of the timeline."""
+MOST_WARNINGS = 200
+FRAMES_BYTES = 1 << 20
+"""Of all frames as text; what is over it is in report.json."""
+_MOST_FOLDED = 4
+
+
+class Column(NamedTuple):
+    """A row of one tensor, on one of two ranks."""
+
+    low: str
+    high: str
+    level: str
+
+
+class PairRow(NamedTuple):
+    """One tensor on two ranks."""
+
+    role: str
+    dtype: str
+    shape: str
+    cells: list[Column | None]
+
+
+class PairFrame(NamedTuple):
+    """One call on two ranks."""
+
+    title: str
+    module: str
+    named: bool
+    rows: list[PairRow]
+
+
+class FrameText(NamedTuple):
+    """The frames of one rank, or a traced batch of it, as the text report has them."""
+
+    rank: int
+    batch: int
+    title: str
+    text: str
+
+
+def render_html(report: Report) -> str:
+    """The whole page."""
+    environment = _environment()
+    style, script = _asset("report.css"), _asset("report.js")
+    shown = rank_to_show(report)
+    healthy = _healthy(report, shown)
+    texts, left_out = _frame_texts(report)
+    return environment.get_template("report.html.jinja").render(
+        report=report,
+        verdict=report.verdict,
+        style=Markup(style),
+        script=Markup(script),
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'",
+        picture=picture_of(report),
+        concurrent=concurrent_lines(report.verdict.concurrent),
+        cascade=cascade_lines(report.verdict.cascade),
+        attempts=attempt_lines(report),
+        earlier=earlier_lines(report),
+        trouble=list(trouble_lines(report)),
+        notices=notice_lines(report),
+        heat=heat_map(report),
+        lanes=lanes(report),
+        shown=shown,
+        healthy=healthy,
+        pairs=_pairs(report, shown, healthy) if shown is not None else [],
+        texts=texts,
+        texts_left_out=left_out,
+        stacks=list(stacks_text(report.ranks)),
+        stages=stage_grid(report) if report.preflight.stages else None,
+        warnings=_warnings(report),
+        most_events=MOST_EVENTS,
+        lost=[rank for rank in report.ranks if _lost(rank)],
+    )
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    environment = Environment(
+        loader=DictLoader({name: _asset(name) for name in ("report.html.jinja", "macros.html.jinja")}),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        first=first_text,
+        number=lambda n: format_number(n).strip(),
+        bytes=bytes_text,
+        lost=_lost,
+        ranks=_ranks,
+        code=code_of,
+    )
+    return environment
+
+
+def _asset(name: str) -> str:
+    return files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _digest(script: str) -> str:
+    """As a content security policy names the one script that may run."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _lost(rank: RankReport) -> int:
+    """How much of a rank was recorded and did not arrive."""
+    return rank.lost.pages + rank.lost.messages + rank.lost.frames + rank.lost.rows
+
+
+def _healthy(report: Report, shown: RankReport | None) -> RankReport | None:
+    """A rank that met nothing, at the same point as the one that is shown."""
+    if shown is None or not shown.frames_comparable:
+        return None
+    others = [rank for rank in report.ranks if rank is not shown and rank.frames and rank.frames_comparable]
+    return next((rank for rank in others if rank.first_anomaly is None), others[0] if others else None)
+
+
+def _pairs(report: Report, shown: RankReport, healthy: RankReport | None) -> list[PairFrame]:
+    ranks = [shown] if healthy is None else [shown, healthy]
+    frames = [{frame_key(frame): frame for frame in rank.frames} for rank in ranks]
+    found = []
+    for frame in shown.frames:
+        rows: list[dict[str, Any]] = [
+            {row.role: row for row in mine[frame_key(frame)].rows} if frame_key(frame) in mine else {}
+            for mine in frames
+        ]
+        found.append(
+            PairFrame(
+                title_of(frame) if frame.module else f"(root) {title_of(frame).strip()}",
+                frame.module,
+                report.verdict.kind == "overflow" and frame.module == report.verdict.module,
+                [
+                    PairRow(
+                        row.role,
+                        row.dtype,
+                        "x".join(map(str, row.shape)) if row.shape is not None else "",
+                        [_column(each.get(row.role)) for each in rows],
+                    )
+                    for row in frame.rows
+                ],
+            )
+        )
+    return found
+
+
+def _column(row: Any) -> Column | None:
+    if row is None:
+        return None
+    if row.kind != "measured":
+        return Column(row.kind.replace("_", " "), "", "")
+    if row.nan:
+        return Column("nan", "nan", "bad")
+    if row.posinf or row.neginf:
+        return Column(_number(row.abs_min), "inf", "bad")
+    near = row.headroom is not None and row.headroom < 1
+    return Column(_number(row.abs_min), _number(row.abs_max), "near" if near else "")
+
+
+def _number(number: float | None) -> str:
+    return format_number(number).strip() if number is not None else "inf"
+
+
+def _frame_texts(report: Report) -> tuple[list[FrameText], int]:
+    """The frames of each rank and its traced batches, the verdict's rank first, and how many there was no room for."""
+    found: list[FrameText] = []
+    room, left_out = FRAMES_BYTES, 0
+    for rank in sorted(report.ranks, key=lambda rank: rank.rank != report.verdict.rank):
+        pages = [(f"last {len(rank.frames)} frames", rank.frames)] if rank.frames else []
+        pages += [(f"{page.root}, traced: all frames", page.frames) for page in rank.traces if page.frames]
+        for title, frames in pages:
+            text = frames_text(frames)
+            if len(text) > room:
+                left_out += 1
+                continue
+            room -= len(text)
+            found.append(FrameText(rank.rank, frames[-1].batch, title, text))
+    return found, left_out
+
+
+def _warnings(report: Report) -> list[tuple[int, dict[str, Any]]]:
+    return [(rank.rank, warning) for rank in report.ranks for warning in rank.warnings][:MOST_WARNINGS]
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`0-7`"""
+    return ranks_text(ranks).partition(" ")[2] if ranks else "-"
+
+
+def code_of(text: str) -> Markup:
+    """What stands between backticks as code; all of it is text.
+
+    >>> code_of("`fc1` < 2")
+    Markup('<code>fc1</code> &lt; 2')
+    """
+    pieces = text.split("`")
+    if len(pieces) % 2 == 0:  # a name has a backtick of its own
+        return escape(text)
+    parts = (Markup("<code>{}</code>").format(piece) if n % 2 else escape(piece) for n, piece in enumerate(pieces))
+    return Markup("").join(parts)

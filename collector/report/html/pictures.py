@@ -1,0 +1,103 @@
+"""The one picture of the first screen: which it is follows from the kind of the verdict."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from ....core.values import DTYPE_MAX
+from ..model import RankReport, Report
+from ..preflight_text import fold_rows, hosts_text, slowest
+from ..side_by_side import Cell, rank_to_show, side_by_side
+from .chart import Chart, Limit, Series, draw
+from .rank_grid import RankGrid, rank_grid
+
+_MOST_LINES = 32
+_MOST_NODES = 12
+
+
+class StageGridRow(NamedTuple):
+    """One node, or several that are alike."""
+
+    hosts: str
+    cells: list[tuple[str, str]]
+    """(grade, seconds)"""
+
+
+class StageGrid(NamedTuple):
+    """The preflight: nodes by stages."""
+
+    title: str
+    stages: list[str]
+    rows: list[StageGridRow]
+    left_out: int
+
+
+class Picture(NamedTuple):
+    """One of them is there, or none."""
+
+    chart: Chart | None = None
+    grid: RankGrid | None = None
+    stages: StageGrid | None = None
+
+
+def picture_of(report: Report) -> Picture:
+    """The picture that shows the verdict."""
+    if report.verdict.kind == "overflow":
+        chart = along_the_calls(report)
+        if chart is not None:
+            return Picture(chart=chart)
+    if (report.run.check_only or report.verdict.kind == "preflight") and report.preflight.stages:
+        return Picture(stages=stage_grid(report))
+    return Picture(grid=rank_grid(report))
+
+
+def along_the_calls(report: Report) -> Chart | None:
+    """abs max from call to call at the failing batch, a line for each rank."""
+    shown = rank_to_show(report)
+    if shown is None:
+        return None
+    found = side_by_side(report, shown, _MOST_LINES, len(shown.frames))
+    if found is None:
+        return None
+    series = [
+        _series(rank, [row.cells[n] for row in found.rows], rank is shown) for n, rank in enumerate(found.columns)
+    ]
+    last = len(found.rows) - 1
+    named = report.verdict.module or "the root"
+    return draw(
+        f"abs max of the {found.what}, call by call, in batch {found.batch}",
+        f"A line for each of {len(series)} ranks. Rank {shown.rank} is the thick one; it ends at {named}.",
+        "calls in their order",
+        list(reversed(series)),
+        [(n, "") for n in range(len(found.rows))],
+        _limit(report),
+        (last, named),
+    )
+
+
+def _series(rank: RankReport, cells: list[Cell], named: bool) -> Series:
+    points = [(float(n), math.inf if cell.bad else cell.value or None) for n, cell in enumerate(cells)]
+    return Series(f"rank {rank.rank}", "named" if named else "other", points, rank.rank)
+
+
+def _limit(report: Report) -> Limit | None:
+    dtype = report.verdict.dtype or ""
+    return Limit(dtype, DTYPE_MAX[dtype]) if dtype in DTYPE_MAX else None
+
+
+def stage_grid(report: Report) -> StageGrid:
+    """Each stage on each node; the nodes that are alike together."""
+    stages = [column.stage for column in report.preflight.stages]
+    rows = []
+    folded = fold_rows(report.preflight.nodes)
+    for nodes in folded[:_MOST_NODES]:
+        cells = [slowest(node.stages.get(stage) for node in nodes) for stage in stages]
+        rows.append(
+            StageGridRow(
+                hosts_text(nodes),
+                [(cell.grade, f"{cell.seconds:.1f}") if cell is not None else ("", "") for cell in cells],
+            )
+        )
+    title = "Preflight: each stage on each node, with the seconds of its slowest rank"
+    return StageGrid(title, stages, rows, len(folded) - len(rows))

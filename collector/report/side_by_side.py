@@ -1,0 +1,95 @@
+"""abs max of what each module returned, rank by rank, at the same point of the training."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...core.frames import Frame, format_number
+from .model import RankReport, Report
+
+
+class Cell(NamedTuple):
+    """One module on one rank."""
+
+    text: str
+    """`6.55e+04`, `nan`, `inf`, or `-` where there is no number"""
+    bad: bool = False
+    value: float | None = None
+    """abs max; None where it is non-finite or was not measured"""
+    headroom: float | None = None
+    """Powers of two between it and the dtype's largest number"""
+
+
+class SideBySideRow(NamedTuple):
+    """One frame on all ranks that are compared."""
+
+    title: str
+    module: str
+    cells: list[Cell]
+
+
+class SideBySide(NamedTuple):
+    """Rows in the order of the calls, columns of ranks: first the one that is shown, then the others."""
+
+    what: str
+    batch: int
+    columns: list[RankReport]
+    rows: list[SideBySideRow]
+    left_out: int
+    """Ranks that could be compared, too, and for which there is no column."""
+
+
+def rank_to_show(report: Report, rank: int | None = None) -> RankReport | None:
+    """Whose frames a reader wants to see first: the rank that was asked for, else the verdict's, else any."""
+    wanted = rank if rank is not None else report.verdict.rank
+    if wanted is None:
+        return next((r for r in report.ranks if r.frames), None)
+    return next((r for r in report.ranks if r.rank == wanted and r.frames), None)
+
+
+def side_by_side(report: Report, shown: RankReport, most_ranks: int, most_rows: int) -> SideBySide | None:
+    """None if there is no other rank to compare with."""
+    if not shown.frames_comparable:
+        return None
+    others = [r for r in report.ranks if r.frames and r.frames_comparable and r is not shown]
+    columns = [shown, *others[: most_ranks - 1]]
+    if len(columns) < 2:
+        return None
+    by_rank = [{frame_key(frame): frame for frame in rank.frames} for rank in columns]
+    return SideBySide(
+        "outputs" if all(frame.phase == "forward" for frame in shown.frames) else "outputs and gradients",
+        shown.frames[-1].batch,
+        columns,
+        [
+            SideBySideRow(_title(frame), frame.module, [cell_of(frames.get(frame_key(frame))) for frames in by_rank])
+            for frame in shown.frames[-most_rows:]
+        ],
+        len(others) - (len(columns) - 1),
+    )
+
+
+def frame_key(frame: Frame) -> tuple[str, str, str | int]:
+    """Identifies the same frame on two ranks. Gradients come in another order on each rank."""
+    return frame.module, frame.phase, frame.index if frame.phase == "forward" or not frame.rows else frame.rows[0].role
+
+
+def _title(frame: Frame) -> str:
+    title = f"{frame.module or '(root)'} {frame.cls}"
+    if frame.phase != "forward":
+        title += f" {frame.rows[0].role if len(frame.rows) == 1 else f'({frame.phase})'}"
+    return title
+
+
+def cell_of(frame: Frame | None) -> Cell:
+    """abs max over the outputs of a forward, over all rows of another frame."""
+    if frame is None:
+        return Cell("-")
+    rows = frame.outputs if frame.phase in ("forward", "recompute") else frame.rows
+    rows = [row for row in rows if row.kind == "measured"]
+    if not rows:
+        return Cell("-")
+    for name, bad in (("nan", any(r.nan for r in rows)), ("inf", any(r.posinf or r.neginf for r in rows))):
+        if bad:
+            return Cell(name, True)
+    largest = max(rows, key=lambda row: row.abs_max or 0.0)
+    return Cell(format_number(largest.abs_max or 0.0), False, largest.abs_max or 0.0, largest.headroom)

@@ -1,0 +1,138 @@
+"""A report of each kind, made of the messages of its job."""
+
+from __future__ import annotations
+
+import pytest
+from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.report.html.page import render_html
+from gpuwatch.collector.report.model import build_report
+from gpuwatch.core.records import RankLook, StackLine, Warned, Where, WorkerExit
+from gpuwatch.core.wire.messages import Bye, EventMessage
+
+KINDS = ("forward", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")
+HOSTILE = "<script>alert(1)</script>"
+
+
+def batch_of(make, rank, out=1.0, *, page=0, seq=1, dtype="float16", name="encoder.fc"):
+    """Two layers below the root; `out` is what the second returns."""
+    batch = make.Batch(rank, batch=page, page=page, seq=seq)
+    x, h, y = batch.tensor(3.0), batch.tensor(600.0 + rank), batch.tensor(out)
+    batch.call(f"{name}1", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor(0.5)}, dtype=dtype)
+    batch.call(f"{name}2", "Linear", given=[h], returned=[y], weights={"weight": batch.tensor(0.25)}, dtype=dtype)
+    batch.call("", "Net", given=[x], returned=[y], dtype=dtype)
+    return batch
+
+
+def forward(make):
+    bodies = [make.hello(nproc=2)]
+    bodies += batch_of(make, 0, 50_000.0, page=7).messages() + batch_of(make, 1, make.INF, page=7).messages()
+    near = Warned(
+        make.where(0, batch=7), "near overflow", "encoder.fc2", "Linear", "forward", "output", "float16", 5e4, 0.4
+    )
+    bodies += [EventMessage(near), make.raised(1, batch=7), make.ended(1, 94, batch=7), make.ended(0, -15, "torchrun")]
+    return [*bodies, Bye("failed")]
+
+
+def backward(make):
+    bodies = [make.hello(nproc=2)]
+    for rank in range(2):
+        batch = batch_of(make, rank, 2.0)
+        batch.backward("encoder.fc2", "Linear", "output", 1.0)
+        batch.backward("encoder.fc2", "Linear", "weight", make.NAN if rank else 0.5)
+        bodies += batch.messages()
+    return [*bodies, make.ended(1, 94), make.ended(0, -15, "torchrun"), Bye("failed")]
+
+
+def hang(make):
+    waits = [
+        StackLine("/lib/torch/distributed/distributed_c10d.py", 3007, "all_reduce", "work.wait()"),
+        StackLine("/home/me/train.py", 41, "step", "dist.all_reduce(loss)"),
+    ]
+    loads = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)")]
+    bodies = [make.hello(nproc=3)]
+    for rank, stack in enumerate((waits, loads, waits)):
+        where = Where(rank, step=4, batch=4, seq=9)
+        bodies.append(EventMessage(RankLook(where, 1, 300.0, "script", state="S", stack=stack)))
+        bodies.append(EventMessage(WorkerExit(where, -15, "torchrun", "script")))
+    return [*bodies, Bye("failed")]
+
+
+def crash(make):
+    return [
+        make.hello(nproc=2),
+        make.raised(1, "KeyError", "'labels'", batch=3),
+        make.ended(1, 1, batch=3),
+        make.ended(0, -15, "torchrun"),
+        Bye("failed"),
+    ]
+
+
+def preflight(make):
+    bad = make.found("compute", ranks=[1], hosts=["h0"], sentence="rank 1 on h0 computes another matmul")
+    bodies = [make.hello(nproc=2)]
+    for rank in range(2):
+        bodies += [make.began(rank, "inventory"), make.stage(rank, "inventory"), make.began(rank, "compute")]
+        bodies += [make.stage(rank, "compute", 0.4), make.concluded(rank, [bad], "failed", "compute", "other bits")]
+        bodies.append(make.ended(rank, 3, phase="preflight"))
+    return [*bodies, Bye("failed")]
+
+
+def clean(make):
+    bodies = [make.hello(nproc=2)]
+    for rank in range(2):
+        bodies += batch_of(make, rank, 2.0).messages() + make.finished(rank)
+    return [*bodies, Bye("ok")]
+
+
+def hostile(make):
+    """A script chooses these names."""
+    bodies = [make.hello(host=f"h{HOSTILE}", nproc=2)]
+    bodies += batch_of(make, 0, 2.0, name=f"a{HOSTILE}").messages()
+    bodies += batch_of(make, 1, make.INF, name=f"a{HOSTILE}").messages()
+    bodies += [make.raised(1, "ValueError", f"no {HOSTILE} & '\"", batch=0), make.ended(1, 1)]
+    return [*bodies, Bye("failed")]
+
+
+def messages_of(make, kind):
+    bodies = {
+        "forward": forward,
+        "backward": backward,
+        "hang": hang,
+        "crash": crash,
+        "preflight": preflight,
+        "clean": clean,
+        "hostile": hostile,
+    }[kind](make)
+    return [("a0", n, body) for n, body in enumerate(bodies, 1)]
+
+
+def thousand(make):
+    """128 nodes with 8 ranks each; rank 77 overflows."""
+    found = []
+    for node in range(128):
+        bodies = [make.hello(f"a{node}", f"host-{node}", nproc=8, nodes=128)]
+        for rank in range(8 * node, 8 * node + 8):
+            bodies += batch_of(make, rank, make.INF if rank == 77 else 1.0).messages()
+            bodies += [make.ended(rank, 94)] if rank == 77 else [make.ended(rank, -15, "torchrun")]
+        found += [(f"a{node}", n, body) for n, body in enumerate([*bodies, Bye("failed")], 1)]
+    return found
+
+
+@pytest.fixture(scope="session")
+def report_of(make):
+    """kind -> its report, made once."""
+    made = {}
+
+    def report(kind):
+        if kind not in made:
+            messages = thousand(make) if kind == "thousand" else messages_of(make, kind)
+            made[kind] = build_report(fold(messages), run_id=f"run-{kind}", started=None, ended=None)
+        return made[kind]
+
+    return report
+
+
+@pytest.fixture(scope="session")
+def page_of(report_of):
+    """kind -> its page."""
+    return lambda kind: render_html(report_of(kind))
