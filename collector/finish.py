@@ -42,7 +42,7 @@ def report_from_store(paths: RunPaths, rank: int | None = None) -> Report:
 
 def fold_store(store: RunStore) -> Fold:
     """All that a store holds; its pages stay there."""
-    folded = Fold(store.page)
+    folded = Fold(store.page, store.history)
     for agent, n, body in store.messages():
         folded.add(agent, n, body)
     return folded

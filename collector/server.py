@@ -110,7 +110,7 @@ class Server:
         lines of the preflight while it runs, and sentences for the user.
         """
         self._tell = tell or (lambda line: None)
-        self._folded = folded if folded is not None else Fold(store.page)
+        self._folded = folded if folded is not None else Fold(store.page, store.history)
         self._verdict = LiveVerdict(self._folded, log)
         clock = OwnClock()
         poller = zmq.Poller()

@@ -25,6 +25,7 @@ from ..core.wire.messages import (
     AgentMessage,
     Definitions,
     EventMessage,
+    History,
     PageMessage,
     WireError,
     decode_agent,
@@ -52,7 +53,7 @@ CREATE TABLE IF NOT EXISTS beat (agent TEXT PRIMARY KEY, received_ns INTEGER NOT
 _ADD = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?)"
 _BEAT = "INSERT OR REPLACE INTO beat VALUES (?, ?, ?)"
 _DEFINE = "INSERT OR IGNORE INTO definition VALUES (?, ?)"
-_PAGE = "SELECT body FROM message WHERE agent = ? AND n = ? AND kind = 'page'"
+_BODY = "SELECT body FROM message WHERE agent = ? AND n = ? AND kind = ?"
 _SET = "INSERT OR REPLACE INTO run VALUES (?, ?)"
 _Row = tuple[str, int, int, str, bytes]
 
@@ -205,7 +206,7 @@ class RunStore:
         for key, row in list(self._new.items()):
             if self._new_bytes <= MEMORY_BYTES // 2:
                 return
-            if row[3] == "page":
+            if row[3] in ("page", "history"):
                 del self._new[key]
                 self._new_bytes -= len(row[4])
                 self.dropped += 1
@@ -313,17 +314,21 @@ class RunStore:
 
     def page(self, agent: str, n: int) -> PageMessage | None:
         """One page again; None if it was dropped, or cannot be read."""
+        return next((body for body in self._bodies(agent, n, "page") if isinstance(body, PageMessage)), None)
+
+    def history(self, agent: str, n: int) -> History | None:
+        """One history again; None as above."""
+        return next((body for body in self._bodies(agent, n, "history") if isinstance(body, History)), None)
+
+    def _bodies(self, agent: str, n: int, kind: str) -> Iterator[AgentBody]:
         new = self._new.get((agent, n))
         found = [new[4]] if new is not None else []
         for db in (self._db, *self._older) if not found else ():
             with suppress(sqlite3.Error):
-                found += [row[0] for row in db.execute(_PAGE, (agent, n))]
+                found += [row[0] for row in db.execute(_BODY, (agent, n, kind))]
         for data in found:
             with suppress(WireError):
-                body = decode_agent(data).body
-                if isinstance(body, PageMessage):
-                    return body
-        return None
+                yield decode_agent(data).body
 
     def close(self) -> None:
         """Write what is left, if that can be, and close the file."""

@@ -79,7 +79,7 @@ class PageTables:
     @property
     def arrived(self) -> int:
         """Rows in frames that have their numbers."""
-        positions = self._positions
+        positions = self.positions
         meta = (
             self.values["meta"][numpy.maximum(positions, 0)] if len(self.values) else numpy.zeros(len(positions), "<i8")
         )
@@ -140,7 +140,7 @@ class PageTables:
     def weights(self, names: Names) -> bytes:
         """Of two pages with the same names: equal if their forwards saw the same weights."""
         chosen = self._rows_of(self._forward()) & _is_one_of(self.rows["slot"], names.weight_slots)
-        rows, positions = self.rows[chosen], self._positions[chosen]
+        rows, positions = self.rows[chosen], self.positions[chosen]
         rows["value"] = positions >= 0
         return self.forward_modules() + bytes(rows.tobytes()) + bytes(self.values[positions[positions >= 0]].tobytes())
 
@@ -154,7 +154,7 @@ class PageTables:
     def _suspects(self, names: Names) -> Any:
         if not len(self.flags):
             return numpy.zeros(len(self.rows), bool)
-        positions = self._positions
+        positions = self.positions
         found = numpy.flatnonzero((positions >= 0) & (self.flags[positions] != 0))
         bad = numpy.zeros(len(self.rows), bool)
         bad[found[~_is_one_of(self.rows["slot"][found], names.argument_slots)]] = True
@@ -179,6 +179,10 @@ class PageTables:
         ends = numpy.minimum(first + self.frames["count"], most)
         return begin + starts, begin + ends
 
+    def rows_of_phase(self, phase: Phase) -> Any:
+        """Which rows belong to frames of that phase."""
+        return self._rows_of(self.frames["phase"] == phase)
+
     def _rows_of(self, chosen: Any) -> Any:
         """Which rows belong to the chosen frames."""
         starts, ends = self._bounds
@@ -188,7 +192,7 @@ class PageTables:
         return numpy.cumsum((begun - ended)[:-1]) > 0
 
     @cached_property
-    def _positions(self) -> Any:
+    def positions(self) -> Any:
         """Where the value of each row is in `values`; -1: it is not there."""
         index = self.rows["value"].astype(numpy.int64)
         if not self._bases:

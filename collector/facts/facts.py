@@ -34,6 +34,7 @@ from ...core.wire.messages import (
     RankState,
 )
 from ..diagnose.local_diagnosis import LocalDiagnosis
+from .kept_history import KeptHistory
 from .kept_pages import KeptPage
 from .rank_pages import RankPages
 
@@ -57,6 +58,8 @@ class RankFacts:
     exit: WorkerExit | None = None
     pages: RankPages = field(default_factory=RankPages)
     """By number; the fullest copy of each."""
+    histories: dict[int, KeptHistory] = field(default_factory=dict, compare=False, repr=False)
+    """By root."""
     state: RankState | None = None
     pages_dropped: int = 0
     warned: list[Warned] = field(default_factory=list)

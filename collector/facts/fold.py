@@ -40,12 +40,14 @@ from ...core.wire.messages import (
     Definitions,
     EventMessage,
     Hello,
+    History,
     PageMessage,
     RankState,
     node_of,
 )
 from ..diagnose.diagnose import diagnose
 from .facts import NodeFacts, RankFacts, RunFacts
+from .kept_history import KeptHistory
 from .kept_pages import KeptPage, Load, RankNames, Shelf
 from .shown_body import shown_body
 
@@ -53,6 +55,8 @@ _EARLIER_PAGES = 3
 """Of a rank, so many pages from before its first anomaly are looked at."""
 LoadPage = Callable[[str, int], PageMessage | None]
 """Gives the page again that an agent has sent under a number; None if it is lost."""
+LoadHistory = Callable[[str, int], History | None]
+"""The same for a history."""
 
 
 def fold(
@@ -68,8 +72,10 @@ def fold(
 class Fold:
     """The facts as far as messages have come."""
 
-    def __init__(self, load: LoadPage | None = None) -> None:
+    def __init__(self, load: LoadPage | None = None, load_history: LoadHistory | None = None) -> None:
+        """Without a way to load it again, all is kept."""
         self._load = load
+        self._load_history = load_history
         self._facts = RunFacts()
         self._shelf = Shelf()
         self._names: dict[tuple[int, int], RankNames] = {}
@@ -85,7 +91,7 @@ class Fold:
     def add(self, name: str, n: int, received: AgentBody) -> None:
         """One message of an agent, by its number; 0 is not numbered."""
         agent = node_of(name)
-        body = received if isinstance(received, PageMessage | Definitions) else shown_body(received)
+        body = received if isinstance(received, PageMessage | History | Definitions) else shown_body(received)
         node = self._facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
             node.hello = body
@@ -95,6 +101,8 @@ class Fold:
             self._names_of(body.attempt, body.rank).add(name, body.entries)
         elif isinstance(body, PageMessage):
             self._take_page(name, n, body)
+        elif isinstance(body, History):
+            self._take_history(name, n, body)
         elif isinstance(body, Beat):
             _take_beat(self._facts, node, body)
         elif isinstance(body, EventMessage):
@@ -144,6 +152,15 @@ class Fold:
         known = rank.pages.get(page.number)
         if known is None or page.fullness > known.fullness:
             rank.pages[page.number] = page
+
+    def _take_history(self, name: str, n: int, message: History) -> None:
+        load, rank = self._load_history, _rank(self._facts, node_of(name), message.attempt, message.rank)
+        known = KeptHistory(
+            (lambda: message) if load is None else (lambda: load(name, n)),
+            self._names_of(message.attempt, message.rank),
+            message.root,
+        )
+        rank.histories[message.root] = known
 
     def _loader(self, name: str, n: int, message: PageMessage) -> Load:
         load = self._load

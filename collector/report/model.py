@@ -21,6 +21,7 @@ from ..decide.words import seen_in, unfinished_stage
 from ..facts.facts import RankFacts, RunFacts
 from .attempts import AttemptReport, EarlierLife, other_attempts
 from .frame_selection import Shown, frames_to_show, target_of
+from .history import ModuleHistory, ModulesByRanks, histories
 from .ranks_to_show import ranks_to_show, traces_to_show
 from .stacks import stack_of
 from .timeline import TimelineEntry, timeline_of
@@ -152,6 +153,10 @@ class Report(msgspec.Struct, frozen=True):
     collector: dict[str, int] = {}
     attempts: list[AttemptReport] = []
     """Of a job that torchrun restarted: how the attempts ended that the verdict is not about."""
+    history: ModuleHistory | None = None
+    """How it came to an overflow: the verdict's module over the batches."""
+    by_module: ModulesByRanks | None = None
+    """The modules of all ranks in the batch of an overflow."""
 
 
 def build_report(
@@ -182,6 +187,7 @@ def build_report(
         )
         for each in all_ranks
     ]
+    history, by_module = histories(facts, verdict)
     return Report(
         schema=SCHEMA,
         run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
@@ -192,6 +198,8 @@ def build_report(
         timeline=timeline_of(facts),
         collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
         attempts=other_attempts(facts, attempt),
+        history=history,
+        by_module=by_module,
     )
 
 

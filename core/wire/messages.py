@@ -83,6 +83,26 @@ class PageMessage(msgspec.Struct, frozen=True, tag="page"):
     segments: list[Segment]
 
 
+class History(msgspec.Struct, frozen=True, tag="history"):
+    """abs max of what the modules below one root of one rank returned, over its batches (core/wire/history.py).
+
+    Sent once, when the rank has ended. It decides nothing.
+    """
+
+    rank: int
+    attempt: int
+    root: int
+    batches: list[int]
+    """In their order; the older, the further apart."""
+    steps: list[int]
+    slots: list[int]
+    """What the columns are about."""
+    dtypes: bytes
+    """A byte for each column: an index into DTYPE_NAMES."""
+    codes: bytes
+    """Batches by columns, packed."""
+
+
 class RankState(msgspec.Struct, frozen=True):
     """Where a rank is, as its recorder says. The rank itself need not answer."""
 
@@ -167,14 +187,14 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The agent has the verdict. Not numbered."""
 
 
-AgentBody = Hello | EventMessage | Definitions | PageMessage | Beat | Bye | Leaving
+AgentBody = Hello | EventMessage | Definitions | PageMessage | History | Beat | Bye | Leaving
 
 
 def ranks_of(body: AgentBody) -> list[tuple[int, int]]:
     """(attempt, rank) of all that a message is about."""
     if isinstance(body, Beat):
         return [(state.attempt, state.rank) for state in body.ranks]
-    if isinstance(body, Definitions | PageMessage):
+    if isinstance(body, Definitions | PageMessage | History):
         return [(body.attempt, body.rank)]
     if isinstance(body, EventMessage) and not isinstance(body.event, NodeSignal | Xid | GpuCounters | GpuHealth):
         return [(body.event.where.attempt, body.event.where.rank)]

@@ -39,6 +39,7 @@ from ...core.wire.messages import (
     EventMessage,
     Final,
     Hello,
+    History,
     Leaving,
     LookAtRanks,
     PageMessage,
@@ -349,7 +350,7 @@ class Agent:
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):
             self._note(body)
-        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage))
+        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage | History))
 
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from ...core.wire.messages import FIRST_CREDIT, AgentBody, Bye, Definitions, PageMessage, encode_body, envelope
+from ...core.wire.messages import FIRST_CREDIT, AgentBody, Bye, Definitions, History, PageMessage, encode_body, envelope
 
 PAGE_BYTES = 64 << 20
 """Pages that wait for credit may take this much memory; and so may those that were sent and are not stored."""
@@ -51,6 +51,10 @@ class Outbox:
             self._pages.append((data, body.rank))
             self._page_bytes += len(data)
             self._drop_pages()
+        elif isinstance(body, History):
+            if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
+                self._pages.append((data, body.rank))
+                self._page_bytes += len(data)
         elif isinstance(body, Definitions):
             self._names.append(data)
         elif isinstance(body, Bye):  # after everything else

@@ -15,6 +15,7 @@ from ...core.records import Anomaly, Definition, Fault, GroupState, Where, Worke
 from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
+from .history import RankHistory
 
 PAGE_WAIT_S = 5.0
 """How long an unfinished page may still grow before it is sent as it is."""
@@ -67,6 +68,9 @@ class RankWatch:
         """by number of the page, as long as the ring holds something of it"""
         self._anomaly_sent = False
         self._broken = False
+        self._history = RankHistory()
+        self._asked = False
+        """Whether a batch of it was asked for, by its own anomaly or by the collector."""
 
     def poll(self, now: float) -> list[AgentBody]:
         """What this rank has recorded since the last call."""
@@ -89,6 +93,7 @@ class RankWatch:
         messages: list[AgentBody] = []
         definitions, events = reader.new_entries()
         messages += self._definitions(definitions)
+        self._look_back(reader, definitions, now)
         messages += [EventMessage(event) for event in events]
         for event in events:
             self._react(event, now)
@@ -98,6 +103,7 @@ class RankWatch:
     def want(self, want: Want, now: float) -> None:
         """The collector asks for a batch."""
         if want.attempt == self.attempt:
+            self._asked = True
             self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _Wanted(now + PAGE_WAIT_S))
 
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
@@ -133,7 +139,23 @@ class RankWatch:
             seq=state.seq,
         )
         exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
-        return [*messages, Beat([state], {}), EventMessage(exit_)]
+        return [*messages, Beat([state], {}), EventMessage(exit_), *self._history_of(reader, code)]
+
+    def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> None:
+        """The history decides nothing: without it, everything else goes on."""
+        with suppress(Exception):
+            self._history.define(definitions)
+            if not self.ended:
+                self._history.look(reader, now)
+
+    def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
+        """Of a rank that ended well nobody wants to know, unless a batch of it was asked for."""
+        if code == 0 and not self._asked:
+            return []
+        with suppress(Exception):
+            self._history.finish(reader)
+            return [*self._history.messages(self.rank, self.attempt)]
+        return []
 
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
         """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
@@ -207,7 +229,7 @@ class RankWatch:
 
     def _react(self, event: WorkerEvent, now: float) -> None:
         if isinstance(event, Anomaly):
-            self._anomaly_sent = True
+            self._anomaly_sent = self._asked = True
             self._wanted.setdefault((*split_label(event.where.root), event.where.batch), _Wanted(now + PAGE_WAIT_S))
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ....core.frames import format_number
+from ....core.values import headroom
+from ..history import ABSENT, ModulesByRanks
 from ..model import Report
 from ..side_by_side import Cell, rank_to_show, side_by_side
 
@@ -44,7 +47,9 @@ class HeatMap(NamedTuple):
 
 
 def heat_map(report: Report) -> HeatMap | None:
-    """None where no frames of two ranks can be compared."""
+    """From the history, where there is one; else from frames; None where no frames of two ranks can be compared."""
+    if report.by_module is not None and len(report.by_module.ranks) > 1:
+        return _from_history(report, report.by_module)
     shown = rank_to_show(report)
     found = side_by_side(report, shown, _MOST_RANKS, _MOST_ROWS) if shown is not None else None
     if found is None:
@@ -61,6 +66,43 @@ def heat_map(report: Report) -> HeatMap | None:
         for row in found.rows
     ]
     return HeatMap(f"abs max of the {found.what} in batch {found.batch}", ranks, rows, found.left_out, legend())
+
+
+def _from_history(report: Report, found: ModulesByRanks) -> HeatMap:
+    columns = _columns(report, found.ranks)
+    rows = []
+    for n, module in enumerate(found.modules):
+        title = f"{module.module or '(root)'} {module.cls}"
+        numbers = [found.abs_max[column][n] for column in columns]
+        rows.append(
+            HeatRow(
+                title,
+                module.module,
+                module.module == report.verdict.module,
+                [
+                    _cell(_heat_cell(number, module.dtype), found.ranks[column], title)
+                    for column, number in zip(columns, numbers, strict=True)
+                ],
+            )
+        )
+    ranks = [found.ranks[column] for column in columns]
+    left_out = len(report.ranks) - len(ranks)
+    return HeatMap(f"abs max of the outputs in batch {found.batch}", ranks, rows, left_out, legend())
+
+
+def _columns(report: Report, ranks: list[int]) -> list[int]:
+    """Places of the ranks that have a column: the verdict's, those that met something, then the first others."""
+    met = {entry.rank for entry in report.ranks if entry.first_anomaly is not None}
+    order = sorted(range(len(ranks)), key=lambda n: (ranks[n] != report.verdict.rank, ranks[n] not in met, ranks[n]))
+    return sorted(order[:_MOST_RANKS])
+
+
+def _heat_cell(number: float | None, dtype: str) -> Cell:
+    if number is None:
+        return Cell("inf, nan", True)
+    if number == ABSENT:
+        return Cell("-")
+    return Cell(format_number(number), False, number, headroom(number, dtype))
 
 
 def _cell(cell: Cell, rank: int, title: str) -> HeatCell:

@@ -124,7 +124,7 @@ def _environment() -> Environment:
 
 
 def _asset(name: str) -> str:
-    return files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+    return files(__package__).joinpath("templates").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(script: str) -> str:

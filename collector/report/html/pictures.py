@@ -9,7 +9,7 @@ from ....core.values import DTYPE_MAX
 from ..model import RankReport, Report
 from ..preflight_text import fold_rows, hosts_text, slowest
 from ..side_by_side import Cell, rank_to_show, side_by_side
-from .chart import Chart, Limit, Series, draw
+from .chart import Chart, Limit, Series, draw, even_ticks
 from .rank_grid import RankGrid, rank_grid
 
 _MOST_LINES = 32
@@ -44,12 +44,45 @@ class Picture(NamedTuple):
 def picture_of(report: Report) -> Picture:
     """The picture that shows the verdict."""
     if report.verdict.kind == "overflow":
-        chart = along_the_calls(report)
+        chart = over_the_batches(report) or along_the_calls(report)
         if chart is not None:
             return Picture(chart=chart)
     if (report.run.check_only or report.verdict.kind == "preflight") and report.preflight.stages:
         return Picture(stages=stage_grid(report))
     return Picture(grid=rank_grid(report))
+
+
+def over_the_batches(report: Report) -> Chart | None:
+    """abs max of what the verdict's module returned, over the batches, a line for each rank."""
+    history = report.history
+    if history is None or report.verdict.batch is None:
+        return None
+    named = next((series for series in history.ranks if series.rank == report.verdict.rank), None)
+    if named is None or len(named.batches) < 2:
+        return None
+    series = [
+        Series(
+            f"rank {each.rank}",
+            "named" if each is named else "other",
+            [(batch, math.inf if y is None else y) for batch, y in zip(each.batches, each.abs_max, strict=True)],
+            each.rank,
+        )
+        for each in sorted(history.ranks, key=lambda each: each is named)
+    ]
+    first = min(series.batches[0] for series in history.ranks)
+    last = max(series.batches[-1] for series in history.ranks)
+    limit = Limit(history.dtype, history.limit) if history.limit is not None else None
+    others = f"; {history.left_out} more ranks are in the store" if history.left_out else ""
+    return draw(
+        f"abs max of the output of {history.module or 'the root module'}, batch by batch",
+        f"A line for each of {len(series)} ranks; rank {named.rank} is the thick one{others}. "
+        f"In batch {report.verdict.batch} it was no longer finite.",
+        "batch",
+        series,
+        even_ticks(first, last),
+        limit,
+        (report.verdict.batch, ""),
+    )
 
 
 def along_the_calls(report: Report) -> Chart | None:

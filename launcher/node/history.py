@@ -1,0 +1,158 @@
+"""How large the outputs of one rank's modules were over its batches: every batch at first, coarser with age.
+
+It is read from pages that the recorder holds anyway. It takes a bounded share of a processor, so of a rank whose
+batches are very short it sees only some; and bounded memory for any length of run. It is sent once, when the rank has
+ended and somebody has asked for one of its batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import numpy
+
+from ...core.page_tables import PageTables
+from ...core.recorder.layout import Field
+from ...core.recorder.reader import RecorderReader
+from ...core.records import Definition
+from ...core.wire.history import ABSENT, OutputSlots, pack
+from ...core.wire.messages import History, PageMessage
+
+SHARE = 0.01
+"""So much of one processor it may take for one rank."""
+EVERY_BATCH = 64
+"""The newest batches of a root, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
+BYTES = 8 << 20
+"""Of one rank: what is over it is left out, the oldest first."""
+SENT_BYTES = 128 << 10
+"""Of one root, before it is packed."""
+_PENDING_S = 1.0
+"""So long is waited for numbers that come back late from a device."""
+_LAST = 16
+"""Pages of the ring that are looked at when the rank has ended."""
+
+
+class _Row(NamedTuple):
+    batch: int
+    step: int
+    columns: Any
+    codes: Any
+
+
+class RankHistory:
+    """Of one rank in one attempt. `clock` is processor time in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._slots = OutputSlots()
+        self._dtypes: dict[int, int] = {}
+        self._rows: dict[int, list[_Row]] = {}
+        """By root, in the order of their batches."""
+        self._bytes = 0
+        self._done = -1
+        """The last page that was looked at."""
+        self._since: tuple[int, float] = (-1, 0.0)
+        """A page whose numbers are late, and since when."""
+        self._due = 0.0
+
+    def define(self, entries: Iterable[Definition]) -> None:
+        """New definitions of the rank."""
+        self._slots.define(entries)
+
+    def look(self, reader: RecorderReader, now: float) -> None:
+        """Look at the newest batch that is over, if that is new and it is time. `now` is monotonic time in seconds."""
+        if now < self._due:
+            return
+        number = reader[Field.PAGE] - 1
+        if number <= self._done:
+            return
+        began = self._clock()
+        if self._since[0] != number:
+            self._since = number, now
+        self._take(reader.page(number), late=now - self._since[1] > _PENDING_S)
+        self._due = now + (self._clock() - began) / SHARE
+
+    def finish(self, reader: RecorderReader) -> None:
+        """The rank has ended: look at what its recorder still holds."""
+        for held in reader.held()[-_LAST:]:
+            if held.number > self._done:
+                self._take(reader.page(held.number), late=True)
+
+    def _take(self, page: PageMessage | None, *, late: bool) -> None:
+        if page is None:
+            return
+        reading = self._slots.read(PageTables(page))
+        if reading.pending and not late:
+            return
+        self._done = page.number
+        if not len(reading.columns):
+            return
+        self._dtypes.update(zip(reading.columns.tolist(), reading.dtypes.tolist(), strict=True))
+        rows = self._rows.setdefault(page.root, [])
+        row = _Row(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
+        rows.append(row)
+        self._bytes += _size(row)
+        if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
+            self._thin()
+
+    def _thin(self) -> None:
+        for root, rows in self._rows.items():
+            self._rows[root] = thinned(rows)
+        self._bytes = sum(_size(row) for rows in self._rows.values() for row in rows)
+        while self._bytes > BYTES and any(len(rows) > 1 for rows in self._rows.values()):
+            rows = max(self._rows.values(), key=len)
+            left = rows[len(rows) // 2 :]
+            self._bytes -= sum(map(_size, rows[: len(rows) // 2]))
+            rows[:] = left
+
+    def messages(self, rank: int, attempt: int) -> list[History]:
+        """All of it, one message for each root."""
+        found = []
+        for root, rows in self._rows.items():
+            used = sorted({column for row in rows for column in row.columns.tolist()})
+            rows = _spread(rows, max(8, SENT_BYTES // (2 * max(1, len(used)))))
+            place = numpy.full(len(self._slots.slots), 0, numpy.int64)
+            place[used] = numpy.arange(len(used))
+            codes = numpy.full((len(rows), len(used)), ABSENT, numpy.uint16)
+            for n, row in enumerate(rows):
+                codes[n, place[row.columns]] = row.codes
+            found.append(
+                History(
+                    rank,
+                    attempt,
+                    root,
+                    [row.batch for row in rows],
+                    [row.step for row in rows],
+                    [self._slots.slots[column] for column in used],
+                    bytes(self._dtypes[column] for column in used),
+                    pack(codes),
+                )
+            )
+        return found
+
+
+def thinned(rows: list[_Row]) -> list[_Row]:
+    """Of the rows that are older than EVERY_BATCH one of 2 batches, of those twice as old one of 4, and so on."""
+    newest = rows[-1].batch
+    kept: dict[tuple[int, int], _Row] = {}
+    for row in rows:
+        step = 1 << max(0, ((newest - row.batch) // EVERY_BATCH).bit_length())
+        kept.setdefault((step, row.batch // step), row)
+    return list(kept.values())
+
+
+def _spread(rows: list[_Row], most: int) -> list[_Row]:
+    """At most so many: the newest half of them, and as many of the older ones at even distances."""
+    if len(rows) <= most:
+        return rows
+    newest = rows[-(most // 2) :]
+    older = rows[: -(most // 2)]
+    left = most - len(newest)
+    return [*(older[n * len(older) // left] for n in range(left)), *newest]
+
+
+def _size(row: _Row) -> int:
+    """Bytes in memory, with what Python needs for it."""
+    return int(row.columns.nbytes + row.codes.nbytes) + 400
