@@ -91,6 +91,28 @@ class OptimizerStep(msgspec.Struct, frozen=True):
     settings: dict[str, float] = {}
 
 
+class GraphNode(msgspec.Struct, frozen=True):
+    """An operation in autograd's graph on the way from a bad gradient towards the loss (worker/alarms/graph_users.py).
+
+    Its backward is handed the gradient of what it returned, and makes a part of the gradient of what it used.
+    """
+
+    op: str
+    """`NativeLayerNormBackward0`"""
+    module: str
+    """Name of the module in whose innermost call it ran."""
+    call: int
+    """Tells that call from others of the list; -1: it ran in no call, and `module` says nothing."""
+    users: list[int] = []
+    """Positions in the list of those that have used what it returned. Not told for an output."""
+    output: bool = False
+    """It returned an output of that call: a frame shows the gradient that its backward is handed."""
+    passes: bool = False
+    """Its backward makes finite gradients of finite ones: it moves, masks or adds them."""
+    opaque: bool = False
+    """It is a torch.autograd.Function, in whose forward modules may have been called."""
+
+
 class LookedAgain(msgspec.Struct, frozen=True):
     """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
 
@@ -108,6 +130,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     1.00e+00 then, 1.00e+38 now`. A script, or a flipped bit, can do that without a trace."""
     same_step: bool = True
     """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
+    graph: list[GraphNode] = []
+    """Of a bad gradient: what has used that tensor. The first node has made it. Empty where that is not known."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):

@@ -19,7 +19,9 @@ from ...core.frames import Frame, Page, Row
 from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind
 from ...core.values import DTYPE_MAX
+from .bounds import largest_gradient
 from .calls import Calls
+from .graph_makers import Maker, makers_of
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .users import Users, users_inside, users_of
 
@@ -50,6 +52,10 @@ class _Backward:
     def of_parameter(self) -> LocalDiagnosis:
         """A parameter's gradient. The module itself made it, if the gradient of its output was finite."""
         module = self._frame.module
+        if self._sharing():  # of a module's own parameters the frames tell enough
+            found = self._of_graph()
+            if found is not None:
+                return found
         mine = self._calls_of(module) or self._calls_around(module)
         if not mine or not self._seen_finite(mine):
             users = users_of(self._calls, mine, [row.role for call in mine for row in call.outputs])
@@ -60,7 +66,7 @@ class _Backward:
             return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
         sharing = sorted(self._sharing())
         if sharing:
-            named = ", ".join(f"`{other}`" if other else "the root module" for other in sharing)
+            named = ", ".join(map(_named, sharing))
             note = f"{named} used the same parameter: its gradient is the sum over all of them"
             return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
         if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):
@@ -81,6 +87,9 @@ class _Backward:
 
     def of_output(self) -> LocalDiagnosis:
         """The gradient of an output: a user of that output made it."""
+        found = self._of_graph()
+        if found is not None:
+            return found
         made = self._calls_of(self._frame.module)
         users = users_of(self._calls, made, [self._row.parsed_role.name])
         if len(made) != 1:  # it is unknown which of its calls this gradient belongs to
@@ -88,13 +97,80 @@ class _Backward:
             return self._somewhere(users, sure=bool(made))
         return self._of_users(users)
 
+    # -- what autograd's graph shows ----------------------------------------------------------------------------
+
+    def _of_graph(self) -> LocalDiagnosis | None:
+        """The diagnosis where the graph's operations and the gradients above leave a known choice; else None."""
+        again = self._anomaly.again
+        mine = (self._anomaly.frame, self._anomaly.module, self._anomaly.role)
+        if again is None or mine != (self._frame.index, self._frame.module, self._row.role):
+            return None
+        found = makers_of(again.graph, self._all_finite)
+        if found is None or not self._is_no_sum():
+            return None
+        calls: dict[Maker, Frame] = {}
+        excluded = [f"{node.op} of {_named(node.module)}" for node in found.passed]
+        for maker in found.makers:
+            of = self._calls_of(maker.module)
+            if maker.call < 0 or len(of) != 1 or (maker.opaque and self._calls.children(of[0])):
+                return None  # of the script's own code, of an unknown one of several calls, or modules are hidden in it
+            if not self._cannot_overflow(maker, of[0]):
+                calls[maker] = of[0]
+            else:
+                excluded.append(f"{_named(maker.module)}, whose numbers are too small")
+        if not calls or any(call.collectives for call in calls.values()) or self._may_be_received([*calls.values()]):
+            return None
+        if len(calls) > 1:
+            users = Users(
+                calls=[call for call in calls.values() if not self._calls.children(call)],
+                own_code=[call.module for call in calls.values() if self._calls.children(call)],
+            )
+            return replace(self._somewhere(users, sure=False), excluded=tuple(excluded))
+        (call,) = calls.values()
+        role = self._role_in(call)
+        if self._calls.children(call) or not role:
+            after = self._last_finite(call.module, below=True)
+            between = (after, self._frame.module or self._frame.cls)
+            diagnosis = self._diagnosis(call.module, call.cls, self._row.role, between=between, own_code=(call.module,))
+        else:
+            diagnosis = self._diagnosis(call.module, call.cls, f"grad {role}")
+        return replace(diagnosis, excluded=tuple(excluded))
+
+    def _all_finite(self, module: str, outputs: int) -> bool:
+        """Whether the gradients of all that a module returned were seen and finite: at least so many of them."""
+        calls = self._calls_of(module)
+        if not calls or not self._seen_finite(calls):
+            return False
+        return len({row.role for call in calls for _, row in self._gradients_of(call)}) >= outputs
+
+    def _cannot_overflow(self, maker: Maker, call: Frame) -> bool:
+        """Whether a call's operations are of a kind, and its numbers so small, that it can only make finite ones."""
+        if self._calls.exchange or self._calls.children(call):
+            return False
+        of_parameter = self._row.role_kind is not RoleKind.GRAD_OUTPUT
+        gradients = [row for _, row in self._gradients_of(call)]
+        bound = largest_gradient(call, maker.ops, gradients, of_parameter=of_parameter)
+        dtypes = [row.dtype for row in (self._row, *gradients, *call.weights)]
+        return bound is not None and bound < min(DTYPE_MAX.get(dtype, 0.0) for dtype in dtypes) / _FAR
+
+    def _role_in(self, call: Frame) -> str:
+        """Which argument of a call the bad gradient belongs to, or its parameter's role; "" if that is unclear."""
+        if self._row.role_kind is not RoleKind.GRAD_OUTPUT:
+            return self._row.parsed_role.name
+        values = {row.value for made in self._calls_of(self._frame.module) for row in made.outputs if row.value >= 0}
+        handed = next((row.role for row in call.inputs if row.value in values), "")
+        able = [row.role for row in call.inputs if row.dtype.startswith(("float", "bfloat", "complex"))]
+        return handed or (able[0] if len(able) == 1 else "")
+
+    # -- what frames alone show ---------------------------------------------------------------------------------
+
     def _of_users(self, users: Users, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
         """Descend into the only call that used the tensor, for as long as there is only one.
 
         `own_code`: modules around it whose own code may have used it as well.
         """
         user = users.only_call
-        if user is None and users.likely_call is not None and self._is_no_sum(users.likely_call):
+        if user is None and users.likely_call is not None and self._is_no_sum():
             user = users.likely_call
             own_code = (*own_code, *users.own_code)
         if user is None:
@@ -116,7 +192,7 @@ class _Backward:
             )
         return self._of_users(users_inside(self._calls, user, users.value), own_code)
 
-    def _is_no_sum(self, user: Frame) -> bool:
+    def _is_no_sum(self) -> bool:
         """Whether the value is no sum of finite gradients: it is nan, or those before were far from overflow."""
         if self._row.nan:
             return True
@@ -258,6 +334,10 @@ class _Backward:
 
 def _is_inside(module: str, scope: str) -> bool:
     return module != scope and (scope == "" or module.startswith(f"{scope}."))
+
+
+def _named(module: str) -> str:
+    return f"`{module}`" if module else "the root module"
 
 
 def _parent_name(module: str) -> str:

@@ -60,6 +60,8 @@ class LocalDiagnosis:
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()
     """Modules whose own code can have made a gradient."""
+    excluded: tuple[str, ...] = ()
+    """What has used a tensor with a bad gradient as well, and cannot have made it: `AddBackward0 of `block``."""
     mask: str = ""
     """Of which -inf a nan was made: `a row of input[1] is -inf throughout`."""
     seen_in: str = "forward"

@@ -338,36 +338,38 @@ BACKWARD = [
         },
         witness="rank=1 phase=gradient module=block.enter class=Linear batch=2",
     ),
-    Scenario(
-        "residual, pre-norm, and the root's own loss",
-        "shared_input.py",
-        # the frames show that `scale` was handed what is bad; own code may have used it as well
-        _backward(1, "block.scale", "Scale", batch=2, certainty="supported"),
-        statement="own code of `block`",
+    *(
+        Scenario(
+            f"{name}{f', {how}' if how != 'plain' else ''}",
+            "shared_input.py",
+            # autograd's graph shows what has used the tensor; what only passes gradients on, or is bounded, is excluded
+            _backward(1, "block.scale", "Scale", batch=2, certainty="established"),
+            args=("--block", block, "--how", how),
+            witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+        )
+        for block, name in (
+            ("prenorm", "residual, pre-norm, and the root's own loss"),
+            ("postnorm", "residual, post-norm"),
+            ("gated", "gated feed-forward"),
+            ("attention", "attention whose q, k and v share their input"),
+        )
+        for how in ("plain", "checkpointed", "reentrant")
     ),
-    Scenario(
-        "residual, post-norm",
-        "shared_input.py",
-        # the sum that `scale` was handed has no frame: `scale` or the block's own code
-        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "block", "batch": 2, "certainty": "supported"},
-        args=("--block", "postnorm"),
-        statement="by `block.scale` or its own code",
-        witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
-    ),
-    Scenario(
-        "gated feed-forward",
-        "shared_input.py",
-        _backward(1, "block.scale", "Scale", batch=2, certainty="supported"),
-        args=("--block", "gated"),
-        statement="own code of `block`",
-    ),
-    Scenario(
-        "attention whose q, k and v share their input",
-        "shared_input.py",
-        {"kind": "overflow", "phase": "backward", "rank": 1, "module": "block", "batch": 2, "certainty": "supported"},
-        args=("--block", "attention"),
-        statement="by `block.q`, `block.scale`, `block.v` or its own code",
-        witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+    *(
+        Scenario(
+            name,
+            "shared_input.py",
+            # the product of a tensor and what a module made of it: nobody has seen either part of the gradient
+            {"kind": "overflow", "phase": "backward", "rank": 1, "module": scope, "batch": 2, "certainty": "supported"},
+            args=("--block", block),
+            statement=said,
+            witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+        )
+        for block, name, scope, said in (
+            ("product", "a product of a tensor and what a module made of it", "block", "`block.scale` or its own code"),
+            ("doubled", "own code multiplies what the module is handed", "block", "`block.scale` or its own code"),
+            ("pair", "two modules of one kind on one tensor", "block", "`block.scale`, `block.other`|`block.other`"),
+        )
     ),
     Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
     Scenario(

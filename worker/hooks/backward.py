@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 
 from ...core.frames import Mark, Phase
@@ -18,13 +19,16 @@ from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
 from ..alarms.frames import Frames
 from ..alarms.judging import Judging
-from ..record.leaves import OUTPUTS
+from ..record.graph_calls import Graph, GraphCalls, running_graph
+from ..record.leaves import OUTPUTS, outputs_of
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import Rows, version_of
 from ..without_modes import without_modes
 
 _is_compiling = torch.compiler.is_compiling
+_MOST_GRAPHS = 64
+"""Each stretch that a reentrant checkpoint runs again has a graph of its own."""
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""
 
@@ -61,6 +65,22 @@ class _ParameterHook:
         self.gradients.of_parameter(self.info, self.role, parameter)
 
 
+class _GraphHook:
+    """Called when a backward reaches what a root has returned: the backward's graph is known from then on."""
+
+    __slots__ = ("calls", "gradients")
+    __torch_unserializable__ = True
+
+    def __init__(self, gradients: Gradients, calls: GraphCalls) -> None:
+        self.gradients = weakref.ref(gradients)  # which may hold the graph that holds this hook
+        self.calls = calls
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        gradients = self.gradients()
+        if gradients is not None:
+            gradients.graph_begins(self.calls)
+
+
 class Gradients:
     """All gradient hooks of a rank."""
 
@@ -90,6 +110,8 @@ class Gradients:
         """The page of the running backward."""
         self.scaled = False
         """A GradScaler checks the gradients of this backward."""
+        self.graphs: list[Graph] = []
+        """The graphs of backwards that may still raise an alarm, of one batch, latest first."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """Called with the module before a parameter's gradient is recorded: it writes a compiled backward's frames."""
 
@@ -100,6 +122,7 @@ class Gradients:
     def detach(self) -> None:
         """Remove the hooks of parameters. Those of outputs do nothing from now on and are freed with their graph."""
         self._attached = False
+        self.graphs = []
         for _, handle in self.parameters.values():
             handle.remove()
         self.parameters.clear()
@@ -134,7 +157,41 @@ class Gradients:
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
             self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
 
+    def watch_graph(self, calls: GraphCalls, output: Any) -> None:
+        """Remember the graph of the backward that reaches this output of a root."""
+        for _, leaf in outputs_of(output):
+            if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad or leaf.is_leaf or leaf.is_inference():
+                continue
+            for hook in (leaf._backward_hooks or {}).values():
+                if isinstance(hook, _GraphHook) and hook.gradients() is self:
+                    hook.calls = calls
+                    break
+            else:
+                leaf.register_hook(_GraphHook(self, calls))  # type: ignore[no-untyped-call]  # likewise
+
     # -- called by the hooks ------------------------------------------------------------------------------------
+
+    def graph_begins(self, calls: GraphCalls) -> None:
+        """A backward has reached an output of a root."""
+        if not self._attached or _is_compiling():
+            return
+        try:
+            if not any(graph.calls is calls for graph in self.graphs):
+                graph = running_graph(calls)
+                if graph is not None:
+                    self.graphs = [graph, *self.graphs[: _MOST_GRAPHS - 1]]
+                    if graph.within is None:
+                        Variable._execution_engine.queue_callback(self.backward_ends)
+        except Exception as error:
+            self._on_fault("gradient hook", error)
+
+    def backward_ends(self) -> None:
+        """Let go of the graph, unless numbers of its batch are outstanding. The next batch lets go of it anyway."""
+        try:
+            if self._judging.collect():
+                self.graphs = []
+        except Exception as error:
+            self._on_fault("end of the backward", error)
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
         """Record the gradient of a module's output. It is None if only other outputs of the operation have one."""
@@ -196,6 +253,7 @@ class Gradients:
     def batch_begins(self) -> None:
         """A root's forward begins: the previous backward has ended."""
         self._page = None
+        self.graphs = []
         if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step
             for gone in [key for key, known in self.local.items() if known[0]() is None]:
                 del self.local[gone]

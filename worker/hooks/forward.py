@@ -25,19 +25,21 @@ from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import BatchInputs, Fault, LookedAgain, NotLookedInto, Where
-from ...core.roles import role_of_parameter
+from ...core.records import BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, Where
+from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.values import NonFinite, decode
 from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
+from ..alarms.graph_users import graph_users
 from ..alarms.judging import Judging, NonFiniteRow
 from ..alarms.look_again import look_again
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
 from ..record.collectives import issued
 from ..record.cost import CostMeter
+from ..record.graph_calls import GraphCalls, NodesOfCall, next_node
 from ..record.leaves import inputs_of, outputs_of
 from ..record.names import unwrap
 from ..record.progress import Progress
@@ -96,6 +98,8 @@ class Hooks:
         self._infers_shapes = False
         """The skipped root runs for torch's shape inference and is not a batch."""
         self._phase = Phase.FORWARD
+        self._calls: GraphCalls | None = None
+        """The autograd nodes of the calls of the running root; None if no gradients are recorded."""
         self._first_root: int | None = None
         self._sharded: dict[int, bool] = {}
         """id of a root -> see `_is_sharded`."""
@@ -336,6 +340,7 @@ class Hooks:
         elif _this_thread() != self._thread:
             return  # a second thread within one forward: its calls have no order relative to the first thread's
         info.seq = issued()
+        info.first_node = next_node()
         if info.is_wrapper:
             info.entered = self._recorder.frame_count
         stack.append(info)
@@ -389,6 +394,7 @@ class Hooks:
             page = progress.begin_page(root)
             self.rows.begin_page(page.batch)
             self._phase = Phase.FORWARD
+        self._calls = GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None
         self._thread = _this_thread()
         self._outer_exception = sys.exc_info()[1]
         progress.enter(RankPhase.FORWARD)
@@ -408,6 +414,8 @@ class Hooks:
             stack.pop()
             info = stack[-1]
         raised = output is None and sys.exc_info()[1] not in (None, self._outer_exception)
+        if self._calls is not None:
+            self._calls.calls.append(NodesOfCall(info, info.first_node, next_node()))
         writer, page = self.writer, self._recorder.page
         depth = len(stack) - 1
         if self.rows.device_buffer is not None and not self._is_sharded(stack[0]):
@@ -445,6 +453,9 @@ class Hooks:
                 self.judging.forward_ends(page)
                 if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
                     self._record_inputs(args, kwargs)
+            if self._calls is not None and not raised:
+                without_modes(self._gradients.watch_graph, self._calls, output)
+            self._calls = None
         self.progress.enter(RankPhase.BACKWARD if self._phase is Phase.RECOMPUTE else RankPhase.SCRIPT)
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
@@ -538,7 +549,22 @@ class Hooks:
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
         changed = without_modes(self._changed_weights, bad.page.root) if same_step else []
-        return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step)
+        graph = without_modes(self._graph_of, bad, module)
+        return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step, graph=graph)
+
+    def _graph_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> list[GraphNode]:
+        """What has used the tensor whose gradient is bad; empty for other rows, and where it is not known."""
+        if bad.frame.phase != "backward":
+            return []
+        role = parse_role(bad.row.role)
+        graphs = [graph for graph in self._gradients.graphs if graph.calls.page == bad.page.number]
+        number = next((call.info.id for g in graphs for call in g.calls.calls if call.info.ref() is module), None)
+        if number is None:
+            return []
+        if role.kind is RoleKind.GRAD_OUTPUT:
+            return graph_users(graphs, number, None)
+        parameter = module._parameters.get(role.name)
+        return graph_users(graphs, number, parameter) if parameter is not None else []
 
     def _changed_weights(self, root: int) -> list[str]:
         """Weights in host memory that are not what they were when they were last read, the first few of them."""

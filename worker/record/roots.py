@@ -44,7 +44,20 @@ class Slots(dict[str, int]):
 class ModuleInfo:
     """What the hooks know of a module. Does not keep it alive."""
 
-    __slots__ = ("cls", "entered", "guessed", "id", "is_wrapper", "name", "ref", "root", "seq", "slots", "watched")
+    __slots__ = (
+        "cls",
+        "entered",
+        "first_node",
+        "guessed",
+        "id",
+        "is_wrapper",
+        "name",
+        "ref",
+        "root",
+        "seq",
+        "slots",
+        "watched",
+    )
 
     def __init__(self, module: nn.Module | None, number: int, root: RootInfo, name: str, cls: str = "") -> None:
         """`module` is None for a place that is not a module; its class is then `cls`."""
@@ -55,6 +68,8 @@ class ModuleInfo:
         self.cls = class_of(module) if module is not None else cls
         self.entered = 0
         """For a wrapper: the number of frames in the page when it was last entered."""
+        self.first_node = 0
+        """Number of the first autograd node that could be made in its last call (graph_calls.py)."""
         self.guessed = False
         """It was treated as a temporary module, like its siblings, without a search of the tree."""
         self.is_wrapper = module is not None and wrapped_child(module) is not None

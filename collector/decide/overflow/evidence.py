@@ -84,6 +84,7 @@ def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     return [f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"]
 
 
+_EXCLUDED = "what else autograd's graph shows to have used that tensor cannot have made it"
 _HANDED = {
     "made": "it was made there, later",
     "outside": "it was handed that from outside of its model",
@@ -125,6 +126,9 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [line]
         if first.role == first.at[2]:
             return [line, f"the gradient of what {seen} returned was finite"]
+        if first.excluded:
+            others = "; ".join(first.excluded[:_MAX_LINES])
+            return [line, f"the gradient of what {place_of(first)} returned was finite; {_EXCLUDED}: {others}"]
         if first.own_code:
             return [line, f"{place_of(first)} was handed that tensor, and the gradient of its own output was finite"]
         return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]

@@ -3,12 +3,18 @@
 --block prenorm: `x + linear(scale(x))`, and the model computes its own loss, as nanoGPT does. --block postnorm:
 `scale(x + linear(x))`: the scale's input is made by the block's own code. --block gated: `wo(act(wi_0(x)) * wi_1(x))`,
 as T5 does. --block attention: `q(x)`, `k(x)` and `v(x)` share their input, and `k` makes it.
+
+In three, something else can have made it as well. --block product: `x * scale(x)`. --block doubled: `x + scale(2 * x)`.
+--block pair: `scale(x) + other(x)`, two modules of one class.
+
+--how: plain, checkpointed, reentrant (the older kind of checkpointing) or compiled.
 """
 
 import torch
 import torch.distributed as dist
 from common import diagonal, finite, run
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Scale(nn.Module):
@@ -53,22 +59,59 @@ class Attention(nn.Module):
         return self.q(x) * self.scale(x) + self.v(x)
 
 
+class Product(PreNorm):
+    def forward(self, x):
+        return x * self.scale(x)
+
+
+class Doubled(PreNorm):
+    def forward(self, x):
+        return x + self.scale(2 * x)
+
+
+class Pair(PreNorm):
+    def __init__(self):
+        super().__init__()
+        self.other = Scale()
+
+    def forward(self, x):
+        return self.scale(x) + self.other(x)
+
+
 class Net(nn.Module):
-    def __init__(self, block):
+    def __init__(self, block, how):
         super().__init__()
         self.embed = diagonal(8, 1.0)
         self.block = block()
         self.head = nn.Linear(8, 1)
+        self.how = how
 
     def forward(self, x, target):
-        logits = self.head(self.block(self.embed(x)))
+        hidden = self.embed(x)
+        if self.how in ("checkpointed", "reentrant"):
+            hidden = checkpoint(self.block, hidden, use_reentrant=self.how == "reentrant")
+        else:
+            hidden = self.block(hidden)
+        logits = self.head(hidden)
         return logits, (logits - target).square().mean()
 
 
-def main(block):
-    kinds = {"prenorm": PreNorm, "postnorm": PostNorm, "gated": Gated, "attention": Attention}
-    net = Net(kinds[block])
+KINDS = {
+    "prenorm": PreNorm,
+    "postnorm": PostNorm,
+    "gated": Gated,
+    "attention": Attention,
+    "product": Product,
+    "doubled": Doubled,
+    "pair": Pair,
+}
+
+
+def main(block, how):
+    net = Net(KINDS[block], how)
     model = nn.parallel.DistributedDataParallel(net)
+    if how == "compiled":
+        model = torch.compile(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for batch in range(3):
         x = torch.rand(4, 8)
@@ -82,4 +125,4 @@ def main(block):
         optimizer.step()
 
 
-run(main, block="prenorm")
+run(main, block="prenorm", how="plain")

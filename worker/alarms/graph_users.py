@@ -1,0 +1,176 @@
+"""What has used a tensor whose gradient is bad, as autograd's graph has it. Called for the first alarm of a rank alone.
+
+The gradient of a tensor is the sum of what its users' backwards make. A module's frame shows which calls were handed a
+tensor, and not whether the code between the calls has used it as well. The graph shows both:
+
+    x + f(norm(x))     x is used by NativeLayerNormBackward0 of `norm`, and by AddBackward0 of the block's own code
+
+The graph is followed from the tensor towards the loss, up to tensors that modules have returned: there are frames of
+their gradients. What the numbers in those frames then exclude is for the collector to say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+
+from ...core.records import GraphNode
+from ..record.graph_calls import Graph, GraphCalls, NodesOfCall
+
+_MOST_NODES = 200_000
+_MOST_TOLD = 200
+_PASSES = re.compile(
+    "(Alias|Cat|Clone|Detach|Diagonal|Flatten|MaskedFill|Movedim|Neg|Permute|Relu|ReshapeAlias|Roll|Select|Slice|Split|"
+    "SplitWithSizes|Squeeze|Stack|Sum|Swapaxes|T|Transpose|Unbind|UnsafeSplit|UnsafeView|Unsqueeze|View|Where)"
+    "Backward[0-9]"
+)
+"""Operations whose backward moves or masks gradients: of finite ones it makes finite ones."""
+_SUMS = frozenset(("AddBackward0", "SubBackward0"))
+"""They pass gradients on, unless they multiply by an alpha, or sum over what they have repeated (broadcasting)."""
+
+
+def graph_users(graphs: Sequence[Graph], module: int, parameter: torch.Tensor | None) -> list[GraphNode]:
+    """What leads from a bad gradient to the gradients above it; empty if that is not known.
+
+    The first node is the one that has made the tensor: an output of the module of this id, or `parameter`. Each node
+    names those that have used what it returned by their positions in the list. `graphs` are those of one batch.
+    """
+    now = torch._C._current_autograd_node()
+    users = _Users(graphs)
+    made = users.of_parameter(parameter) if parameter is not None else users.of_output(module, now)
+    return users.towards_the_loss(made) if made is not None else []
+
+
+class _Users:
+    """The nodes of one batch's graphs, and what has used what each of them returned."""
+
+    def __init__(self, graphs: Sequence[Graph]) -> None:
+        self._calls: dict[Any, GraphCalls] = {}
+        """Node -> the calls among which it was made."""
+        self._users: dict[Any, list[tuple[Any, int]]] = {}
+        """Node -> (node that has used it, which of its outputs that one used)."""
+        self._roots = {root for graph in graphs for root in graph.roots}
+        for graph in graphs:
+            self._add(graph)
+        for graph in graphs:
+            if graph.within is not None:
+                self._join(graph)
+
+    def _add(self, graph: Graph) -> None:
+        left = [root for root in graph.roots if root not in self._users]
+        self._users |= {root: [] for root in left}
+        self._calls |= dict.fromkeys(left, graph.calls)
+        while left and len(self._users) < _MOST_NODES:
+            node = left.pop()
+            for used, output in node.next_functions:
+                if used is None:
+                    continue
+                if used not in self._users:
+                    self._users[used] = []
+                    self._calls[used] = graph.calls
+                    left.append(used)
+                self._users[used].append((node, output))
+
+    def _join(self, graph: Graph) -> None:
+        """A checkpoint has run a stretch again, on a copy of what it was handed, and goes back through that."""
+        begun = graph.within
+        leaves = [
+            node
+            for node, calls in self._calls.items()
+            if calls is graph.calls and not isinstance(getattr(node, "variable", nn.Parameter()), nn.Parameter)
+        ]
+        handed = [used for used, _ in getattr(begun, "next_functions", ()) if used is not None]
+        if begun not in self._users or len(leaves) != 1 or len(handed) != 1:
+            return  # which of several copies is which is not known
+        self._users[handed[0]] = [
+            each for user in self._users[handed[0]] for each in (self._users[leaves[0]] if user[0] is begun else [user])
+        ]
+        for root in graph.roots:
+            self._users[root] += self._users[begun]
+
+    # -- the node that made a tensor ----------------------------------------------------------------------------
+
+    def of_parameter(self, parameter: torch.Tensor) -> Any:
+        """The node that collects the gradient of a parameter."""
+        return next((node for node in self._users if getattr(node, "variable", None) is parameter), None)
+
+    def of_output(self, module: int, now: Any) -> Any:
+        """The node that made the module's output: the one whose gradient is being made now, or the only one."""
+        if now in self._users and self._module(now) == module:
+            return now
+        found = [node for node in self._users if self._module(node) == module and self._is_output(node)]
+        return found[0] if len(found) == 1 else None
+
+    def _call(self, node: Any) -> NodesOfCall | None:
+        """The innermost call that made a node; None for the script's own code and for leaves."""
+        calls = self._calls[node]
+        place = calls.innermost(node._sequence_nr())
+        return calls.calls[place] if place >= 0 else None
+
+    def _module(self, node: Any) -> int:
+        call = self._call(node)
+        return call.info.id if call is not None else -1
+
+    def _is_output(self, node: Any) -> bool:
+        """Whether what the node returned was used outside of its call, or began the backward."""
+        call, calls = self._call(node), self._calls[node]
+        if node in self._roots and not self._users[node]:
+            return True
+        return call is not None and any(
+            self._calls[user] is not calls or not call.first <= user._sequence_nr() < call.end
+            for user, _ in self._users[node]
+        )
+
+    # -- what has used it ---------------------------------------------------------------------------------------
+
+    def towards_the_loss(self, made: Any) -> list[GraphNode]:
+        """The nodes from one up to outputs of calls; empty if that is not known."""
+        if len({output for _, output in self._users[made]}) > 1:
+            return []  # it returned several tensors, and which of their gradients is bad is not known
+        order = [made]
+        positions = {made: 0}
+        told: list[GraphNode] = []
+        numbers: dict[NodesOfCall | None, int] = {None: -1}
+        for node in order:
+            call = self._call(node)
+            is_output = call is not None and node is not made and self._is_output(node)
+            users = [] if is_output else [user for user, _ in self._users[node]]
+            for user in users:
+                if user not in positions:
+                    positions[user] = len(order)
+                    order.append(user)
+            if len(order) > _MOST_TOLD:
+                return []
+            told.append(
+                GraphNode(
+                    op=node.name(),
+                    module=call.info.name if call is not None else "",
+                    call=numbers.setdefault(call, len(numbers) - 1),
+                    users=sorted({positions[user] for user in users}),
+                    output=is_output,
+                    passes=_passes(node),
+                    opaque=isinstance(node, BackwardCFunction),
+                )
+            )
+        return told
+
+
+def _passes(node: Any) -> bool:
+    name = node.name()
+    if name not in _SUMS:
+        return _PASSES.fullmatch(name) is not None
+    if getattr(node, "_saved_alpha", None) != 1:  # scalars that a node keeps outlive its backward
+        return False
+    shapes = [_shape(used, output) for used, output in node.next_functions if used is not None]
+    return all(shape is not None and shape == _shape(node, 0) for shape in shapes)
+
+
+def _shape(node: Any, output: int) -> tuple[int, ...] | None:
+    """The shape of what a node returned; None if torch does not tell."""
+    returned = getattr(node, "_input_metadata", ())
+    return tuple(returned[output].shape) if output < len(returned) else None

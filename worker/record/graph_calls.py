@@ -1,0 +1,95 @@
+"""Which autograd nodes each module call of one forward has made: torch numbers its nodes in the order of their making.
+
+    call of `norm`     nodes 4 to 5     NativeLayerNormBackward0
+    call of `block`    nodes 4 to 9     ..., AddBackward0: the block's own code
+
+Two integers are taken for each call, and the graph itself is looked at only when there is an alarm.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import graph as torch_graph
+from torch.autograd.function import BackwardCFunction
+
+from .roots import ModuleInfo
+
+next_node = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # torch has no annotation; 2.5 to 2.13 have it
+"""The number that the next node of this thread gets."""
+
+
+class NodesOfCall(NamedTuple):
+    """A module call and the numbers of its nodes: from `first` up to, and without, `end`."""
+
+    info: ModuleInfo
+    first: int
+    end: int
+
+
+class GraphCalls:
+    """The calls of one root call, in the order in which they returned."""
+
+    __slots__ = ("calls", "page")
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        """Number of the page that has their frames."""
+        self.calls: list[NodesOfCall] = []
+
+    def innermost(self, number: int) -> int:
+        """Position of the innermost call that has made a node; -1 if none of them has."""
+        found = [position for position, call in enumerate(self.calls) if call.first <= number < call.end]
+        return min(found, key=lambda position: self.calls[position].end - self.calls[position].first, default=-1)
+
+
+class Graph(NamedTuple):
+    """A graph that a backward runs through."""
+
+    roots: tuple[Any, ...]
+    """The nodes at which the backward has begun."""
+    calls: GraphCalls
+    within: Any = None
+    """The node whose own backward has begun it: that of a reentrant activation checkpoint."""
+
+
+_ENGINE = getattr(torch_graph, "_engine_run_backward", None)
+"""The function of torch (2.5 to 2.13) that every backward runs in."""
+
+
+def running_graph(calls: GraphCalls) -> Graph | None:
+    """The graph of the backward that is running; None if it is not known.
+
+    On a device, hooks run in a thread of autograd's own, while the thread that has called it waits.
+    """
+    frames = [sys._getframe(), *sys._current_frames().values()]
+    try:
+        engine = next(filter(None, (_outwards(frame, _runs_the_engine) for frame in frames)), None)
+        if engine is None:
+            return None
+        outputs = engine.f_locals.get("t_outputs", ())
+        roots = tuple(each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None)
+        around = _outwards(engine, _runs_a_backward)
+        return Graph(roots, calls, around.f_locals["ctx"] if around is not None else None) if roots else None
+    finally:
+        del frames  # this one is among them, and would keep what they hold
+        engine = around = None
+
+
+def _runs_the_engine(frame: FrameType) -> bool:
+    return frame.f_code is getattr(_ENGINE, "__code__", None)
+
+
+def _runs_a_backward(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "backward" and isinstance(frame.f_locals.get("ctx"), BackwardCFunction)
+
+
+def _outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType | None:
+    frame: FrameType | None = start
+    while frame is not None and not found(frame):
+        frame = frame.f_back
+    return frame
