@@ -26,6 +26,9 @@ _NOT_THE_USERS = (
     "<string>",
 )
 
+_AROUND_COLLECTIVES = "/worker/hooks/collectives.py"
+"""gpuwatch's own function around torch's method, which is no call of the script's."""
+
 
 def is_users(shown: str) -> bool:
     """Whether a line of a stack (`StackLine.shown`) is neither of torch, of Python nor of gpuwatch."""
@@ -55,6 +58,8 @@ def parse_stack(text: str, source: Callable[[str, int], str] = lambda file, line
         match = _LINE.fullmatch(line)
         if match is None:
             break
+        if match["file"].endswith(_AROUND_COLLECTIVES):
+            continue
         number = int(match["line"])
         found.append(StackLine(match["file"], number, match["function"], source(match["file"], number).strip()[:200]))
     return found[:MOST_LINES]

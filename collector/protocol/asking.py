@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...core.records import RankLook, Stalled, WorkerExit
-from ..decide.hang.finding import HangFinding, find_hang
+from ..decide.hang.finding import find_hang
+from ..decide.hang.hang_finding import HangFinding
 
 ANSWER_S = 8.0
 """So long is waited for the ranks that have not told yet."""

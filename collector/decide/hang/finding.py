@@ -4,31 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from ....core.records import RankLook, WorkerExit
 from ....core.text.ranks_text import ranks_text
+from .by_groups import Shown, find_by_groups
+from .hang_finding import HangFinding
 from .standing import BACKWARD, DEVICE, Standing, standing_of
 
 _COMPUTES = 0.1
 """Share of a core, on a machine where several processes may share one."""
-
-
-@dataclass(frozen=True)
-class HangFinding:
-    """What follows from one time of asking."""
-
-    statement: str
-    certainty: str
-    """As in a verdict."""
-    rank: int | None = None
-    """The rank that the others wait for; None where several can be, or none."""
-    others: list[int] = field(default_factory=list)
-    """Further ranks that did not come."""
-    evidence: list[str] = field(default_factory=list)
-    next: list[str] = field(default_factory=list)
-    may_end: bool = True
-    """Whether the job may be ended for it: some rank waits for others, and none goes on."""
 
 
 def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
@@ -39,7 +24,8 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
     """
     if not looks:
         return None
-    standings = [standing_of(look) for look in sorted(looks, key=lambda look: look.where.rank)]
+    ordered = sorted(looks, key=lambda look: look.where.rank)
+    standings = [standing_of(look) for look in ordered]
     if all(standing.kind == "stopped" for standing in standings):
         return None
     still_s = min(look.still_s for look in looks)
@@ -50,6 +36,12 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
     if unseen > 0:
         evidence.append(f"{unseen} of the ranks did not tell where they stand")
     left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
+    if len(left) == len(ended):
+        shown = {standing.rank: _shown(standing, look) for standing, look in zip(standings, ordered, strict=True)}
+        shown |= {rank: Shown(exit_.groups, "left") for rank, exit_ in ended.items()}
+        found = find_by_groups(shown, world_size, f"have waited for {still_s:.0f} s")
+        if found is not None:
+            return replace(found, evidence=[*evidence, *found.evidence])
     if waiting and left and not away:
         return _left_early(left, waiting, still_s, unseen, evidence)
     if waiting and away:
@@ -160,6 +152,12 @@ def _all_wait(waiting: list[Standing], still_s: float, unseen: int, evidence: li
         evidence,
         ["Compare the lines where they stand; if they are the same, test the links: gpuwatch check."],
     )
+
+
+def _shown(standing: Standing, look: RankLook) -> Shown:
+    if standing.waiting:
+        return Shown(look.groups, standing.kind, f"in {standing.operation}")
+    return Shown(look.groups, "away" if standing.kind == "own" else standing.kind, _what(standing))
 
 
 def _alike(standings: list[Standing]) -> list[list[Standing]]:

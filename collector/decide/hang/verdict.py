@@ -8,7 +8,8 @@ from ....core.records import RankLook, WorkerExit
 from ...facts.facts import RankFacts, RunFacts
 from ..verdict_model import Concurrent, Verdict
 from ..words import cascade_of, device_of, own_error
-from .finding import HangFinding, find_hang
+from .finding import find_hang
+from .hang_finding import HangFinding
 
 
 def hang_verdict(facts: RunFacts) -> Verdict | None:
