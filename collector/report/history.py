@@ -73,12 +73,11 @@ def _chosen(ranks: list[RankFacts], verdict: Verdict) -> list[RankFacts]:
     if len(ranks) <= MOST_RANKS:
         return ranks
     first = [rank for rank in ranks if rank.rank == verdict.rank]
-    first += [rank for rank in ranks if rank.diagnosis is not None]
-    others = [rank for rank in ranks if rank.diagnosis is None]
+    first += [rank for rank in ranks if rank.rank != verdict.rank and rank.diagnosis is not None]
+    others = [rank for rank in ranks if rank.rank != verdict.rank and rank.diagnosis is None]
     left = max(0, MOST_RANKS - len(first))
     first += [others[n * len(others) // left] for n in range(min(left, len(others)))]
-    found = list({rank.rank: rank for rank in first}.values())[:MOST_RANKS]
-    return sorted(found, key=lambda rank: rank.rank)
+    return sorted(first[:MOST_RANKS], key=lambda rank: rank.rank)
 
 
 def _open(rank: RankFacts, root: str | None) -> OpenHistory | None:

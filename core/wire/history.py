@@ -94,7 +94,7 @@ def _codes(high: Any, meta: Any) -> Any:
                 found[chosen] = bits[chosen].astype(view).view(view.replace("u", "f")).astype(numpy.float32)
     chosen = encoding == Encoding.INTEGER
     found[chosen] = bits[chosen]
-    codes = (found.view(numpy.uint32) >> 16).astype(numpy.uint16)
+    codes = (found.view(numpy.uint32) + 0x8000 >> 16).astype(numpy.uint16)  # the nearest one
     chosen = encoding == Encoding.BFLOAT16
     codes[chosen] = bits[chosen]
     codes = numpy.minimum(codes, _FINITE)

@@ -30,6 +30,8 @@ SENT_BYTES = 128 << 10
 """Of one root, before it is packed."""
 _PENDING_S = 1.0
 """So long is waited for numbers that come back late from a device."""
+_AT_A_TIME = 4
+"""Batches that are looked at in one turn."""
 _LAST = 16
 """Pages of the ring that are looked at when the rank has ended."""
 
@@ -62,7 +64,7 @@ class RankHistory:
         self._slots.define(entries)
 
     def look(self, reader: RecorderReader, now: float) -> None:
-        """Look at the newest batch that is over, if that is new and it is time. `now` is monotonic time in seconds."""
+        """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
         if now < self._due:
             return
         number = reader[Field.PAGE] - 1
@@ -71,7 +73,9 @@ class RankHistory:
         began = self._clock()
         if self._since[0] != number:
             self._since = number, now
-        self._take(reader.page(number), late=now - self._since[1] > _PENDING_S)
+        late = now - self._since[1] > _PENDING_S
+        for earlier in range(max(self._done + 1, number - _AT_A_TIME + 1), number + 1):
+            self._take(reader.page(earlier), late=late)
         self._due = now + (self._clock() - began) / SHARE
 
     def finish(self, reader: RecorderReader) -> None:

@@ -139,7 +139,7 @@ class RankWatch:
             seq=state.seq,
         )
         exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
-        return [*messages, Beat([state], {}), EventMessage(exit_), *self._history_of(reader, code)]
+        return [*messages, *self._history_of(reader, code), Beat([state], {}), EventMessage(exit_)]
 
     def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> None:
         """The history decides nothing: without it, everything else goes on."""

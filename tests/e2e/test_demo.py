@@ -27,6 +27,13 @@ def test_the_learning_rate_that_is_too_high_ends_in_a_feed_forward_layer(bench):
     assert verdict["rank"] in (0, 1)
     assert f"`{verdict['module']}`" in verdict["statement"]
     assert verdict["statement"] in " ".join(run.stderr.split())
+    series = {each["rank"]: each for each in run.report["history"]["ranks"]}[verdict["rank"]]
+    assert series["batches"][-1] == verdict["batch"] and series["abs_max"][-1] is None
+    assert len(series["batches"]) >= verdict["batch"] / 2, "most batches were looked at"
+    before = [number for number in series["abs_max"] if number is not None]
+    assert before[0] < 100 < before[-1], "it grew"
+    page = (run.cwd / "gpuwatch-runs" / "latest" / "report.html").read_text()
+    assert "batch by batch" in page and verdict["module"] in page
 
 
 def test_the_usual_learning_rate_is_clean(bench):

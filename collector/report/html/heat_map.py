@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ....core.frames import format_number
 from ....core.values import headroom
 from ..history import ABSENT, ModulesByRanks
 from ..model import Report
@@ -102,7 +101,7 @@ def _heat_cell(number: float | None, dtype: str) -> Cell:
         return Cell("inf, nan", True)
     if number == ABSENT:
         return Cell("-")
-    return Cell(format_number(number), False, number, headroom(number, dtype))
+    return Cell(f"{number:.1e}", False, number, headroom(number, dtype))
 
 
 def _cell(cell: Cell, rank: int, title: str) -> HeatCell:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.model import build_report
 from gpuwatch.core.records import RankLook, StackLine, Warned, Where, WorkerExit
-from gpuwatch.core.wire.messages import Bye, EventMessage
+from gpuwatch.core.values import DTYPE_CODES
+from gpuwatch.core.wire.history import pack
+from gpuwatch.core.wire.messages import Bye, EventMessage, History
 
 KINDS = ("forward", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")
+SLOTS = {"encoder.fc1": 2, "encoder.fc2": 5}
+"""Of what they return, as the batches below define them."""
 HOSTILE = "<script>alert(1)</script>"
 
 
@@ -106,6 +111,16 @@ def messages_of(make, kind):
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
 
 
+def grown(rank, last, *, batches=60):
+    """What two modules returned in the batches up to that one, which is the batch 0 that the pages are of."""
+    numbers = numpy.array([[600.0, 1.0 + 2.0 ** (n / 4)] for n in range(batches)], numpy.float32)
+    numbers[-1, 1] = last
+    codes = (numbers.view(numpy.uint32) >> 16).astype(numpy.uint16)
+    counted = list(range(1 - batches, 1))
+    slots = [SLOTS["encoder.fc1"], SLOTS["encoder.fc2"]]
+    return History(rank, 0, 0, counted, counted, slots, bytes([DTYPE_CODES["float16"]] * 2), pack(codes))
+
+
 def thousand(make):
     """128 nodes with 8 ranks each; rank 77 overflows."""
     found = []
@@ -113,6 +128,7 @@ def thousand(make):
         bodies = [make.hello(f"a{node}", f"host-{node}", nproc=8, nodes=128)]
         for rank in range(8 * node, 8 * node + 8):
             bodies += batch_of(make, rank, make.INF if rank == 77 else 1.0).messages()
+            bodies.append(grown(rank, make.INF if rank == 77 else 1.0))
             bodies += [make.ended(rank, 94)] if rank == 77 else [make.ended(rank, -15, "torchrun")]
         found += [(f"a{node}", n, body) for n, body in enumerate([*bodies, Bye("failed")], 1)]
     return found

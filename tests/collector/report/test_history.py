@@ -1,0 +1,117 @@
+"""What a report tells of how an overflow came, from the histories that node agents send."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy
+import pytest
+from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.finish import build, open_store, read_report, report_from_store, write_report
+from gpuwatch.collector.paths import RunPaths
+from gpuwatch.collector.report import history as limits
+from gpuwatch.collector.report.html.page import render_html
+from gpuwatch.collector.report.model import build_report
+from gpuwatch.core.values import DTYPE_CODES
+from gpuwatch.core.wire.history import ABSENT, pack
+from gpuwatch.core.wire.messages import AgentMessage, History, encode
+
+LAST = 7
+
+
+def codes_of(rows) -> numpy.ndarray:
+    """Upper halves of float32; None is what was not measured."""
+    numbers = numpy.array([[0.0 if each is None else each for each in row] for row in rows], numpy.float32)
+    codes = (numbers.view(numpy.uint32) >> 16).astype(numpy.uint16)
+    codes[numpy.array([[each is None for each in row] for row in rows])] = ABSENT
+    return codes
+
+
+def slots_of(batch) -> list[int]:
+    """Of what `fc1` and `fc2` returned."""
+    found = {(d.module, d.role): d.id for d in batch._definitions if hasattr(d, "role")}
+    return [found[batch.module(name), "output"] for name in ("fc1", "fc2")]
+
+
+def job(make, ranks=2, bad=1, *, damaged=()):
+    bodies = [make.hello(nproc=ranks)]
+    for rank in range(ranks):
+        batch = make.Batch(rank, batch=LAST, page=LAST)
+        x, h, y = batch.tensor(), batch.tensor(8.0), batch.tensor(make.INF if rank == bad else 4.0)
+        batch.call("fc1", "Linear", given=[x], returned=[h], dtype="float16")
+        batch.call("fc2", "Linear", given=[h], returned=[y], dtype="float16")
+        bodies += batch.messages()
+        rows = [[8.0, 2.0**n] for n in range(LAST)] + [[8.0, make.INF if rank == bad else 128.0]]
+        if rank == 0:
+            rows[2] = [8.0, None]
+        numbers = list(range(len(rows)))
+        dtypes = bytes([DTYPE_CODES["float16"]] * 2)
+        codes = b"damaged" if rank in damaged else pack(codes_of(rows))
+        bodies.append(History(rank, 0, 0, numbers, numbers, slots_of(batch), dtypes, codes))
+    bodies.append(make.ended(bad, 1))
+    return [("a0", n, body) for n, body in enumerate(bodies, 1)]
+
+
+def report_of(messages):
+    return build_report(fold(messages), run_id="x", started=None, ended=None)
+
+
+def test_the_named_module_over_the_batches_on_all_ranks(make):
+    found = report_of(job(make)).history
+    assert (found.module, found.cls, found.dtype, found.limit) == ("fc2", "Linear", "float16", 65504.0)
+    healthy, bad = found.ranks
+    assert (bad.rank, bad.batches, bad.abs_max) == (1, list(range(8)), [1, 2, 4, 8, 16, 32, 64, None])
+    assert (healthy.batches, healthy.abs_max) == ([0, 1, 3, 4, 5, 6, 7], [1, 2, 8, 16, 32, 64, 128])
+
+
+def test_all_modules_in_the_batch_of_the_overflow(make):
+    found = report_of(job(make)).by_module
+    assert found.batch == LAST
+    assert [each.module for each in found.modules] == ["fc1", "fc2"]
+    assert dict(zip(found.ranks, found.abs_max, strict=True)) == {0: [8.0, 128.0], 1: [8.0, None]}
+
+
+def test_a_rank_that_counts_its_steps_otherwise_is_not_beside_it(make):
+    messages = job(make)
+    for place, (agent, n, body) in enumerate(messages):
+        if isinstance(body, History) and body.rank == 0:
+            messages[place] = agent, n, msgspec.structs.replace(body, steps=[0] * len(body.steps))
+    assert report_of(messages).by_module.ranks == [1]
+
+
+@pytest.mark.parametrize("damaged", [[0], [1], [0, 1]])
+def test_a_damaged_history_is_left_out_and_the_verdict_is_the_same(make, damaged):
+    report = report_of(job(make, damaged=damaged))
+    assert report.verdict == report_of(job(make)).verdict
+    assert [each.rank for each in (report.history.ranks if report.history else [])] == sorted({0, 1} - set(damaged))
+    assert "fc2" in render_html(report)
+
+
+def test_the_history_changes_no_verdict(make):
+    without = [(agent, n, body) for agent, n, body in job(make) if not isinstance(body, History)]
+    report = report_of(without)
+    assert report.history is None and report.by_module is None
+    assert report.verdict == report_of(job(make)).verdict
+    assert "call by call" in render_html(report), "a store without histories still has a picture"
+
+
+def test_of_many_ranks_those_that_met_something_are_there(make, monkeypatch):
+    monkeypatch.setattr(limits, "MOST_RANKS", 4)
+    found = report_of(job(make, ranks=40, bad=33)).history
+    assert 33 in [each.rank for each in found.ranks]
+    assert (len(found.ranks), found.left_out) == (4, 36)
+
+
+def test_it_is_in_the_store_and_in_report_json(make, tmp_path):
+    paths = RunPaths(tmp_path)
+    store = open_store(paths, 21)
+    for _, n, body in job(make):
+        message = AgentMessage(n, body, n - 1)
+        store.add("a0", message, encode(message))
+    told = build(store, "x")  # what is not on the disk yet is read, too
+    assert told.history is not None
+    store.close()
+    report = report_from_store(paths)
+    assert report.history == told.history
+    assert write_report(paths, report) is None
+    assert read_report(paths).history == report.history
+    assert "batch by batch" in render_html(read_report(paths))
