@@ -146,7 +146,8 @@ class _Telling:
             and first.kind != "unknown"
             and not any(m.untold for m in self.meetings)
         )
-        where = " and ".join(dict.fromkeys(meeting.text(self.world_size) for meeting in meetings))
+        sure = sure and all(meeting.number > 0 for meeting in meetings)  # a receive may have been begun before
+        where = " and ".join(dict.fromkeys(self._name(meeting) for meeting in meetings))
         if left:
             statement = (
                 f"{ranks_text(ranks).capitalize()} left early: {'its' if one else 'their'} script ended with exit code "
@@ -273,6 +274,12 @@ class _Telling:
     def _wait_text(self, ranks: list[int]) -> str:
         waited = self.waited.replace("have", "has", 1) if len(ranks) == 1 else self.waited
         return f"{ranks_text(ranks)} {waited}"
+
+    def _name(self, meeting: Meeting) -> str:
+        """`all_reduce`, `the send of rank 1`"""
+        if meeting.number < 0 and meeting.operation is not None:
+            return f"the {meeting.operation.operation} of {ranks_text(meeting.waiting)}"
+        return meeting.text(self.world_size)
 
     def _in_text(self, ranks: list[int]) -> str:
         return f"{ranks_text(ranks)} {'stands' if len(ranks) == 1 else 'stand'} in"
