@@ -8,9 +8,9 @@ from ...core.text.ranks_text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
 from .words import doing, left_silently
 
-_HARMLESS = ("preflight", "hooks", "device note", "native frame writer", "stacks")
+_HARMLESS = ("preflight", "hooks", "device note", "native frame writer", "stacks", "collectives")
 """Parts whose faults cost no frame. `hooks`, `device note` and `native frame writer` are notes about how frames are
-read and written. Without `stacks` a hang is told with less."""
+read and written. Without `stacks` or `collectives` a hang is told with less."""
 _MOST_NAMED = 64
 """Ranks that were never heard are named up to this many."""
 

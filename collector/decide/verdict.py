@@ -11,6 +11,7 @@ from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .drain import with_drain
 from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .gpu_evidence import with_gpu
+from .hang.ended import ended_verdict
 from .hang.verdict import hang_verdict
 from .overflow.verdict import overflow_verdict
 from .preflight_verdict import check_verdict, preflight_verdict
@@ -24,6 +25,7 @@ def decide(facts: RunFacts) -> Verdict:
         overflow_verdict,
         unnamed_overflow_verdict,
         hang_verdict,
+        ended_verdict,
         ending_verdict,
         lost_node_verdict,
         interrupted_verdict,

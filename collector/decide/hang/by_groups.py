@@ -66,14 +66,20 @@ def _mismatch(found: Mismatch, world_size: int) -> HangFinding:
             + ", ".join(f"{ranks_text(sorted(ranks))} issued {kind_text(kind)}" for kind, ranks in parts)
             + ". Which rank is the odd one is unknown."
         )
-        return HangFinding(statement, "unknown", None, [], evidence, next_)
+        return HangFinding(statement, "unknown", None, [], evidence, next_, "mismatch")
     theirs = " and ".join(kind_text(kind) for kind, ranks in parts[1:])
     statement = (
         f"{ranks_text(odd).capitalize()} issued {theirs}, where {len(parts[0][1])} other ranks issued "
         f"{kind_text(parts[0][0])}{inside}: the ranks do not issue the same collectives."
     )
     return HangFinding(
-        statement, "supported", odd[0] if len(odd) == 1 else None, odd if len(odd) > 1 else [], evidence, next_
+        statement,
+        "supported",
+        odd[0] if len(odd) == 1 else None,
+        odd if len(odd) > 1 else [],
+        evidence,
+        next_,
+        "mismatch",
     )
 
 
@@ -127,6 +133,7 @@ class _Telling:
         if not heads or self._unseen:
             return None
         meetings = [meeting for meeting in self.meetings if heads & set(meeting.missing)]
+        meetings = [meeting for meeting in meetings if heads.issuperset(meeting.missing)] or meetings
         direct = sorted({rank for meeting in meetings for rank in meeting.waiting})
         ranks = sorted(heads)
         one = len(ranks) == 1
@@ -139,7 +146,8 @@ class _Telling:
             and first.kind != "unknown"
             and not any(m.untold for m in self.meetings)
         )
-        where = " and ".join(dict.fromkeys(meeting.text(self.world_size) for meeting in meetings))
+        sure = sure and all(meeting.number > 0 for meeting in meetings)  # a receive may have been begun before
+        where = " and ".join(dict.fromkeys(self._name(meeting) for meeting in meetings))
         if left:
             statement = (
                 f"{ranks_text(ranks).capitalize()} left early: {'its' if one else 'their'} script ended with exit code "
@@ -164,6 +172,7 @@ class _Telling:
             ranks if not one else [],
             self._evidence(),
             [next_],
+            "left early" if left else "did not come",
         )
 
     def swapped(self) -> HangFinding | None:
@@ -192,7 +201,9 @@ class _Telling:
             return None
         if one is not None:
             statement += f" Rank {one} is the only one that differs."
-        return HangFinding(statement, "supported" if one is not None else "unknown", one, [], self._evidence(), [next_])
+        return HangFinding(
+            statement, "supported" if one is not None else "unknown", one, [], self._evidence(), [next_], "order"
+        )
 
     def _besides_what_is_not_shown(self) -> HangFinding | None:
         """Some wait in a collective that their tables show, and the others in one that they do not, such as DDP's."""
@@ -220,6 +231,7 @@ class _Telling:
             [],
             self._evidence(),
             ["Every rank must issue the same collectives in the same order: compare the lines below."],
+            "mismatch",
         )
 
     def all_came(self) -> HangFinding | None:
@@ -238,7 +250,7 @@ class _Telling:
         if further:
             statement += f" {ranks_text(further).capitalize()} {'waits' if len(further) == 1 else 'wait'} for those."
         return HangFinding(
-            statement, "unknown", None, [], self._evidence(), ["Test the links between the nodes: gpuwatch check."]
+            statement, "unknown", None, [], self._evidence(), ["Test the links: gpuwatch check."], "all came"
         )
 
     def unclear(self) -> HangFinding | None:
@@ -262,6 +274,12 @@ class _Telling:
     def _wait_text(self, ranks: list[int]) -> str:
         waited = self.waited.replace("have", "has", 1) if len(ranks) == 1 else self.waited
         return f"{ranks_text(ranks)} {waited}"
+
+    def _name(self, meeting: Meeting) -> str:
+        """`all_reduce`, `the send of rank 1`"""
+        if meeting.number < 0 and meeting.operation is not None:
+            return f"the {meeting.operation.operation} of {ranks_text(meeting.waiting)}"
+        return meeting.text(self.world_size)
 
     def _in_text(self, ranks: list[int]) -> str:
         return f"{ranks_text(ranks)} {'stands' if len(ranks) == 1 else 'stand'} in"

@@ -29,7 +29,7 @@ def hang_verdict(facts: RunFacts) -> Verdict | None:
     absent = {found.rank, *found.others}
     if any(_says_why(rank, waited=rank.rank not in absent) for rank in ranks if rank.rank not in early):
         return None
-    return _verdict(facts, found, ranks, looks)
+    return verdict_of(facts, found, ranks, looks)
 
 
 def last_looks(ranks: list[RankFacts]) -> dict[int, RankLook]:
@@ -68,14 +68,17 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
     return code not in (None, 0, -signal.SIGABRT) if waited else code not in (None, 0)
 
 
-def _verdict(facts: RunFacts, found: HangFinding, ranks: list[RankFacts], looks: dict[int, RankLook]) -> Verdict:
+def verdict_of(
+    facts: RunFacts, found: HangFinding, ranks: list[RankFacts], looks: dict[int, RankLook], kind: str = "hang"
+) -> Verdict:
+    """What was found, as a verdict."""
     named = next((rank for rank in ranks if rank.rank == found.rank), None)
     look = looks.get(found.rank) if found.rank is not None else None
     where = (
         look.where if look is not None else named.exit.where if named is not None and named.exit is not None else None
     )
     return Verdict(
-        kind="hang",
+        kind=kind,
         statement=found.statement,
         certainty=found.certainty,
         rank=found.rank,

@@ -1,0 +1,129 @@
+"""Ranks that do not meet in a collective: the one at fault is named if it can be known, and none else."""
+
+import random
+
+import pytest
+
+ABORT = ("--hang-timeout", "10", "--on-hang", "abort", "--preflight", "off")
+NEVER = ("--hang-timeout", "0", "--preflight", "off")
+
+
+def run_of(bench, how, nproc, seed, *options, more=()):
+    """(the run, the rank at fault): which rank it is, and when, comes from the seed."""
+    chance = random.Random(f"{how} {seed}")
+    rank, batch = chance.randrange(nproc), chance.randrange(1, 6)
+    args = ("--how", how, "--rank", str(rank), "--batch", str(batch), *more)
+    return bench.launch("meet.py", *options, nproc=nproc, args=args), rank
+
+
+@pytest.mark.parametrize(
+    ("how", "certainty", "sentence"),
+    [
+        ("size", "supported", "issued all_reduce of 5 elements of float32, where 2 other ranks issued all_reduce of 8"),
+        ("exit", "established", "left early: its script ended with exit code 0, while ranks"),
+    ],
+)
+def test_what_ends_the_others_names_who_was_at_fault(bench, how, certainty, sentence):
+    """gloo aborts some rank, or the others lose their connection to it."""
+    run, rank = run_of(bench, how, 3, 0, *NEVER)
+
+    verdict = run.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("crash", rank, certainty)
+    assert sentence in verdict["statement"]
+    assert run.code == 1
+    assert not any(found["faults"] for found in run.report["ranks"])
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2, of="ranks at fault that end the job")
+@pytest.mark.parametrize("how", ["size", "dtype", "exit", "_exit"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_ends_the_others_with_other_ranks_and_batches(bench, how, seed):
+    run, rank = run_of(bench, how, 2 + seed, seed, *NEVER)
+
+    verdict = run.verdict
+    named = rank if how in ("exit", "_exit") or seed > 0 else None
+    assert (verdict["kind"], verdict["rank"]) == ("crash", named)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2, of="ranks that do not meet")
+@pytest.mark.parametrize(
+    ("how", "nproc", "certainty", "sentence"),
+    [
+        ("barrier", 3, "established", "did not come to barrier"),
+        ("monitored", 3, "established", "did not come to monitored_barrier"),
+        ("subgroup", 8, "established", "did not come to all_reduce of group"),
+        (
+            "operation",
+            3,
+            "supported",
+            "issued broadcast from the group's rank 0 of 8 elements of float32, where 2 other",
+        ),
+        ("skip", 3, "supported", "issued broadcast from the group's rank 0 of 3 elements of float32, where 2 other"),
+        ("order", 3, "supported", "The ranks wait for each other in different groups"),
+        ("forward", 3, "established", "did not come to all_reduce"),
+        ("loader", 3, "established", "did not come to all_reduce"),
+        ("optimizer", 3, "established", "did not come to all_reduce"),
+        ("checkpoint", 4, "established", "did not come to all_reduce"),
+        ("stopped", 3, "established", "did not come to all_reduce"),
+        ("leaves slowly", 3, "established", "did not come to all_reduce"),
+    ],
+)
+def test_while_the_job_stands_still(bench, how, nproc, certainty, sentence):
+    run, rank = run_of(bench, how, nproc, 0, *ABORT)
+
+    verdict = run.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", rank, certainty)
+    assert sentence in verdict["statement"]
+    assert run.code == 5
+    assert not any(found["faults"] for found in run.report["ranks"])
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="nobody can be named")
+@pytest.mark.parametrize(
+    ("how", "nproc", "sentence"),
+    [
+        ("operation", 2, "Which rank is the odd one is unknown."),
+        ("skip", 2, "Which rank is the odd one is unknown."),
+        ("order", 2, "The ranks wait for each other in different groups"),
+        ("send", 3, "A send and its receive do not match."),
+    ],
+)
+def test_where_it_cannot_be_known_none_is_named(bench, how, nproc, sentence):
+    run, _ = run_of(bench, how, nproc, 0, *ABORT)
+
+    verdict = run.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", None, "unknown")
+    assert sentence in verdict["statement"]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="a group's timeout")
+@pytest.mark.parametrize(("how", "nproc"), [("barrier", 3), ("subgroup", 4)])
+def test_a_groups_timeout_names_who_missed(bench, how, nproc):
+    """And not one of those that waited and raised."""
+    run, rank = run_of(bench, how, nproc, 0, *NEVER, more=("--timeout", "15"))
+
+    verdict = run.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("hang", rank, "established")
+    assert "waited until the group's timeout" in verdict["statement"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_raised_and_does_not_end_is_named_by_what_it_raised(bench):
+    run, rank = run_of(bench, "raises", 3, 0, *ABORT)
+
+    assert (run.verdict["kind"], run.verdict["rank"]) == ("crash", rank)
+    assert "raised ValueError: boom" in run.verdict["statement"]
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="slow and healthy")
+def test_a_rank_that_is_late_and_comes_ends_nothing(bench):
+    """The others have waited for longer than the limit, and the job may not be ended for it."""
+    run, rank = run_of(bench, "slow", 3, 0, "--hang-timeout", "10", "--preflight", "off")
+
+    assert (run.code, run.verdict["kind"]) == (0, "clean")
+    assert f"Rank {rank} did not come to all_reduce" in run.stderr
