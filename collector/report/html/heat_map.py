@@ -93,7 +93,7 @@ def _columns(report: Report, ranks: list[int]) -> list[int]:
     """Places of the ranks that have a column: the verdict's, those that met something, then the first others."""
     met = {entry.rank for entry in report.ranks if entry.first_anomaly is not None}
     order = sorted(range(len(ranks)), key=lambda n: (ranks[n] != report.verdict.rank, ranks[n] not in met, ranks[n]))
-    return sorted(order[:_MOST_RANKS])
+    return order[:_MOST_RANKS]
 
 
 def _heat_cell(number: float | None, dtype: str) -> Cell:
