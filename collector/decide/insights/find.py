@@ -37,7 +37,7 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
         lambda: ranks_unlike(opened),
         lambda: dead_modules(opened),
     ]
-    found = []
+    found: list[Insight] = []
     for kind in kinds:
         try:
             found += kind()
