@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write it to this file."
 )
+@click.option("--warnings", is_flag=True, help="With the text: each value near overflow or in underflow.")
 @click.option("--open", "open_", is_flag=True, help="Show the page in a browser.")
 @click.option("--again", is_flag=True, help="Make report.json, report.txt and report.html again from the run's store.")
 @click.option(
@@ -45,6 +46,7 @@ def command(
     rank: int | None,
     form: str,
     output: Path | None,
+    warnings: bool,
     open_: bool,
     again: bool,
     merge: bool,
@@ -75,7 +77,9 @@ def command(
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = report_from_store(RunPaths(path), rank)
     try:
-        data = _rendered(report, "html" if open_ else form, rank, color=output is None and sys.stdout.isatty())
+        data = _rendered(
+            report, "html" if open_ else form, rank, warnings=warnings, color=output is None and sys.stdout.isatty()
+        )
     except Exception as error:  # a report.json that was changed can hold anything that JSON can
         if merge or again or path.is_file():
             raise
@@ -97,7 +101,7 @@ def command(
     return 0
 
 
-def _rendered(report: Report, form: str, rank: int | None, *, color: bool) -> str:
+def _rendered(report: Report, form: str, rank: int | None, *, warnings: bool, color: bool) -> str:
     if form == "json":
         from ..collector.report.model import to_json
 
@@ -109,7 +113,7 @@ def _rendered(report: Report, form: str, rank: int | None, *, color: bool) -> st
     from ..collector.report.text import render_text
 
     width = max(80, min(160, shutil.get_terminal_size((110, 24)).columns))
-    return render_text(report, width=width, color=color, rank=rank)
+    return render_text(report, width=width, color=color, rank=rank, warnings=warnings)
 
 
 def _open(page: Path, rank: int | None) -> None:

@@ -58,15 +58,26 @@ class ModulesByRanks(msgspec.Struct, frozen=True):
     """Of each rank. null: inf or nan; -1: not measured."""
 
 
-def histories(facts: RunFacts, verdict: Verdict) -> tuple[ModuleHistory | None, ModulesByRanks | None]:
+Opened = tuple[dict[int, OpenHistory], int]
+"""By rank, and how many ranks have one that is not here."""
+
+
+def open_histories(facts: RunFacts, verdict: Verdict, attempt: int) -> Opened:
+    """Those of the verdict's root; where it is about none, of the first root that there is."""
+    ranks = facts.of_attempt(attempt)
+    roots = [kept.root for rank in ranks for kept in rank.histories.values()]
+    root = verdict.root if verdict.root is not None else next(iter(roots), None)
+    there = [rank for rank in ranks if any(kept.root == root for kept in rank.histories.values())]
+    chosen = _chosen(there, verdict)
+    return {rank.rank: found for rank in chosen if (found := _open(rank, root)) is not None}, len(there) - len(chosen)
+
+
+def histories(opened: Opened, verdict: Verdict) -> tuple[ModuleHistory | None, ModulesByRanks | None]:
     """None each, where the verdict is about no module or no history has come."""
     if verdict.kind != "overflow" or verdict.module is None:
         return None, None
-    attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
-    there = [rank for rank in facts.of_attempt(attempt) if any(h.root == verdict.root for h in rank.histories.values())]
-    chosen = _chosen(there, verdict)
-    opened = {rank.rank: found for rank in chosen if (found := _open(rank, verdict.root)) is not None}
-    return _over_batches(opened, verdict, len(there) - len(chosen)), _over_ranks(opened, verdict)
+    found, left_out = opened
+    return _over_batches(found, verdict, left_out), _over_ranks(found, verdict)
 
 
 def _chosen(ranks: list[RankFacts], verdict: Verdict) -> list[RankFacts]:

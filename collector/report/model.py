@@ -13,6 +13,8 @@ from ...core.frames import Frame, Page
 from ...core.gpu_health.difference import GpuSincePreflight
 from ...core.records import GpuHealth, PreflightResult, Xid
 from ..decide.gpu_evidence import gpu_of
+from ..decide.insights.find import find_insights
+from ..decide.insights.insight import Insight
 from ..decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
 from ..decide.preflight_table import PreflightReport, preflight_report
 from ..decide.verdict import decide
@@ -21,7 +23,7 @@ from ..decide.words import seen_in, unfinished_stage
 from ..facts.facts import RankFacts, RunFacts
 from .attempts import AttemptReport, EarlierLife, other_attempts
 from .frame_selection import Shown, frames_to_show, target_of
-from .history import ModuleHistory, ModulesByRanks, histories
+from .history import ModuleHistory, ModulesByRanks, histories, open_histories
 from .ranks_to_show import ranks_to_show, traces_to_show
 from .stacks import stack_of
 from .timeline import TimelineEntry, timeline_of
@@ -157,6 +159,8 @@ class Report(msgspec.Struct, frozen=True):
     """How it came to an overflow: the verdict's module over the batches."""
     by_module: ModulesByRanks | None = None
     """The modules of all ranks in the batch of an overflow."""
+    insights: list[Insight] = []
+    """What values near trouble come to, the most harmful first."""
 
 
 def build_report(
@@ -187,7 +191,8 @@ def build_report(
         )
         for each in all_ranks
     ]
-    history, by_module = histories(facts, verdict)
+    opened = open_histories(facts, verdict, attempt)
+    history, by_module = histories(opened, verdict)
     return Report(
         schema=SCHEMA,
         run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
@@ -200,6 +205,7 @@ def build_report(
         attempts=other_attempts(facts, attempt),
         history=history,
         by_module=by_module,
+        insights=find_insights(facts, attempt, opened[0]),
     )
 
 

@@ -14,12 +14,18 @@ from ..decide.words import ranks_text
 from .model import RankReport, Report
 
 _MAX_WARNINGS = 8
+_MAX_INSIGHTS = 6
 _MAX_HIDDEN = 4
 
 
-def print_notices(console: Console, report: Report) -> None:
-    """Values near trouble, then expected and waived values, then skipped batches and the cost of watching."""
-    _warnings(console, report.ranks)
+def print_notices(console: Console, report: Report, *, warnings: bool = False) -> None:
+    """Values near trouble, then expected and waived values, then skipped batches and the cost of watching.
+
+    `warnings`: the rows that are near trouble, too.
+    """
+    _insights(console, report, warnings)
+    if warnings:
+        _warnings(console, report.ranks)
     for line in notice_lines(report):
         console.print(Text(line))
 
@@ -28,6 +34,22 @@ def notice_lines(report: Report) -> list[str]:
     """Skipped steps, waived and absorbed values, skipped batches, the cost of watching: a line each."""
     ranks = report.ranks
     return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *_cost(ranks)]
+
+
+def _insights(console: Console, report: Report, warnings: bool) -> None:
+    if report.insights:
+        console.print()
+        console.print(Text("Close to trouble", style="bold"))
+    for insight in report.insights[:_MAX_INSIGHTS]:
+        console.print(Text(f"  - {insight.text}. {insight.next}"))
+    left_out = len(report.insights) - _MAX_INSIGHTS
+    rows = sum(rank.warned for rank in report.ranks)
+    more = [f"{left_out} more in report.json"] if left_out > 0 else []
+    more += (
+        [f"{rows} row{'s' if rows != 1 else ''} in all: gpuwatch report --warnings"] if rows and not warnings else []
+    )
+    if more:
+        console.print(Text("; ".join(more)))
 
 
 def _warnings(console: Console, ranks: list[RankReport]) -> None:

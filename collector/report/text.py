@@ -23,8 +23,13 @@ _MAX_TABLE_ROWS = 64
 _MAX_MATRIX_ROWS = 12
 
 
-def render_text(report: Report, *, width: int = 110, color: bool = False, rank: int | None = None) -> str:
-    """The whole report as text, `width` characters wide; `rank` chooses whose frames are shown."""
+def render_text(
+    report: Report, *, width: int = 110, color: bool = False, rank: int | None = None, warnings: bool = False
+) -> str:
+    """The whole report as text, `width` characters wide; `rank` chooses whose frames are shown.
+
+    `warnings`: each row near overflow or in underflow is shown, too.
+    """
     out = io.StringIO()
     console = Console(
         file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False
@@ -42,7 +47,7 @@ def render_text(report: Report, *, width: int = 110, color: bool = False, rank: 
     _stacks(console, report)
     _trouble(console, report)
     print_findings(console, report.preflight)
-    print_notices(console, report)
+    print_notices(console, report, warnings=warnings)
     shown = rank_to_show(report, rank)
     if shown is not None and (report.verdict.kind != "clean" or rank is not None):
         _side_by_side(console, report, shown)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
+from ....core.text.ranks_text import ranks_text
 from ....core.values import headroom
 from ..history import ABSENT, ModulesByRanks
 from ..model import Report
@@ -34,6 +37,17 @@ class HeatRow(NamedTuple):
     cells: list[HeatCell]
 
 
+class Stretch(NamedTuple):
+    """Ranks beside each other whose cells have one level."""
+
+    x: int
+    width: int
+    level: str
+    first: int
+    """The first of these ranks."""
+    title: str
+
+
 class HeatMap(NamedTuple):
     """What the template draws."""
 
@@ -43,6 +57,9 @@ class HeatMap(NamedTuple):
     left_out: int
     legend: list[tuple[str, str]]
     """(level, what it means)"""
+    overview: Sequence[tuple[str, list[Stretch]]] = ()
+    """Where there are more ranks than columns: for each module all of them, without numbers."""
+    num_ranks: int = 0
 
 
 def heat_map(report: Report) -> HeatMap | None:
@@ -86,14 +103,30 @@ def _from_history(report: Report, found: ModulesByRanks) -> HeatMap:
         )
     ranks = [found.ranks[column] for column in columns]
     left_out = len(report.ranks) - len(ranks)
-    return HeatMap(f"abs max of the outputs in batch {found.batch}", ranks, rows, left_out, legend())
+    overview = _overview(found) if len(found.ranks) > len(ranks) else []
+    caption = f"abs max of the outputs in batch {found.batch}"
+    return HeatMap(caption, ranks, rows, left_out, legend(), overview, len(found.ranks))
+
+
+def _overview(found: ModulesByRanks) -> list[tuple[str, list[Stretch]]]:
+    rows = []
+    for n, module in enumerate(found.modules):
+        levels = [level_of(_heat_cell(numbers[n], module.dtype)) for numbers in found.abs_max]
+        stretches = []
+        for level, places in groupby(range(len(levels)), key=levels.__getitem__):
+            run = list(places)
+            ranks = ranks_text([found.ranks[place] for place in run])
+            title = f"{ranks}: {dict(legend()).get(level, 'not measured')}"
+            stretches.append(Stretch(run[0], len(run), level, found.ranks[run[0]], title))
+        rows.append((module.module, stretches))
+    return rows
 
 
 def _columns(report: Report, ranks: list[int]) -> list[int]:
     """Places of the ranks that have a column: the verdict's, those that met something, then the first others."""
     met = {entry.rank for entry in report.ranks if entry.first_anomaly is not None}
     order = sorted(range(len(ranks)), key=lambda n: (ranks[n] != report.verdict.rank, ranks[n] not in met, ranks[n]))
-    return sorted(order[:_MOST_RANKS])
+    return order[:_MOST_RANKS]
 
 
 def _heat_cell(number: float | None, dtype: str) -> Cell:

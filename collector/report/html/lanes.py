@@ -53,13 +53,16 @@ def lanes(report: Report) -> Lanes | None:
     if not any(event.kind != "ended" for event in events):
         return None
     ranks = _ranks(report, events)
+    last: dict[int | None, int] = {}
+    for event in events:
+        last[event.rank] = max(last.get(event.rank, -1), _seq(event))
     kept = [event for event in events if event.rank in set(ranks)]
-    moments = sorted({_moment(event) for event in kept})
+    moments = sorted({_moment(event, last) for event in kept})
     wide = (_WIDTH - _LEFT - 30) / max(1, len(moments))
     place = {moment: round(_LEFT + wide * (n + 0.5), 1) for n, moment in enumerate(moments)}
     found = []
     for n, rank in enumerate(ranks):
-        mine = [Event(place[_moment(e)], SHAPES[e.kind], _title(e)) for e in kept if e.rank == rank]
+        mine = [Event(place[_moment(e, last)], SHAPES[e.kind], _title(e)) for e in kept if e.rank == rank]
         end = max((event.x for event in mine), default=float(_LEFT))
         found.append(Lane(rank, _TOP + n * _HEIGHT, end, rank == report.verdict.rank, mine))
     collectives = sorted({moment[0] for moment in moments})
@@ -71,9 +74,14 @@ def lanes(report: Report) -> Lanes | None:
     return Lanes(found, _LEFT, _WIDTH, _TOP + len(found) * _HEIGHT + 26, ticks, others)
 
 
-def _moment(event: TimelineEntry) -> tuple[int, int]:
-    """Between two collectives a rank first meets something, then raises, then ends."""
-    return (event.seq if event.seq is not None else -1), ("fault", "anomaly", "raised", "ended").index(event.kind)
+def _seq(event: TimelineEntry) -> int:
+    return event.seq if event.seq is not None else -1
+
+
+def _moment(event: TimelineEntry, last: dict[int | None, int]) -> tuple[int, int]:
+    """Between two collectives a rank first meets something, then raises; its end comes after all of its events."""
+    at = last[event.rank] if event.kind == "ended" else _seq(event)
+    return at, ("fault", "anomaly", "raised", "ended").index(event.kind)
 
 
 def _ranks(report: Report, events: list[TimelineEntry]) -> list[int]:

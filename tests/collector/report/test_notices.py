@@ -21,8 +21,8 @@ def report_of(bodies) -> Report:
     return build_report(fold(messages(bodies)), run_id="run", started=None, ended=None)
 
 
-def text_of(report) -> str:
-    return " ".join(render_text(report, width=200).split())
+def text_of(report, **how) -> str:
+    return " ".join(render_text(report, width=200, **how).split())
 
 
 def near(make, rank=0, *, headroom=0.25, module="up", role="output", batch=3):
@@ -87,7 +87,7 @@ def test_the_worst_warning_comes_first(make):
 
 def test_a_table_of_warnings_shows_eight_and_counts_the_rest(make):
     bodies = [near(make, 0, module=f"m{n:02}", headroom=n / 20) for n in range(11)]
-    text = text_of(report_of(run(make, *bodies, warned=40)))
+    text = text_of(report_of(run(make, *bodies, warned=40)), warnings=True)
     assert "Finite, and close to trouble" in text
     assert "m07 Linear" in text
     assert "m08 Linear" not in text
@@ -105,7 +105,7 @@ def test_a_warning_stands_beside_an_overflow_too(make):
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
     report = report_of([make.hello(nproc=1), near(make, 0), *batch.messages()])
     assert report.verdict.kind == "overflow"
-    assert "Finite, and close to trouble" in text_of(report)
+    assert "Close to trouble - outputs of `up` came close to float16's limit" in text_of(report)
 
 
 # -- GradScaler ---------------------------------------------------------------------------------------------------

@@ -10,8 +10,11 @@
 
   const read = () => new URLSearchParams(location.hash.slice(1));
   const write = (changes) => {
-    const state = read();
-    for (const [key, value] of Object.entries(changes)) value === "" ? state.delete(key) : state.set(key, value);
+    const before = read(), state = new URLSearchParams();
+    for (const key of ["rank", "batch", "module"]) {
+      const value = changes[key] ?? before.get(key) ?? "";
+      if (value !== "") state.set(key, value);
+    }
     const hash = state.toString();
     history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
     show(false);
