@@ -69,6 +69,7 @@ EVENTS = [
     records.GpuHealth("unknown", "no NVML", "580.1", {"GPU-1": "H100"}, {"GPU-1": "Not Supported"}, 12),
 ]
 BODIES = [
+    messages.History(1, 0, 0, [3, 4], [3, 4], [7], b"\x01", b"\x10\x20"),
     Hello(
         "a" * 32,
         "host",
