@@ -318,6 +318,36 @@ def table(all_figures: list[Figures]) -> str:
     return "\n".join(lines)
 
 
+def plot(all_figures: list[Figures], path: Path) -> None:
+    """Draw how the figures grow with the ranks. Exits with a sentence where there is no matplotlib."""
+    try:
+        from matplotlib import pyplot
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install matplotlib")
+    ranks = [f.ranks for f in all_figures]
+    drawn: list[tuple[str, dict[str, list[float | None]]]] = [
+        (
+            "cores of the collector",
+            {"a page a second from each rank": [f.cpu_s / f.pages * f.ranks if f.pages else None for f in all_figures]},
+        ),
+        ("memory of the collector (MB)", {"peak": [f.peak_rss / 1e6 for f in all_figures]}),
+        (
+            "seconds from an anomaly to the verdict",
+            {"median": [f.latency_p50 for f in all_figures], "99 %": [f.latency_p99 for f in all_figures]},
+        ),
+        ("seconds to the report", {"at the job's end": [f.end_s for f in all_figures]}),
+    ]
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
+    for axis, (title, lines) in zip(axes.flat, drawn, strict=True):
+        for name, values in lines.items():
+            axis.plot(ranks, values, marker="o", label=name)
+        axis.set(title=title, xlabel="ranks", xscale="log", yscale="log", xticks=ranks, xticklabels=map(str, ranks))
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a collector takes.")
     parser.add_argument("--ranks", default="8,64", metavar="N,N", help="multiples of 8, from 8 to 8192 (8,64)")
@@ -328,6 +358,10 @@ def main() -> None:
     )
     parser.add_argument("--anomalies", type=int, default=20, metavar="N", help="ranks that meet an overflow (20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, too: .svg or .png; needs matplotlib")
+    parser.add_argument(
+        "--from-json", type=Path, action="append", metavar="FILE", help="measure nothing: the figures of these runs"
+    )
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for the store; removed afterwards")
     options = parser.parse_args()
     counts = [int(number) for number in options.ranks.split(",")]
@@ -336,7 +370,9 @@ def main() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     done: list[Figures] = []
-    for count in counts:
+    for path in options.from_json or ():
+        done += msgspec.json.decode(path.read_bytes(), type=list[Figures])
+    for count in counts if not options.from_json else ():
         folder = Path(tempfile.mkdtemp(prefix="gpuwatch-benchmark-", dir=options.folder))
         try:
             done.append(measure(count, options.pages, options.rate, options.frames, options.anomalies, folder))
@@ -345,6 +381,8 @@ def main() -> None:
         figures: dict[str, Any] = asdict(done[-1])
         print(json.dumps(figures), file=sys.stderr, flush=True)
     print(table(done))
+    if options.plot:
+        plot(sorted(done, key=lambda figures: figures.ranks), options.plot)
     if options.json:
         options.json.write_text(json.dumps([asdict(each) for each in done], indent=1))
 
