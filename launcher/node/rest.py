@@ -9,8 +9,8 @@ from __future__ import annotations
 
 LONGEST_REST_TIMES = 3.0
 BEFORE_FIRST_BATCH_TIMES = 4.0
-_SCRIPT = frozenset({"script", "forward", "backward", "optimizer"})
-"""Phases in which a rank is expected to move. What a preflight waits for has deadlines of its own."""
+_SCRIPT = frozenset({"script", "forward", "backward", "optimizer", "finished", "raised"})
+"""Phases in which a rank is expected to move, or to end. What a preflight waits for has deadlines of its own."""
 
 
 class Rest:

@@ -120,6 +120,14 @@ def test_a_rank_that_raised_and_does_not_end_is_named_by_what_it_raised(bench):
 
 
 @pytest.mark.slow
+def test_a_rank_that_does_not_end_is_told_and_left_alone(bench):
+    run, rank = run_of(bench, "does not end", 2, 0, *ABORT)
+
+    assert (run.code, run.verdict["kind"]) == (0, "clean")
+    assert f"Rank {rank} has not ended for" in run.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.sample(1, of="slow and healthy")
 def test_a_rank_that_is_late_and_comes_ends_nothing(bench):
     """The others have waited for longer than the limit, and the job may not be ended for it."""

@@ -35,6 +35,8 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
     evidence = [_line(group) for group in _alike(standings)]
     if unseen > 0:
         evidence.append(f"{unseen} of the ranks did not tell where they stand")
+    if all(look.phase in ("finished", "raised") for look in looks):
+        return _does_not_end(ordered, standings, evidence)
     left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
     if len(left) == len(ended):
         shown = {standing.rank: _shown(standing, look) for standing, look in zip(standings, ordered, strict=True)}
@@ -89,6 +91,25 @@ def _left_early(
         [] if one else left,
         evidence,
         ["Every rank must issue the same collectives: look for a loop that is shorter on it, or an early return."],
+    )
+
+
+def _does_not_end(looks: list[RankLook], standings: list[Standing], evidence: list[str]) -> HangFinding:
+    """Their scripts have ended or raised: they are held by an exit function, a thread or a destructor."""
+    one = len(looks) == 1
+    raised = all(look.phase == "raised" for look in looks)
+    who = f"{_ranks(standings).capitalize()} {'has' if one else 'have'} not ended"
+    why = f"since {'its' if one else 'their'} script {'raised' if raised else 'ended'}"
+    line = f" It is at {standings[0].line}." if one and standings[0].line else ""
+    return HangFinding(
+        f"{who} for {min(look.still_s for look in looks):.0f} s {why}.{line}",
+        "established",
+        standings[0].rank if one else None,
+        [] if one else [standing.rank for standing in standings],
+        evidence,
+        ["Look for a thread that is not a daemon, a child process, or a function of atexit."],
+        "does not end",
+        may_end=raised,
     )
 
 

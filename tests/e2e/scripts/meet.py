@@ -85,11 +85,13 @@ def main():
     parser.add_argument("--ddp", action="store_true")
     options = parser.parse_args()
     how = options.how
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
+    timeout = datetime.timedelta(seconds=options.timeout)
+    dist.init_process_group("gloo", timeout=timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
-    others = [dist.new_group(list(range(world))) for _ in range(2)]
-    half = [dist.new_group(list(range(world // 2))), dist.new_group(list(range(world // 2, world)))]
+    others = [dist.new_group(list(range(world)), timeout=timeout) for _ in range(2)]
+    halves = range(world // 2), range(world // 2, world)
+    half = [dist.new_group(list(ranks), timeout=timeout) for ranks in halves]
     mine = half[rank >= world // 2]
     net = Net()
     model = nn.parallel.DistributedDataParallel(net) if options.ddp else net
@@ -135,6 +137,8 @@ def main():
     print("done", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    if how == "does not end" and rank == options.rank:
+        threading.Thread(target=time.sleep, args=(40,)).start()
 
 
 if __name__ == "__main__":

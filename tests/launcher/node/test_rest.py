@@ -60,5 +60,11 @@ def test_what_came_before_the_first_batch_tells_nothing_of_later_rests():
 
 def test_a_preflight_and_a_start_have_deadlines_of_their_own():
     rest = Rest(0.0)
-    for phase in ("starting", "preflight", "unwatched", "finished", "raised"):
+    for phase in ("starting", "preflight", "unwatched"):
         assert not told(rest, 1e6, phase=phase)
+
+
+def test_a_rank_that_does_not_end_is_told():
+    for phase in ("finished", "raised"):
+        rest = Rest(0.0)
+        assert told(rest, 1e6, phase=phase)

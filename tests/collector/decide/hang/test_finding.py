@@ -180,6 +180,15 @@ def test_ranks_that_compute_and_wait_for_nobody_are_no_hang():
     assert find(look(0, LOADING, busy=1.0)) is None
 
 
+@pytest.mark.parametrize(("phase", "may_end"), [("finished", False), ("raised", True)])
+def test_a_rank_that_does_not_end(phase, may_end):
+    held = [StackLine("/usr/lib/python3.11/threading.py", 1590, "_shutdown", "lock.acquire()")]
+    found = find(look(1, held, phase=phase), ended=left(0) | left(2), world=3)
+
+    assert (found.rank, found.certainty, found.may_end) == (1, "established", may_end)
+    assert found.statement.startswith("Rank 1 has not ended for 300 s since its script")
+
+
 def test_ranks_that_rest_and_wait_for_nobody():
     assert find(look(0, LOADING), look(1, LOADING)).rank is None
     assert find(look(0, LOADING)).rank == 0
