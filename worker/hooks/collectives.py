@@ -92,15 +92,17 @@ class Collectives:
         begin = self._groups.begin
 
         def begins(group: Any, args: tuple[Any, ...]) -> Place | None:
-            tensor = args[argument] if 0 <= argument < len(args) else None
+            if argument >= len(args):  # called with names: the group's own counter tells that it was
+                return None
+            tensor = args[argument] if argument >= 0 else None
             while tensor.__class__ is list:
                 tensor = tensor[0] if tensor else None
-            return begin(group, code, tensor, args[-1].rootRank if rooted else -1)
+            return begin(group, code, tensor, getattr(args[-1], "rootRank", -1) if rooted else -1)
 
         return begins
 
     def _begin_p2p(self, code: int) -> _Begin:
-        return lambda group, args: self._groups.begin_p2p(group, code, args[0][0], args[1])
+        return lambda group, args: self._groups.begin_p2p(group, code, args[0][0], args[1] if len(args) > 1 else -1)
 
     def _replace(self, owner: Any, name: str, begin: _Begin, after: _After) -> None:
         before = owner.__dict__.get(name)

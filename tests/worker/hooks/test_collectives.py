@@ -192,3 +192,17 @@ for name, arguments in (("allreduce", ([x], dist.AllreduceOptions())), ("barrier
 faults.clear()
 """
     )
+
+
+def test_calls_with_names_and_without_options_are_counted_and_no_fault(both):
+    shown = both(
+        """
+group = dist.group.WORLD
+dist.all_reduce(x)
+group.allreduce(tensors=[x]).wait()
+group.broadcast(x, 0).wait()
+table.notice()
+show("all")
+"""
+    )
+    assert [found["all"][0]["begun"] for found in shown] == [3, 3]
