@@ -109,6 +109,10 @@ class GraphNode(msgspec.Struct, frozen=True):
     """It returned an output of that call: a frame shows the gradient that its backward is handed."""
     passes: bool = False
     """Its backward makes finite gradients of finite ones: it moves, masks or adds them."""
+    operands: list[str] = []
+    """Of a sum or an elementwise product: the modules that returned what it was handed, as far as modules did."""
+    product: bool = False
+    """It is an elementwise product of two tensors of one shape, and modules returned both."""
     opaque: bool = False
     """It is a torch.autograd.Function, in whose forward modules may have been called."""
 

@@ -62,6 +62,8 @@ class _Backward:
             users.own_code.append(module)
             users.unwatched = users.unwatched or not mine
             return self._somewhere(users, sure=False)
+        if not self._calls_of(module) and mine[0].cls != "MultiheadAttention":  # it uses its `out_proj` itself
+            return self._of_uncalled(mine[0])
         if self._may_be_reduced(mine):
             return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
         sharing = sorted(self._sharing())
@@ -85,6 +87,25 @@ class _Backward:
             )
         return self._diagnosis(module, self._frame.cls, self._row.role)
 
+    def _of_uncalled(self, around: Frame) -> LocalDiagnosis:
+        """A gradient of a parameter whose module has no frame: the one around it used it, or code that was compiled."""
+        after = self._last_finite(around.module, below=True)
+        between = (after, self._frame.module or self._frame.cls)
+        note = (
+            f"no frame shows a call of {_named(self._frame.module)}: {_named(around.module)} used its parameter "
+            "itself, or ran compiled code that was not looked into, and then a module in there can have made it"
+        )
+        return self._diagnosis(
+            around.module,
+            around.cls,
+            self._row.role,
+            source="received" if self._may_be_reduced([around]) else "made",
+            between=between,
+            sure=False,
+            own_code=(around.module,),
+            notes=(note,),
+        )
+
     def of_output(self) -> LocalDiagnosis:
         """The gradient of an output: a user of that output made it."""
         found = self._of_graph()
@@ -105,7 +126,8 @@ class _Backward:
         mine = (self._anomaly.frame, self._anomaly.module, self._anomaly.role)
         if again is None or mine != (self._frame.index, self._frame.module, self._row.role):
             return None
-        found = makers_of(again.graph, self._all_finite)
+        is_nan = self._row.nan and not (self._row.posinf or self._row.neginf)
+        found = makers_of(again.graph, self._all_finite, self._returned_finite if is_nan else None)
         if found is None or not self._is_no_sum():
             return None
         calls: dict[Maker, Frame] = {}
@@ -142,6 +164,11 @@ class _Backward:
         if not calls or not self._seen_finite(calls):
             return False
         return len({row.role for call in calls for _, row in self._gradients_of(call)}) >= outputs
+
+    def _returned_finite(self, module: str) -> bool:
+        """Whether all that a module returned in the forward was measured and finite."""
+        rows = [row for call in self._calls_of(module) for row in call.outputs]
+        return bool(rows) and all(row.finite and row.kind == "measured" for row in rows)
 
     def _cannot_overflow(self, maker: Maker, call: Frame) -> bool:
         """Whether a call's operations are of a kind, and its numbers so small, that it can only make finite ones."""

@@ -5,7 +5,9 @@ handed a finite gradient and only passes gradients on has made nothing. What is 
 
     x + f(norm(x))                 of x: `norm`. AddBackward0 passed on the gradient of what the block returned
     norm(x + f(x))                 of what f returned: `norm`. AddBackward0 passed on what it was handed
-    x * norm(x)                    of x: `norm` or the block's own code
+    h = x + f(norm(x)); h + g(h)   of x: `norm`. The first sum handed the same gradient to f, and f's was finite
+    x * norm(x)                    of x: `norm`, if it is nan: a product with finite numbers makes none of a finite one
+    x * exp(norm(x))               of x: `norm` or the block's own code
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ class Makers:
     """Operations that have used the tensor, and that only passed on a finite gradient."""
 
 
-def makers_of(graph: Sequence[GraphNode], finite: Callable[[str, int], bool]) -> Makers | None:
+def makers_of(
+    graph: Sequence[GraphNode], finite: Callable[[str, int], bool], returned_finite: Callable[[str], bool] | None = None
+) -> Makers | None:
     """What can have made the gradient that the first node was handed; None if that is not known.
 
     `finite(module, outputs)`: whether the gradients of all that the module returned were seen, at least so many of
-    them, and were finite.
+    them, and were finite. `returned_finite(module)`: whether all that it returned is known to be finite, asked where
+    the gradient is nan alone.
     """
     outputs: dict[str, int] = {}
     for node in graph[1:]:
@@ -51,26 +56,29 @@ def makers_of(graph: Sequence[GraphNode], finite: Callable[[str, int], bool]) ->
         return None
     able: dict[tuple[str, int], list[GraphNode]] = {}
     passed: list[GraphNode] = []
-    for position in _reached(graph):
+    reached: set[int] = set()
+    left = list(graph[0].users)
+    while left:
+        position = left.pop()
+        if position in reached or not 0 < position < len(graph):
+            continue
+        reached.add(position)
         node = graph[position]
-        if not node.passes or not (node.output or node.users):
-            able.setdefault((node.module if node.call >= 0 else "", node.call), []).append(node)
-        elif node.output:
+        passes = node.passes or _makes_no_nan(node, returned_finite)
+        handed_finite = node.output or (node.passes and any(finite(module, 1) for module in node.operands))
+        if passes and handed_finite:
             passed.append(node)
+            continue
+        left += node.users
+        if not passes or not node.users:
+            able.setdefault((node.module if node.call >= 0 else "", node.call), []).append(node)
     made = tuple(
         Maker(module, call, tuple(sorted({node.op for node in nodes})), any(node.opaque for node in nodes))
-        for (module, call), nodes in able.items()
+        for (module, call), nodes in sorted(able.items())
     )
     return Makers(made, tuple(passed))
 
 
-def _reached(graph: Sequence[GraphNode]) -> list[int]:
-    """The positions of all nodes above the first one, each once."""
-    found: list[int] = []
-    left = list(graph[0].users)
-    while left:
-        position = left.pop()
-        if position not in found and 0 < position < len(graph):
-            found.append(position)
-            left += graph[position].users
-    return sorted(found)
+def _makes_no_nan(node: GraphNode, returned_finite: Callable[[str], bool] | None) -> bool:
+    """Whether it multiplies two tensors that are known to be finite."""
+    return node.product and returned_finite is not None and all(map(returned_finite, node.operands))

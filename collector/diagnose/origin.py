@@ -16,6 +16,7 @@ import msgspec
 from ...core.frames import Frame, Mark, Page, Row, module_text
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
+from ...core.roles import role_of_parameter
 from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
@@ -72,10 +73,10 @@ class _Forward:
             return self._of_weight(frame, bad_weight)
         changed = self._changed_weight(frame)
         if changed is not None:
-            return replace(
-                self._of_weight(frame, changed),
-                notes=(f"{changed.role} was finite when it was read after the last step",),
-            )
+            note = f"{changed.role} was finite when it was read after the last step"
+            if not frame.weights:
+                note = "weights are not watched (--watch): it was looked at when the alarm was raised"
+            return replace(self._of_weight(frame, changed), notes=(note,))
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
         if bad_input is not None and output is not None and bad_input.only_neginf and output.nan:
@@ -138,6 +139,21 @@ class _Forward:
             found = again.weights.get(row.parsed_role.name, "finite")
             if found != "finite" and row.finite:
                 return msgspec.structs.replace(row, flags=int(_FLAGS[found]), abs_max=None)
+        bad = {name: found for name, found in again.weights.items() if found != "finite"}
+        if not frame.weights and bad and frame.module == self._anomaly.module:  # weights are not watched
+            name, found = next(iter(bad.items()))
+            flags = _FLAGS[found]
+            return Row(
+                role=role_of_parameter(name),
+                abs_min=None,
+                abs_max=None,
+                nan=bool(flags & NonFinite.NAN),
+                posinf=bool(flags & NonFinite.POSINF),
+                neginf=bool(flags & NonFinite.NEGINF),
+                dtype=self._anomaly.dtype,
+                shape=None,
+                flags=int(flags),
+            )
         return None
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
@@ -164,6 +180,8 @@ class _Forward:
         """Whether the weights of a call were read again when the alarm was raised, and were finite."""
         names = {row.parsed_role.name for row in frame.weights}
         again = self._anomaly.again
+        if not names and again is not None and frame.module == self._anomaly.module:
+            return all(found == "finite" for found in again.weights.values())
         if not names or again is None:
             return not names
         return frame.module == self._anomaly.module and all(again.weights.get(name) == "finite" for name in names)

@@ -30,6 +30,7 @@ _PASSES = re.compile(
     "Backward[0-9]"
 )
 """Operations whose backward moves or masks gradients: of finite ones it makes finite ones."""
+_PRODUCT = "MulBackward0"
 _SUMS = frozenset(("AddBackward0", "SubBackward0"))
 """They pass gradients on, unless they multiply by an alpha, or sum over what they have repeated (broadcasting)."""
 
@@ -54,6 +55,8 @@ class _Users:
         """Node -> the calls among which it was made."""
         self._users: dict[Any, list[tuple[Any, int]]] = {}
         """Node -> (node that has used it, which of its outputs that one used)."""
+        self._copied: dict[Any, Any] = {}
+        """Node of a copy that a checkpoint has made -> the node that made the original."""
         self._roots = {root for graph in graphs for root in graph.roots}
         for graph in graphs:
             self._add(graph)
@@ -90,6 +93,7 @@ class _Users:
         self._users[handed[0]] = [
             each for user in self._users[handed[0]] for each in (self._users[leaves[0]] if user[0] is begun else [user])
         ]
+        self._copied[leaves[0]] = handed[0]
         for root in graph.roots:
             self._users[root] += self._users[begun]
 
@@ -146,6 +150,7 @@ class _Users:
                     order.append(user)
             if len(order) > _MOST_TOLD:
                 return []
+            operands = self._operands(node, made) if node.name() in (*_SUMS, _PRODUCT) else []
             told.append(
                 GraphNode(
                     op=node.name(),
@@ -154,10 +159,22 @@ class _Users:
                     users=sorted({positions[user] for user in users}),
                     output=is_output,
                     passes=_passes(node),
+                    operands=operands,
+                    product=node.name() == _PRODUCT and len(operands) == 2 and _keeps_shape(node),
                     opaque=isinstance(node, BackwardCFunction),
                 )
             )
         return told
+
+    def _operands(self, node: Any, made: Any) -> list[str]:
+        """The modules that returned what a node was handed. `made` is known to have returned an output."""
+        found = []
+        for each, _ in node.next_functions:
+            used = self._copied.get(each, each)
+            call = self._call(used) if used in self._users else None
+            if call is not None and (used is made or self._is_output(used)):
+                found.append(call.info.name)
+        return found
 
 
 def _passes(node: Any) -> bool:
@@ -166,6 +183,11 @@ def _passes(node: Any) -> bool:
         return _PASSES.fullmatch(name) is not None
     if getattr(node, "_saved_alpha", None) != 1:  # scalars that a node keeps outlive its backward
         return False
+    return _keeps_shape(node)
+
+
+def _keeps_shape(node: Any) -> bool:
+    """Whether what a node was handed has the shape of what it returned: nothing was repeated."""
     shapes = [_shape(used, output) for used, output in node.next_functions if used is not None]
     return all(shape is not None and shape == _shape(node, 0) for shape in shapes)
 

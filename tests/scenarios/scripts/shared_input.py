@@ -5,7 +5,8 @@
 as T5 does. --block attention: `q(x)`, `k(x)` and `v(x)` share their input, and `k` makes it.
 
 In three, something else can have made it as well. --block product: `x * scale(x)`. --block doubled: `x + scale(2 * x)`.
---block pair: `scale(x) + other(x)`, two modules of one class.
+--block pair: `scale(x) + other(x)`, two modules of one class. --block heads: what attention's own code made of q, k
+and v goes into `scale`. --block recurrent: `cell(x) / 2 + scale(x)`, twice.
 
 --how: plain, checkpointed, reentrant (the older kind of checkpointing) or compiled.
 """
@@ -78,6 +79,27 @@ class Pair(PreNorm):
         return self.scale(x) + self.other(x)
 
 
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.scale = (*(diagonal(8, 1.0) for _ in range(3)), Scale())
+
+    def forward(self, x):
+        weights = torch.softmax(self.q(x) @ self.k(x).T, -1)
+        return self.scale((weights * 0.0) @ self.v(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.scale = diagonal(8, 1.0), Scale()
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.cell(x) * 0.5 + self.scale(x)
+        return x
+
+
 class Net(nn.Module):
     def __init__(self, block, how):
         super().__init__()
@@ -104,6 +126,8 @@ KINDS = {
     "product": Product,
     "doubled": Doubled,
     "pair": Pair,
+    "heads": Heads,
+    "recurrent": Recurrent,
 }
 
 

@@ -92,11 +92,34 @@ class ScaledFirst(Block):
         return x + self.first(self.fault(x * 2.0) + x)
 
 
-class Twice(Block):
-    """Own code multiplies by what it hands to the fault: both can have made it."""
+class Product(Block):
+    """Own code multiplies what modules have returned: out of finite numbers that makes no nan."""
 
     def forward(self, x):
         return x * self.fault(x)
+
+
+class Two(Block):
+    """A whole decoder layer: nobody has seen the gradient between the two residual sums, but that of `first`, which
+    the first sum has made, too."""
+
+    def forward(self, x):
+        x = x + self.first(self.fault(x))
+        return x + self.third(torch.nn.functional.silu(self.second(x)))
+
+
+class Down(Block):
+    """The end of a gated feed-forward."""
+
+    def forward(self, x):
+        return self.fault(self.first(x) * self.second(x))
+
+
+class Exponential(Block):
+    """Own code computes on what it hands to the fault: both can have made it."""
+
+    def forward(self, x):
+        return x.exp() * self.fault(x)
 
 
 class TwoFaults(Block):
@@ -141,7 +164,7 @@ def rows() -> torch.Tensor:
     return x
 
 
-BLOCKS = [PreNorm, PostNorm, Parallel, Gated, GateItself, Attention]
+BLOCKS = [PreNorm, PostNorm, Parallel, Gated, GateItself, Attention, Product, Two, Down]
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant"])
@@ -154,7 +177,7 @@ def test_the_leaf_is_named(block, how, way):
 
 
 @pytest.mark.parametrize(
-    "block, able", [(Twice, "its own code"), (ScaledFirst, "its own code"), (TwoFaults, "`block.other`")]
+    "block, able", [(Exponential, "its own code"), (ScaledFirst, "its own code"), (TwoFaults, "`block.other`")]
 )
 def test_where_two_can_have_made_it_both_are_said(block, able):
     found = verdict_of(Net(block), rows())

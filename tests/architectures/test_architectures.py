@@ -1,0 +1,41 @@
+"""Sixty architectures of transformers: no alarm, the same bits, and faults in the forward and the backward named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # as run.py, a script, finds its neighbours
+
+pytest.importorskip("transformers")
+from models import ARCHITECTURES
+from trial import attempt
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # what the library warns of is not ours to mend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, id=each.name, marks=pytest.mark.sample(4, of="architectures")) for each in ARCHITECTURES],
+)
+def test_it_is_watched_without_an_alarm_and_its_faults_are_named(architecture, dtype):
+    result = attempt(architecture, dtype)
+
+    assert result.wrong == []
+    assert len(result.right) + len(result.listed) == 4
+
+
+def test_there_are_sixty():
+    assert len({architecture.name for architecture in ARCHITECTURES}) == len(ARCHITECTURES) == 60

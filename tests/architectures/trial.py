@@ -1,0 +1,205 @@
+"""Trains a tiny model of an architecture of transformers: without gpuwatch, under it, and with a fault put into it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gpuwatch
+import torch
+from models import Architecture, inputs_of, model_of
+from torch import nn
+
+STEPS = 4
+BAD_STEP = 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training has left."""
+
+    losses: list[float]
+    bits: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What was put in, and what the verdict says of it."""
+
+    site: str
+    phase: str
+    verdict: Any
+
+    @property
+    def right(self) -> bool:
+        """The module is named."""
+        found = self.verdict
+        return (found.kind, found.module, found.phase) == ("overflow", self.site, self.phase)
+
+    @property
+    def listed(self) -> bool:
+        """It is not named alone, and among those that are said to come into question."""
+        return self.verdict.certainty == "supported" and f"`{self.site}`" in self.verdict.statement
+
+
+def train(
+    architecture: Architecture, dtype: torch.dtype, prepare: Callable[[nn.Module, int], None] | None = None
+) -> Trained:
+    """Four steps from a fixed seed. `prepare(model, step)` is called before each of them."""
+    model = model_of(architecture, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        if prepare is not None:
+            prepare(model, step)
+        loss = model(**inputs_of(architecture, model, dtype, step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return Trained(losses, [parameter.detach().clone() for parameter in model.parameters()])
+
+
+def same_bits(left: Trained, right: Trained) -> bool:
+    """Whether two trainings have left the same bits, nan for nan."""
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(left.bits, right.bits, strict=True)
+    )
+
+
+# -- faults -------------------------------------------------------------------------------------------------------
+
+
+class _Poison(torch.autograd.Function):
+    """Leaves values alone, and puts a nan into their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.masked_fill(torch.arange(gradient.numel()).reshape(gradient.shape) == 0, float("nan"))
+
+
+def spoil_output(module: nn.Module) -> None:
+    """From now on the module returns a nan."""
+    forward = module.forward
+
+    def spoilt(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = forward(*args, **kwargs)
+        spot = torch.arange(output.numel()).reshape(output.shape) == 0
+        return output.masked_fill(spot, float("nan"))
+
+    module.forward = spoilt  # type: ignore[method-assign]  # as a bug in its code
+
+
+def spoil_gradient(module: nn.Module) -> None:
+    """From now on the module's backward makes a nan in the gradient of what it is handed."""
+    forward = module.forward
+
+    def spoilt(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(_Poison.apply(x), *args, **kwargs)
+
+    module.forward = spoilt  # type: ignore[method-assign]  # as a bug in its code
+
+
+def sites(architecture: Architecture, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Names of modules without children that are called once: all, and those that hand a gradient on to others."""
+    model = model_of(architecture, dtype)
+    called: dict[str, int] = {}
+    forward, backward = set(), set()
+    handles = []
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not list(module.children()) and name:
+
+            def after(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                called[name] = called.get(name, 0) + 1
+                if not _is_made(output, args):
+                    return
+                forward.add(name)
+                first = args[0] if args else None
+                if isinstance(first, torch.Tensor) and first.requires_grad and not first.is_leaf:
+                    backward.add(name)
+
+            handles.append(module.register_forward_hook(after))
+    torch.manual_seed(0)
+    model(**inputs_of(architecture, model, dtype, 0)).loss.backward()
+    once = {name for name, count in called.items() if count == 1}
+    return sorted(forward & once), sorted(backward & once)
+
+
+def _is_made(output: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call returned one tensor of its own that can have a gradient."""
+    floats = isinstance(output, torch.Tensor) and output.is_floating_point() and output.requires_grad
+    return floats and not any(output is each for each in args)
+
+
+def watched(
+    architecture: Architecture,
+    dtype: torch.dtype,
+    site: str = "",
+    spoil: Callable[[nn.Module], None] | None = None,
+) -> tuple[Trained, Any, list[Any]]:
+    """(what the training has left, verdict, our own faults) of a training under gpuwatch."""
+    handle: Any = None
+
+    def prepare(model: nn.Module, step: int) -> None:
+        nonlocal handle
+        if handle is None:
+            handle = gpuwatch.watch(model, on_overflow="continue")
+        if step == BAD_STEP and spoil is not None:
+            spoil(model.get_submodule(site))
+
+    try:
+        trained = train(architecture, dtype, prepare)
+        verdict = handle.verdict()
+        faults = [event for event in handle.events if type(event).__name__ == "Fault"]
+    finally:
+        if handle is not None:
+            handle.remove()
+    return trained, verdict, faults
+
+
+@dataclass
+class Result:
+    """What an architecture has shown in one dtype."""
+
+    right: list[str]
+    listed: list[str]
+    """Named among others, as supported."""
+    wrong: list[str]
+
+    def __str__(self) -> str:
+        said = f"{len(self.right)} right, {len(self.listed)} among others, {len(self.wrong)} wrong"
+        return "; ".join([said, *self.listed, *self.wrong])
+
+
+def attempt(architecture: Architecture, dtype: torch.dtype, faults: int = 2, seed: int = 0) -> Result:
+    """A clean training, and so many faults in the forward and in the backward."""
+    plain = train(architecture, dtype)
+    trained, verdict, ours = watched(architecture, dtype)
+    result = Result([], [], [])
+    result.wrong += [f"our own fault: {fault.message}" for fault in ours]
+    if verdict.kind != "clean":
+        result.wrong.append(f"an alarm without a fault: {verdict.statement}")
+    if not same_bits(plain, trained):
+        result.wrong.append("other bits")
+    for phase, names, spoil in zip(
+        ("forward", "backward"), sites(architecture, dtype), (spoil_output, spoil_gradient), strict=True
+    ):
+        for site in draw(names, faults, seed):
+            _, verdict, ours = watched(architecture, dtype, site, spoil)
+            named = Named(site, phase, verdict)
+            text = f"{phase} of {site}: {verdict.certainty}: {verdict.statement}"
+            (result.right if named.right else result.listed if named.listed else result.wrong).append(text)
+            result.wrong += [f"our own fault: {fault.message}" for fault in ours]
+    return result
+
+
+def draw(names: list[str], number: int, seed: int) -> list[str]:
+    """So many of them, the same for a seed."""
+    return random.Random(seed).sample(names, min(number, len(names)))
