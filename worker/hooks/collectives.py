@@ -62,6 +62,7 @@ class Collectives:
         if module is None:
             return
         groups = self._groups
+        groups.shows = True
         for name, (operation, argument) in _COLLECTIVES.items():
             begin = self._begin_collective(_CODE[operation], argument, name in _ROOTED)
             self._replace(module.ProcessGroup, name, begin, groups.issued)
@@ -82,11 +83,20 @@ class Collectives:
         self._replace(module.Work, "wait", lambda work, args: groups.waits_for(work), groups.ended)
 
     def detach(self) -> None:
-        """Put back what was there. A method that somebody else has replaced since stays."""
+        """Put back what was there. A method that somebody else has replaced since stays.
+
+        What the table shows would grow old: it is taken away.
+        """
+        self._groups.clear()
         for owner, name, before, ours in reversed(self._replaced):
             if owner.__dict__.get(name) is ours:
                 setattr(owner, name, before)
         self._replaced = []
+
+    def _fault(self, error: Exception) -> None:
+        """One error of ours is enough: this rank then shows nothing of its communication, rather than half of it."""
+        self.detach()
+        self._on_fault("collectives", error)
 
     def _begin_collective(self, code: int, argument: int, rooted: bool) -> _Begin:
         begin = self._groups.begin
@@ -97,7 +107,7 @@ class Collectives:
             tensor = args[argument] if argument >= 0 else None
             while tensor.__class__ is list:
                 tensor = tensor[0] if tensor else None
-            return begin(group, code, tensor, getattr(args[-1], "rootRank", -1) if rooted else -1)
+            return begin(group, code, tensor, getattr(args[-1], "rootRank", -1) if rooted and args else -1)
 
         return begins
 
@@ -117,14 +127,14 @@ class Collectives:
         self._replaced.append((owner, name, before, ours))
 
     def _around(self, before: Any, begin: _Begin, after: _After) -> FunctionType:
-        on_fault, failed = self._on_fault, self._groups.failed
+        on_fault, failed = self._fault, self._groups.failed
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             place = None
             try:
                 place = begin(self, args)
             except Exception as error:
-                on_fault("collectives", error)
+                on_fault(error)
             if place is None:
                 return before(self, *args, **kwargs)
             try:
@@ -135,7 +145,7 @@ class Collectives:
             try:
                 after(place, self, result)
             except Exception as error:
-                on_fault("collectives", error)
+                on_fault(error)
             return result
 
         assert isinstance(call, FunctionType)

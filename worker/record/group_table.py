@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
@@ -51,15 +52,27 @@ class GroupTable:
         self._view = recorder.view
         self._header = recorder.fields
         self._fields = recorder.groups
+        self._pid = os.getpid()
         self._slots: dict[int, Slot | None] = {}
         """by id of the group; None: it found no slot, or its backend counts nothing"""
+        self.shows = False
+        """Whether operations are noted. Else the table stays empty: a number that does not move would be wrong."""
         self._pending: dict[int, tuple[Any, Slot, int]] = {}
         """id of a work -> (weak reference, slot, number)"""
+
+    def clear(self) -> None:
+        """Show nothing any more. In a process that was forked, nothing: the table is its parent's."""
+        self.shows = False
+        self._slots = {}
+        self._pending = {}
+        if os.getpid() == self._pid:
+            for slot in range(GROUPS):
+                self._fields[slot * GROUP_BYTES // 8] = 0
 
     def notice(self) -> None:
         """Enter groups that were made meanwhile, and count what torch has issued on all of them."""
         module = _modules.get("torch.distributed.distributed_c10d")
-        if module is None:
+        if module is None or not self.shows:
             return
         for group in module._pg_map:
             slot = self._slot_of(group)

@@ -146,7 +146,9 @@ class _Telling:
             and first.kind != "unknown"
             and not any(m.untold for m in self.meetings)
         )
-        sure = sure and all(meeting.number > 0 for meeting in meetings)  # a receive may have been begun before
+        sure = (
+            sure and bool(first.groups) and all(meeting.number > 0 for meeting in meetings)
+        )  # a receive may have been begun before
         where = " and ".join(dict.fromkeys(self._name(meeting) for meeting in meetings))
         if left:
             statement = (

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....core.recorder.group_table import members_of
+from ....core.recorder.layout import GROUPS
 from ....core.records import GroupState, Issued
 from ....core.text.ranks_text import ranks_text
 
@@ -118,9 +119,10 @@ def meetings_of(
             continue
         missing, untold = [], []
         for member in members:
-            if member not in tables:
+            begun = _begun(tables[member], state) if member in tables else None
+            if begun is None:
                 untold.append(member)
-            elif _begun(tables[member], state) < number:
+            elif begun < number:
                 missing.append(member)
         found[state.name, members, number] = Meeting(state.name, members, number, operation, [rank], missing, untold)
     return list(found.values())
@@ -189,9 +191,12 @@ def _state(groups: Sequence[GroupState], name: str, members: str) -> GroupState 
     return next((group for group in groups if (group.name, group.members) == (name, members)), None)
 
 
-def _begun(groups: Sequence[GroupState], like: GroupState) -> int:
+def _begun(groups: Sequence[GroupState], like: GroupState) -> int | None:
+    """None where it is not known: the rank has more groups than its table has room for."""
     state = _state(groups, like.name, like.members)
-    return state.begun if state is not None else 0
+    if state is None:
+        return None if len(groups) >= GROUPS else 0
+    return state.begun
 
 
 def _kind(issued: Issued) -> Kind:

@@ -22,10 +22,10 @@ rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 faults = []
 path = folder / f"recorder-{rank}"
 table = GroupTable(RecorderWriter(path, rank=rank, local_rank=rank, world_size=2, attempt=0))
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 methods = {name: getattr(dist.ProcessGroup, name) for name in ("allreduce", "barrier", "send")}
 collectives = Collectives(table, lambda part, error: faults.append(repr(error)))
 collectives.attach()
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 reader = RecorderReader(path)
 x = torch.ones(4)
 shown = {}
@@ -44,7 +44,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def both(tmp_path):
-    def run(body: str) -> list[dict]:
+    def run(body: str, faulty: list[str] = []) -> list[dict]:  # noqa: B006  # it is read only
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK + body + END, str(rank), str(tmp_path)], stderr=subprocess.PIPE
@@ -59,7 +59,7 @@ def both(tmp_path):
             for process in ranks:
                 process.kill()
         found = [json.loads((Path(tmp_path) / f"shown-{rank}").read_text()) for rank in range(2)]
-        assert [faults for _, faults in found] == [[], []]
+        assert [faults for _, faults in found] == [faulty, faulty]
         return [shown for shown, _ in found]
 
     return run
@@ -206,3 +206,39 @@ show("all")
 """
     )
     assert [found["all"][0]["begun"] for found in shown] == [3, 3]
+
+
+def test_an_error_of_ours_goes_no_further_and_nothing_half_true_is_shown(both):
+    shown = both(
+        """
+dist.all_reduce(x)
+def broken(*args):
+    raise KeyError("ours")
+table.waits_for = broken
+collectives.detach(); collectives.attach()
+dist.all_reduce(x)
+dist.all_reduce(x)
+assert x[0] == 8
+show("after")
+""",
+        ["KeyError('ours')"],
+    )
+    assert [found["after"] for found in shown] == [[], []]
+
+
+def test_a_forked_process_shows_nothing_and_leaves_its_parents_table(both):
+    shown = both(
+        """
+dist.all_reduce(x)
+pid = os.fork()
+if pid == 0:
+    collectives.detach()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+show("after")
+collectives.detach()
+show("detached")
+"""
+    )
+    assert [group["begun"] for group in shown[0]["after"]] == [1]
+    assert shown[0]["detached"] == []

@@ -213,3 +213,16 @@ def test_the_order_in_which_ranks_are_shown_changes_nothing():
     ranks = {0: waits(all_reduce(9)), 1: away(group(8)), 2: waits(all_reduce(9)), 3: away(group(8), kind="stopped")}
     found = {repr(find_by_groups(dict(order), 4, WAITED)) for order in itertools.permutations(ranks.items())}
     assert len(found) == 1
+
+
+def test_a_rank_whose_table_is_full_may_have_begun_what_it_does_not_show():
+    full = [group(3, name=str(number)) for number in range(1, 17)]
+    found = find(waits(all_reduce(9)), away(*full), waits(all_reduce(9)))
+
+    assert found is None or found.rank is None
+
+
+def test_a_rank_that_shows_no_group_is_no_proof():
+    found = find(waits(all_reduce(9)), away(), waits(all_reduce(9)))
+
+    assert (found.rank, found.certainty) == (1, "supported")
