@@ -27,11 +27,13 @@ from gpuwatch.core.records import (
     WorkerExit,
 )
 from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
+from gpuwatch.core.wire.history import pack
 from gpuwatch.core.wire.messages import (
     AgentBody,
     Beat,
     Definitions,
     EventMessage,
+    History,
     PageMessage,
     RankState,
     Segment,
@@ -66,6 +68,14 @@ class Model:
         if seq:
             segments = [_with_seq(segment, seq) for segment in segments]
         return PageMessage(rank, 0, number, 0, number, number, True, segments)
+
+    def history(self, rank: int, last: int) -> History:
+        """What the agent remembers of a rank: abs max of each output in the 64 batches up to the last."""
+        batches = list(range(max(0, last - 63), last + 1))
+        numbers = numpy.random.default_rng(rank).random((len(batches), self.num_frames), numpy.float32)
+        codes = (numbers.view(numpy.uint32) >> 16).astype(numpy.uint16)
+        slots = [3 * number + 2 for number in range(self.num_frames)]
+        return History(rank, 0, 0, batches, batches, slots, bytes([DTYPE_CODES["float32"]]) * len(slots), pack(codes))
 
     def _segments(self, numbers: random.Random, bad: int) -> list[Segment]:
         """`bad` is the frame whose output, and all that comes after it, is inf."""
@@ -140,6 +150,7 @@ class SimulatedRank:
         self.pages = 0
         self._model = model
         self._world_size = world_size
+        self._asked = False
         self._due: list[AgentBody] = []
         entries = model.definitions
         for at in range(0, len(entries), _DEFINITIONS_AT_ONCE):
@@ -170,7 +181,8 @@ class SimulatedRank:
         return where.time_ns
 
     def want(self, want: Want, now: float) -> None:
-        """The recorder of a simulated rank holds no page any more."""
+        """Its recorder holds no page any more; that one was wanted means that its history is sent."""
+        self._asked = True
 
     def state(self, *, final: bool = False) -> RankState:
         """Where it is."""
@@ -197,6 +209,7 @@ class SimulatedRank:
         exit_ = WorkerExit(where, 0, "itself", "finished")
         return [
             *self.poll(now),
+            *([self._model.history(self.rank, batch)] if self._asked else []),
             EventMessage(ScriptExit(where, 0)),
             Beat([self.state(final=True)], {}),
             EventMessage(exit_),

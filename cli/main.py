@@ -15,6 +15,7 @@ COMMANDS = {
     "submit": "Submit a training script to SLURM, with all of sbatch's options.",
     "check": "Test the ranks, GPUs, nodes and links of a job, and say which one is to blame.",
     "report": "Print the combined report of a run.",
+    "runs": "List the runs of a folder with their verdicts.",
     "collect": "Run a collector by hand, for launches that are given --collector.",
 }
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.argument("runs", nargs=-1, metavar="[RUN]")
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 @click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
+@click.option("--module", default=None, metavar="PATTERN", help="Only the frames of modules like this: `*.wo`.")
 @click.option(
     "--format",
     "form",
@@ -44,6 +45,7 @@ def command(
     runs: tuple[str, ...],
     runs_dir: str,
     rank: int | None,
+    module: str | None,
     form: str,
     output: Path | None,
     warnings: bool,
@@ -76,6 +78,8 @@ def command(
     if rank is not None and not merge and not path.is_file() and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = report_from_store(RunPaths(path), rank)
+    if module is not None:
+        report = _only_modules(report, module)
     try:
         data = _rendered(
             report, "html" if open_ else form, rank, warnings=warnings, color=output is None and sys.stdout.isatty()
@@ -99,6 +103,19 @@ def command(
     if open_:
         _open(output, rank)
     return 0
+
+
+def _only_modules(report: Report, pattern: str) -> Report:
+    from ..collector.report.only_modules import only_modules
+
+    found = only_modules(report, pattern)
+    if found is None:
+        known = sorted({frame.module for rank in report.ranks for frame in rank.frames if frame.module})
+        some = f"modules there: {', '.join(known[:5])}{', ...' if len(known) > 5 else ''}" if known else "it has none"
+        raise UsageError(
+            f"--module: expected a pattern that fits a module of the report's frames, found {pattern!r} ({some})"
+        )
+    return found
 
 
 def _rendered(report: Report, form: str, rank: int | None, *, warnings: bool, color: bool) -> str:

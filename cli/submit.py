@@ -157,7 +157,7 @@ def _conclude(task: JobTask, submission: Submission, started: str) -> int:
     if paths is None:
         _say(f"job {task.id} ended as {task.state.lower()} and has left no report; see what it has printed")
         return task.exit_code or int(task.state != "COMPLETED")
-    click.echo(f"{paths.report_text.read_text()}\nreport: {paths.report_json}")
+    click.echo(f"{paths.report_text.read_text()}\nreport: {paths.report_json}\nas a page: {paths.report_html}")
     return task.exit_code if task.state in ("COMPLETED", "FAILED") else int(paths.exit_code.read_text())
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from gpuwatch.cli.collect import command as collect
 from gpuwatch.cli.report import command as report
+from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import HELP
 from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
 
@@ -34,6 +35,8 @@ def page() -> str:
         "".join(f"    {line}".rstrip() + "\n" for line in HELP.splitlines()),
         "## gpuwatch report\n",
         table(click_rows(report)),
+        "## gpuwatch runs\n",
+        table(click_rows(runs)),
         "## gpuwatch collect\n",
         table(click_rows(collect)),
     ]

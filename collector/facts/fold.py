@@ -158,6 +158,7 @@ class Fold:
         known = KeptHistory(
             (lambda: message) if load is None else (lambda: load(name, n)),
             self._names_of(message.attempt, message.rank),
+            self._shelf,
             message.root,
         )
         rank.histories[message.root] = known

@@ -6,30 +6,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
+
 from ...core.values import DTYPE_NAMES
 from ...core.wire.history import unpack
 from ...core.wire.messages import History
-from .kept_pages import RankNames
+from .kept_pages import RankNames, Shelf
 
 LoadHistory = Callable[[], History | None]
 
 
-class Column(NamedTuple):
-    """One thing that a module returned."""
+class Returned(NamedTuple):
+    """What a module returned."""
 
     module: str
     cls: str
     dtype: str
 
 
+class _Columns(NamedTuple):
+    """How the columns of a message become modules: column `sources[i]` belongs to module `targets[i]`."""
+
+    modules: list[Returned]
+    sources: list[int]
+    targets: list[int]
+
+
 @dataclass(frozen=True)
 class OpenHistory:
-    """The numbers: float32 of shape (batches, columns); -1 where there is none."""
+    """The numbers: float32 of shape (batches, modules); -1 where there is none. A module stands there once."""
 
     batches: list[int]
     steps: list[int]
-    columns: list[Column | None]
-    """None: not known by name"""
+    modules: list[Returned]
     numbers: Any
 
 
@@ -39,6 +48,7 @@ class KeptHistory:
 
     load: LoadHistory
     names: RankNames
+    shelf: Shelf
     root_id: int
 
     @property
@@ -55,11 +65,28 @@ class KeptHistory:
             numbers = unpack(message)
         except ValueError:
             return None
+        key = ("columns", self.names.place, tuple(message.slots), message.dtypes)
+        columns = self.shelf.in_common(key, lambda: self._columns(message))
+        found = numpy.full((len(numbers), len(columns.modules)), -1, numpy.float32)
+        if len(columns.modules) == len(columns.sources):
+            found[:, columns.targets] = numbers[:, columns.sources]
+        else:
+            for source, target in zip(columns.sources, columns.targets, strict=True):  # the larger one; nan above all
+                found[:, target] = numpy.maximum(found[:, target], numbers[:, source])
+        return OpenHistory(message.batches, message.steps, columns.modules, found)
+
+    def _columns(self, message: History) -> _Columns:
         names = self.names.names
-        columns = []
-        for slot, dtype in zip(message.slots, message.dtypes, strict=True):
-            found = names.slots.get(slot)
-            module = names.modules.get(found.module) if found is not None else None
-            known = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
-            columns.append(Column(module.name, module.cls, known) if module is not None else None)
-        return OpenHistory(message.batches, message.steps, columns, numbers)
+        place: dict[str, int] = {}
+        found = _Columns([], [], [])
+        for column, (slot_id, dtype) in enumerate(zip(message.slots, message.dtypes, strict=True)):
+            slot = names.slots.get(slot_id)
+            module = names.modules.get(slot.module) if slot is not None else None
+            if module is not None:
+                if module.name not in place:
+                    place[module.name] = len(found.modules)
+                    known = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
+                    found.modules.append(Returned(module.name, module.cls, known))
+                found.sources.append(column)
+                found.targets.append(place[module.name])
+        return found

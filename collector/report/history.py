@@ -9,7 +9,7 @@ import msgspec
 from ...core.values import DTYPE_MAX
 from ..decide.verdict_model import Verdict
 from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import OpenHistory
+from ..facts.kept_history import OpenHistory, Returned
 
 MOST_RANKS = 256
 """Ranks whose history a report holds: of more, the verdict's, those that met something, and some others."""
@@ -98,68 +98,65 @@ def _open(rank: RankFacts, root: str | None) -> OpenHistory | None:
 
 def _over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: int) -> ModuleHistory | None:
     found: list[RankSeries] = []
-    cls, dtype = verdict.cls or "", verdict.dtype or ""
+    returned = Returned(verdict.module or "", verdict.cls or "", verdict.dtype or "")
     most = max(32, min(512, _MOST_POINTS // max(1, len(opened))))
     for rank, history in opened.items():
-        columns = [
-            n for n, column in enumerate(history.columns) if column is not None and column.module == verdict.module
-        ]
-        if not columns:
+        column = next((n for n, each in enumerate(history.modules) if each.module == verdict.module), None)
+        if column is None:
             continue
-        if rank == verdict.rank or not dtype:
-            column = history.columns[columns[0]]
-            assert column is not None
-            cls, dtype = column.cls, column.dtype
-        largest = history.numbers[:, columns].max(axis=1)  # of numbers and nan it is nan
+        if rank == verdict.rank or not returned.dtype:
+            returned = history.modules[column]
         points = [
             (batch, _number(number))
-            for batch, number in zip(history.batches, largest.tolist(), strict=True)
+            for batch, number in zip(history.batches, history.numbers[:, column].tolist(), strict=True)
             if number != ABSENT
         ][-most:]
         if points:
             found.append(RankSeries(rank, [batch for batch, _ in points], [number for _, number in points]))
     if not found:
         return None
-    return ModuleHistory(verdict.module or "", cls, dtype, DTYPE_MAX.get(dtype), found, left_out)
+    return ModuleHistory(*returned, DTYPE_MAX.get(returned.dtype), found, left_out)
 
 
 def _over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRanks | None:
-    rows: dict[int, dict[str, float]] = {}
-    known: dict[str, HeatModule] = {}
+    place = verdict.batch, verdict.step
+    rows: dict[int, tuple[OpenHistory, int]] = {}
     for rank, history in opened.items():
-        place = next(
-            (
-                n
-                for n, at in enumerate(zip(history.batches, history.steps, strict=True))
-                if at == (verdict.batch, verdict.step)
-            ),
-            None,
-        )
-        if place is None:
-            continue
-        row = rows[rank] = {}
-        for column, number in zip(history.columns, history.numbers[place].tolist(), strict=True):
-            if column is not None and number != ABSENT:
-                known.setdefault(column.module, HeatModule(*column))
-                row[column.module] = _larger(row.get(column.module), number)
+        at = next((n for n, at in enumerate(zip(history.batches, history.steps, strict=True)) if at == place), None)
+        if at is not None:
+            rows[rank] = history, at
     if verdict.rank not in rows or verdict.batch is None:
         return None
-    modules = list(known)
-    most = max(24, min(200, _MOST_CELLS // len(rows)))
-    if len(modules) > most:
-        at = modules.index(verdict.module) if verdict.module in known else 0
-        first = min(max(0, at - most * 3 // 4), len(modules) - most)
-        modules = modules[first : first + most]
+    named, at = rows[verdict.rank]
+    there = dict.fromkeys(
+        each for each, number in zip(named.modules, named.numbers[at].tolist(), strict=True) if number != ABSENT
+    )
+    for history, _ in rows.values():
+        if history.modules is not named.modules:
+            there.update(dict.fromkeys(history.modules))
+    modules = list({each.module: each for each in reversed(there)}.values())[::-1]
+    modules = _around(modules, verdict.module, max(24, min(200, _MOST_CELLS // len(rows))))
     return ModulesByRanks(
         verdict.batch,
-        [known[module] for module in modules],
+        [HeatModule(*each) for each in modules],
         sorted(rows),
-        [[_number(rows[rank].get(module, ABSENT)) for module in modules] for rank in sorted(rows)],
+        [_row(*rows[rank], modules) for rank in sorted(rows)],
     )
 
 
-def _larger(one: float | None, other: float) -> float:
-    return other if one is None or math.isnan(other) or other > one else one
+def _around(modules: list[Returned], name: str | None, most: int) -> list[Returned]:
+    """At most so many: more of those in front of the verdict's than behind it."""
+    if len(modules) <= most:
+        return modules
+    at = next((n for n, each in enumerate(modules) if each.module == name), 0)
+    first = min(max(0, at - most * 3 // 4), len(modules) - most)
+    return modules[first : first + most]
+
+
+def _row(history: OpenHistory, at: int, modules: list[Returned]) -> list[float | None]:
+    column = {each.module: n for n, each in enumerate(history.modules)}
+    numbers = history.numbers[at].tolist()
+    return [_number(numbers[column[each.module]]) if each.module in column else ABSENT for each in modules]
 
 
 def _number(number: float) -> float | None:

@@ -12,6 +12,7 @@ import click
 import pytest
 from gpuwatch.cli.collect import command as collect
 from gpuwatch.cli.report import command as report
+from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.report.model import RankReport, Report, RunInfo
@@ -109,7 +110,7 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
     elif verb == "check":
         get_check_parser().parse_args(arguments)
     else:
-        command: click.Command = {"report": report, "collect": collect}[verb]
+        command: click.Command = {"report": report, "runs": runs, "collect": collect}[verb]
         command.make_context(verb, arguments)
 
 

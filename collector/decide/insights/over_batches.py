@@ -64,7 +64,8 @@ def ranks_unlike(opened: dict[int, OpenHistory]) -> Iterator[Insight]:
     if len(ranks) < _FEWEST_COMPARED or len(batches) < _LAST // 2:
         return
     tables = [_table(opened[rank]) for rank in ranks]
-    modules = [module for module in tables[0][0] if all(module in set(names) for names, _ in tables)]
+    shared = set(tables[0][0]).intersection(*(names for names, _ in tables[1:]))
+    modules = [module for module in tables[0][0] if module in shared]
     numbers = numpy.stack(
         [
             _aligned(opened[rank], names, table, batches, modules)
@@ -102,13 +103,6 @@ def _aligned(history: OpenHistory, names: list[str], table: Any, batches: list[i
 
 
 def _table(history: OpenHistory) -> Table:
-    """Of the last batches; of a module that returns several things, the largest."""
-    numbers = history.numbers[-_LAST:].astype(numpy.float64)
-    numbers = numpy.where(numbers == -1, numpy.nan, numbers)
-    modules = list(dict.fromkeys(column.module for column in history.columns if column is not None))
-    found = numpy.full((len(numbers), len(modules)), numpy.nan)
-    for n, column in enumerate(history.columns):
-        if column is not None:
-            at = modules.index(column.module)
-            found[:, at] = numpy.fmax(found[:, at], numbers[:, n])
-    return modules, found
+    """Of the last batches."""
+    numbers = history.numbers[-_LAST:]
+    return [each.module for each in history.modules], numpy.where(numbers == -1, numpy.nan, numbers)

@@ -9,7 +9,7 @@ import pytest
 from gpuwatch.collector.decide.insights import find, insight, over_batches
 from gpuwatch.collector.decide.insights.find import find_insights
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.facts.kept_history import Column, OpenHistory
+from gpuwatch.collector.facts.kept_history import OpenHistory, Returned
 from gpuwatch.core.records import ScalerSkip, Warned
 from gpuwatch.core.wire.messages import EventMessage
 
@@ -107,7 +107,7 @@ def test_a_scaler_that_settles_is_no_finding(make):
 
 def history(numbers, names=("fc1", "fc2")) -> OpenHistory:
     table = numpy.array(numbers, numpy.float32)
-    columns = [Column(name, "Linear", "float32") for name in names]
+    columns = [Returned(name, "Linear", "float32") for name in names]
     counted = list(range(len(table)))
     return OpenHistory(counted, counted, columns, table)
 
