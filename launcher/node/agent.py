@@ -270,6 +270,7 @@ class Agent:
                     message.attempt,
                     pid,
                     self._config.trace_batches,
+                    len(message.pids),
                 )
         elif isinstance(message, WorkersEnded):
             for rank, code in message.codes.items():

@@ -20,8 +20,8 @@ from ...core.records import Definition
 from ...core.wire.history import ABSENT, OutputSlots, pack
 from ...core.wire.messages import History, PageMessage
 
-SHARE = 0.01
-"""So much of one processor it may take for one rank."""
+SHARE = 0.003
+"""So much of one processor it may take for all ranks of a node."""
 EVERY_BATCH = 64
 """The newest batches of a root, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
 BYTES = 8 << 20
@@ -44,10 +44,11 @@ class _Row(NamedTuple):
 
 
 class RankHistory:
-    """Of one rank in one attempt. `clock` is processor time in seconds."""
+    """Of one rank in one attempt, one of `ranks` on its node. `clock` is processor time in seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, ranks: int = 1, clock: Callable[[], float] = time.thread_time) -> None:
         self._clock = clock
+        self._share = SHARE / ranks
         self._slots = OutputSlots()
         self._dtypes: dict[int, int] = {}
         self._rows: dict[int, list[_Row]] = {}
@@ -76,7 +77,7 @@ class RankHistory:
         late = now - self._since[1] > _PENDING_S
         for earlier in range(max(self._done + 1, number - _AT_A_TIME + 1), number + 1):
             self._take(reader.page(earlier), late=late)
-        self._due = now + (self._clock() - began) / SHARE
+        self._due = now + (self._clock() - began) / self._share
 
     def finish(self, reader: RecorderReader) -> None:
         """The rank has ended: look at what its recorder still holds."""

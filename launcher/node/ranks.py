@@ -49,7 +49,10 @@ class _Copy:
 class RankWatch:
     """One rank of one attempt."""
 
-    def __init__(self, folder: Path, rank: int, local_rank: int, attempt: int, pid: int, traced: list[int]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, local_rank: int, attempt: int, pid: int, traced: list[int], ranks: int = 1
+    ) -> None:
+        """`traced` are batches that the user has asked for, `ranks` is how many the node has."""
         self.rank = rank
         self.local_rank = local_rank
         self.attempt = attempt
@@ -68,7 +71,7 @@ class RankWatch:
         """by number of the page, as long as the ring holds something of it"""
         self._anomaly_sent = False
         self._broken = False
-        self._history = RankHistory()
+        self._history = RankHistory(ranks)
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
 
