@@ -71,6 +71,9 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
         found.append(("called no module", "called no module"))
     elif exit_.where.page < 0:
         found.append(("left out every batch", "left out every batch"))
+    elif rank.pages and not any(page.num_frames for page in rank.pages.values()):
+        text = "looked at no module in its batches (--modules: does a pattern match?)"
+        found.append((text, text.replace("its", "their")))
     if state.pending:
         text = f"ended before {_count(state.pending, 'number')} had come back from the device"
         found.append((text, text))

@@ -92,7 +92,8 @@ def _print_score(outcomes: list[Outcome], console: Console) -> None:
     seconds = sum(outcome.seconds for outcome in outcomes)
     console.print(
         f"verdicts right / all: {grades[Grade.RIGHT]} / {len(outcomes)}, "
-        f"{grades[Grade.UNKNOWN]} say too little, {grades[Grade.WRONG]} wrong; "
+        f"{grades[Grade.UNKNOWN]} say too little, {grades[Grade.WRONG]} wrong, "
+        f"{sum(outcome.over_sure for outcome in outcomes)} over-sure; "
         f"{points} points of {len(outcomes)} (right 1, too little 0, wrong -2); {seconds:.0f} s of runs",
         highlight=False,
     )

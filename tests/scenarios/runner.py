@@ -47,6 +47,8 @@ class Outcome:
     seconds: float
     differences: list[str] = field(default_factory=list)
     log: str = ""
+    over_sure: bool = False
+    """It says `established` of what is wrong, or of what cannot be established."""
 
 
 @dataclass
@@ -118,8 +120,10 @@ def judge(scenario: Scenario, ended: Ended, report: dict[str, Any] | None) -> Ou
     else:
         grade = Grade.WRONG if any(name in NAMES for name in named) else Grade.UNKNOWN
     differences = [f"{name}: {text}" for name, text in named.items()] + beside
+    open_question = scenario.verdict.get("certainty") in ("supported", "unknown")
+    over_sure = verdict["certainty"] == "established" and (grade is Grade.WRONG or open_question)
     log = f"{verdict['statement']}\n{json.dumps(verdict, indent=1)}\n{_log(ended)}" if differences else ""
-    return Outcome(scenario, grade, expected, _text(verdict, found), ended.seconds, differences, log)
+    return Outcome(scenario, grade, expected, _text(verdict, found), ended.seconds, differences, log, over_sure)
 
 
 def _says_less(scenario: Scenario, verdict: dict[str, Any]) -> bool:

@@ -84,6 +84,28 @@ def test_an_alarm_where_there_is_no_fault_is_wrong_even_if_it_names_nobody():
     )
 
 
+def test_a_verdict_that_is_sure_of_an_open_question_is_counted():
+    def judged(certainty, **truth):
+        empty = dict.fromkeys(
+            ["rank", "module", "class", "phase", "role", "value", "dtype", "batch", "root", "between"]
+        )
+        found = {**empty, "concurrent": [], "evidence": [], "statement": "", **LEAF, "certainty": certainty}
+        scenario = Scenario("a fault", "leaf.py", {**LEAF, **truth})
+        return judge(scenario, Ended(4, "", "", 1.0), {"verdict": found, "ranks": []}).over_sure
+
+    assert judged("established", certainty="supported")
+    assert judged("established", module="head")
+    assert not judged("supported", certainty="supported")
+    assert not judged("supported", module="head")
+    assert not judged("established")
+
+
+def test_a_fifth_of_the_scenarios_cannot_be_established():
+    open_questions = [s for s in SCENARIOS if s.verdict.get("certainty") in ("supported", "unknown")]
+    assert len(SCENARIOS) >= 100
+    assert len(open_questions) >= 20
+
+
 def test_the_judge_takes_one_of_several():
     scenario = Scenario("either", "leaf.py", {**LEAF, "batch": {2, 3}})
 

@@ -44,7 +44,7 @@ class Scenario:
     @property
     def code(self) -> int:
         """The exit code of launch."""
-        return {"clean": 0, "crash": 1}.get(self.verdict["kind"], 4)
+        return {"clean": 0, "crash": 1, "unknown": 6}.get(self.verdict["kind"], 4)
 
     @property
     def said_by_witness(self) -> str | None:
@@ -77,6 +77,9 @@ def _backward(rank: int, module: str, cls: str, **more: Any) -> dict[str, Any]:
 
 LEAF = _forward(1, "body.up", dtype="float32", batch=2, certainty="established")
 ZERO_LENGTH = _backward(1, "length", "Length", dtype="float32", batch=2)
+
+_SCALE = "rank=1 phase=backward module=block.scale class=Scale batch=2"
+_NOT_SEEN = "where it was made was not seen"
 
 FORWARD = [
     Scenario("leaf", "forward_leaf.py", LEAF),
@@ -333,6 +336,7 @@ BACKWARD = [
             "module": "block",
             "class": "Block",
             "between": (ANY, "block.enter"),
+            "certainty": "supported",
             "value": "+inf",
             "batch": 2,
         },
@@ -355,21 +359,48 @@ BACKWARD = [
         )
         for how in ("plain", "checkpointed", "reentrant")
     ),
+    Scenario(
+        "a product of a tensor and what a module made of it",
+        "shared_input.py",
+        _backward(1, "block.scale", "Scale", batch=2, certainty="established"),
+        args=("--block", "product"),
+    ),
     *(
         Scenario(
             name,
             "shared_input.py",
-            # the product of a tensor and what a module made of it: nobody has seen either part of the gradient
-            {"kind": "overflow", "phase": "backward", "rank": 1, "module": scope, "batch": 2, "certainty": "supported"},
+            # nobody has seen the gradient between the module and the block's own code
+            {
+                "kind": "overflow",
+                "phase": "backward",
+                "rank": 1,
+                "module": "block",
+                "batch": 2,
+                "certainty": "supported",
+            },
             args=("--block", block),
             statement=said,
-            witness="rank=1 phase=backward module=block.scale class=Scale batch=2",
+            witness=witness,
         )
-        for block, name, scope, said in (
-            ("product", "a product of a tensor and what a module made of it", "block", "`block.scale` or its own code"),
-            ("doubled", "own code multiplies what the module is handed", "block", "`block.scale` or its own code"),
-            ("pair", "two modules of one kind on one tensor", "block", "`block.scale`, `block.other`|`block.other`"),
+        for block, name, said, witness in (
+            ("exponential", "a product with what own code has computed", "`block.scale` or its own code", _SCALE),
+            ("doubled", "own code multiplies what the module is handed", "`block.scale` or its own code", _SCALE),
+            ("pair", "two modules of one kind on one tensor", "`block.(scale|other)` or `block.(scale|other)`", _SCALE),
+            ("heads", "the module behind attention's own code", "`block.scale` or its own code", _SCALE),
+            ("recurrent", "a module that is called twice", "`block.scale` or its own code", None),
         )
+    ),
+    *(
+        Scenario(
+            f"{block}, recompiled in that batch",
+            "shared_input.py",
+            # dynamo compiles again, because an attribute has changed, and what it makes then has no frames
+            {"kind": "overflow", "phase": "backward", "rank": 1, "batch": 2, "certainty": "supported"},
+            args=("--block", block, "--how", "compiled"),
+            evidence="compiled code that was not looked into",
+            witness="",
+        )
+        for block in ("prenorm", "postnorm", "gated", "attention")
     ),
     Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
     Scenario(
@@ -637,6 +668,72 @@ EXPECTED = [
     Scenario("near overflow", "near_overflow.py", CLEAN, warnings=((1, "near overflow", "up", "output"),)),
 ]
 
+LESS_WATCHED = [
+    Scenario(
+        "leaf, in a batch that is skipped",
+        "forward_leaf.py",
+        {"kind": "overflow", "rank": 1, "module": None, "batch": 2, "certainty": "supported"},
+        options=("--every", "3"),
+        statement="the module is unknown",
+        witness="rank=1 phase=forward module=body.up class=Linear batch=2",
+    ),
+    Scenario(
+        "activation's gradient, in a batch that is skipped",
+        "zero_length.py",
+        {"kind": "overflow", "rank": None, "phase": "weight", "batch": 3, "certainty": "unknown"},
+        options=("--every", "3"),
+        statement="where nobody looked",
+    ),
+    *(
+        Scenario(
+            f"{name}, of a module that is not watched",
+            script,
+            {"kind": "overflow", "rank": 1, "module": "head", "batch": batch, "certainty": "supported"},
+            args=args,
+            options=("--modules", "head*"),
+            statement=_NOT_SEEN,
+            witness=witness,
+        )
+        for name, script, args, batch, witness in (
+            ("leaf", "forward_leaf.py", (), 2, "rank=1 phase=forward module=body.up class=Linear batch=2"),
+            ("bad buffer", "places.py", ("--fault", "buffer"), 2, None),
+            ("residual sum", "residual_add.py", (), 2, None),
+            ("bad batch", "bad_batch.py", (), 3, None),
+        )
+    ),
+    Scenario(
+        "activation's gradient, of a module that is not watched",
+        "zero_length.py",
+        {"kind": "overflow", "rank": 1, "phase": "backward", "module": "", "batch": 2, "certainty": "supported"},
+        options=("--modules", "head*", "--modules", "embed*"),
+        witness="rank=1 phase=backward module=length class=Length batch=2",
+    ),
+    Scenario(
+        "activation's gradient, where neither gradients nor weights are watched",
+        "zero_length.py",
+        {"kind": "overflow", "rank": None, "phase": "weight", "module": "embed", "batch": 3, "certainty": "unknown"},
+        options=("--watch", "forward"),
+        evidence="weights are not watched",
+    ),
+    Scenario(
+        "no module is watched",
+        "zero_length.py",
+        {"kind": "unknown", "certainty": "unknown"},
+        options=("--modules", "length.*"),
+        statement="looked at no module",
+        witness="rank=1 phase=backward module=length class=Length batch=2",
+    ),
+    Scenario(
+        "a weight changed by the script, where weights are not watched",
+        "places.py",
+        _found("weight", 1, "head", "Linear", role="weight", value="nan", batch=2, certainty="established"),
+        args=("--fault", "data"),
+        options=("--watch", "forward,grads"),
+        evidence="weights are not watched",
+        witness="rank=1 phase=weight module=head class=Linear batch=2",
+    ),
+]
+
 KINDS = {
     "forward": FORWARD,
     "inputs and weights": INPUTS_AND_WEIGHTS,
@@ -645,5 +742,6 @@ KINDS = {
     "step": STEP,
     "parallel": PARALLEL,
     "expected": EXPECTED,
+    "less watched": LESS_WATCHED,
 }
 SCENARIOS = [scenario for kind in KINDS.values() for scenario in kind]

@@ -112,9 +112,7 @@ class _Users:
 
     def _call(self, node: Any) -> NodesOfCall | None:
         """The innermost call that made a node; None for the script's own code and for leaves."""
-        calls = self._calls[node]
-        place = calls.innermost(node._sequence_nr())
-        return calls.calls[place] if place >= 0 else None
+        return self._calls[node].innermost(node._sequence_nr())
 
     def _module(self, node: Any) -> int:
         call = self._call(node)

@@ -39,7 +39,7 @@ from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs
 from ..record.collectives import issued
 from ..record.cost import CostMeter
-from ..record.graph_calls import GraphCalls, NodesOfCall, next_node
+from ..record.graph_calls import GraphCalls, next_node
 from ..record.leaves import inputs_of, outputs_of
 from ..record.names import unwrap
 from ..record.progress import Progress
@@ -415,7 +415,7 @@ class Hooks:
             info = stack[-1]
         raised = output is None and sys.exc_info()[1] not in (None, self._outer_exception)
         if self._calls is not None:
-            self._calls.calls.append(NodesOfCall(info, info.first_node, next_node()))
+            self._calls.calls.append((info, info.first_node, next_node()))
         writer, page = self.writer, self._recorder.page
         depth = len(stack) - 1
         if self.rows.device_buffer is not None and not self._is_sharded(stack[0]):
@@ -558,7 +558,7 @@ class Hooks:
             return []
         role = parse_role(bad.row.role)
         graphs = [graph for graph in self._gradients.graphs if graph.calls.page == bad.page.number]
-        number = next((call.info.id for g in graphs for call in g.calls.calls if call.info.ref() is module), None)
+        number = next((info.id for g in graphs for info, _, _ in g.calls.calls if info.ref() is module), None)
         if number is None:
             return []
         if role.kind is RoleKind.GRAD_OUTPUT:

@@ -9,6 +9,7 @@ Two integers are taken for each call, and the graph itself is looked at only whe
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -34,17 +35,36 @@ class NodesOfCall(NamedTuple):
 class GraphCalls:
     """The calls of one root call, in the order in which they returned."""
 
-    __slots__ = ("calls", "page")
+    __slots__ = ("_begins", "_innermost", "calls", "page")
 
     def __init__(self, page: int) -> None:
         self.page = page
         """Number of the page that has their frames."""
-        self.calls: list[NodesOfCall] = []
+        self.calls: list[tuple[ModuleInfo, int, int]] = []
+        """As in NodesOfCall. Plain tuples: one is made for every module call."""
+        self._begins: list[int] = []
+        self._innermost: list[NodesOfCall | None] = []
 
-    def innermost(self, number: int) -> int:
-        """Position of the innermost call that has made a node; -1 if none of them has."""
-        found = [position for position, call in enumerate(self.calls) if call.first <= number < call.end]
-        return min(found, key=lambda position: self.calls[position].end - self.calls[position].first, default=-1)
+    def innermost(self, number: int) -> NodesOfCall | None:
+        """The innermost call that has made a node; None if none of them has. All calls must have returned."""
+        if not self._begins:
+            self._lay_out()
+        place = bisect_right(self._begins, number) - 1
+        return self._innermost[place] if place >= 0 else None
+
+    def _lay_out(self) -> None:
+        """From which number on which call is the innermost one. Calls lie within each other or apart."""
+        open_: list[NodesOfCall] = []
+        made = [NodesOfCall(*call) for call in reversed(self.calls) if call[1] < call[2]]  # a parent before its child
+        for call in [*sorted(made, key=lambda call: (call.first, -call.end)), None]:
+            while open_ and (call is None or open_[-1].end <= call.first):
+                ended = open_.pop()
+                self._begins.append(ended.end)
+                self._innermost.append(open_[-1] if open_ else None)
+            if call is not None:
+                self._begins.append(call.first)
+                self._innermost.append(call)
+                open_.append(call)
 
 
 class Graph(NamedTuple):

@@ -341,6 +341,12 @@ def test_a_rank_without_a_recorder_keeps_a_run_from_being_clean(make):
 FAULT = EventMessage(Fault(Where(1), "hook", "TypeError: x"))
 
 
+def empty_batch(make):
+    """A batch of rank 1 without a frame: no module matches --modules."""
+    batch = make.Batch(1)
+    return [batch.definitions(), batch.page_message()]
+
+
 @pytest.mark.parametrize(
     ("end_of_rank_1", "lacking"),
     [
@@ -353,6 +359,7 @@ FAULT = EventMessage(Fault(Where(1), "hook", "TypeError: x"))
         (lambda make: make.finished(1, last={"hooks": "failed"}), "rank 1 could not be watched: the hooks failed"),
         (lambda make: make.finished(1, batch=-1, page=-1), "rank 1 called no module"),
         (lambda make: make.finished(1, page=-1), "rank 1 left out every batch"),
+        (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 looked at no module in its batches"),
         (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had come back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
         (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error of gpuwatch itself (hook: TypeError: x)"),

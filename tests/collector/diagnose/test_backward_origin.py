@@ -395,6 +395,18 @@ def test_a_parameter_of_a_module_with_children(make):
     assert (found.module, found.role, found.between) == ("", "grad token", ("body", "Net"))
 
 
+def test_a_parameter_of_a_module_without_a_frame_is_not_named_for_sure(make):
+    """Code that was compiled, and not looked into, has no frames but those of its parameters' gradients."""
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor()
+    batch.call("", "Net", given=[x], returned=[y])
+    batch.backward("", "Net", "output", 1.0)
+    batch.backward("embed", "Linear", "weight", make.NAN)
+    found = find(batch)
+    assert (found.module, found.sure, found.between) == ("", False, ("", "embed"))
+    assert "compiled code that was not looked into" in found.notes[0]
+
+
 def test_a_parameter_of_a_module_that_is_never_called(make):
     """MultiheadAttention uses `out_proj`'s weight itself."""
     batch = make.Batch()

@@ -39,6 +39,28 @@ def test_two_that_can_have_made_it_are_both_told():
     assert made([X, product, NORM]) == [("block", ("MulBackward0",)), ("block.norm", ("NativeLayerNormBackward0",))]
 
 
+def test_a_sum_that_handed_a_finite_gradient_to_another_operand_was_handed_a_finite_one():
+    """h = x + f(norm(x)); h + g(norm_2(h)): nobody has seen the gradient of h, but f's is the same."""
+    first = GraphNode("AddBackward0", "block", 1, [3], passes=True, operands=["embed", "block.f"])
+    later = GraphNode("NativeLayerNormBackward0", "block.norm_2", 3, output=True)
+    graph = [GraphNode("MmBackward0", "embed", 0, [1, 2]), first, NORM, later]
+    f_is_finite = {"block.norm", "block.norm_2", "block.f"}
+    assert made(graph, lambda module, outputs: module in f_is_finite) == [("block.norm", ("NativeLayerNormBackward0",))]
+    assert len(made(graph, lambda module, outputs: module in f_is_finite - {"block.f"})) == 2
+
+
+def test_a_product_of_finite_tensors_makes_no_nan():
+    product = GraphNode("MulBackward0", "block", 1, output=True, operands=["embed", "block.norm"], product=True)
+    graph = [X, product, NORM]
+
+    def named(returned_finite):
+        return [maker.module for maker in makers_of(graph, all_finite, returned_finite).makers]
+
+    assert named(lambda module: True) == ["block.norm"]
+    assert named(lambda module: module == "embed") == ["block", "block.norm"]
+    assert named(None) == ["block", "block.norm"], "an inf can be made of large numbers"
+
+
 def test_what_began_the_backward_can_have_made_it():
     assert made([GraphNode("MmBackward0", "head", 0, [1]), GraphNode("ViewBackward0", "", -1, passes=True)]) == [
         ("", ("ViewBackward0",))

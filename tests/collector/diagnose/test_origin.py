@@ -532,3 +532,17 @@ def test_a_weight_that_was_changed_upstream_leaves_the_maker_open(make):
     found = _looked_again(make, LookedAgain(weights={"weight": "finite"}, changed=[text]))
     assert (found.module, found.source, found.sure) == ("fc", "made", False)
     assert found.notes == (f"changed since it was last read, by no step that was seen: {text}",)
+
+
+@pytest.mark.parametrize(
+    ("weights", "phase", "says"),
+    [({"weight": "nan"}, "weight", "weights are not watched"), ({"weight": "finite"}, "forward", "")],
+)
+def test_weights_that_are_not_watched_are_those_that_the_alarm_found(make, weights, phase, says):
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.NAN)
+    batch.call("head", "Linear", given=[x], returned=[y])
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(weights=weights))
+    found = find(batch)
+    assert (found.module, found.phase, found.weights_read) == ("head", phase, True)
+    assert says in " ".join(found.notes)

@@ -4,9 +4,11 @@
 `scale(x + linear(x))`: the scale's input is made by the block's own code. --block gated: `wo(act(wi_0(x)) * wi_1(x))`,
 as T5 does. --block attention: `q(x)`, `k(x)` and `v(x)` share their input, and `k` makes it.
 
-In three, something else can have made it as well. --block product: `x * scale(x)`. --block doubled: `x + scale(2 * x)`.
---block pair: `scale(x) + other(x)`, two modules of one class. --block heads: what attention's own code made of q, k
-and v goes into `scale`. --block recurrent: `cell(x) / 2 + scale(x)`, twice.
+--block product: `linear(x * scale(x))`: of two finite tensors a product's backward makes no nan.
+
+In the others, something else can have made it as well. --block exponential: `linear(exp(x) * scale(x))`. --block
+doubled: `x + linear(scale(2 * x))`. --block pair: `linear(scale(x) + other(x))`, of one class. --block heads:
+what attention's own code made of q, k and v goes into `scale`. --block recurrent: `cell(x) / 2 + scale(x)`, twice.
 
 --how: plain, checkpointed, reentrant (the older kind of checkpointing) or compiled.
 """
@@ -62,12 +64,17 @@ class Attention(nn.Module):
 
 class Product(PreNorm):
     def forward(self, x):
-        return x * self.scale(x)
+        return self.linear(x * self.scale(x))
+
+
+class Exponential(PreNorm):
+    def forward(self, x):
+        return self.linear(x.exp() * self.scale(x))
 
 
 class Doubled(PreNorm):
     def forward(self, x):
-        return x + self.scale(2 * x)
+        return x + self.linear(self.scale(2 * x))
 
 
 class Pair(PreNorm):
@@ -76,7 +83,7 @@ class Pair(PreNorm):
         self.other = Scale()
 
     def forward(self, x):
-        return self.scale(x) + self.other(x)
+        return self.linear(self.scale(x) + self.other(x))
 
 
 class Heads(nn.Module):
@@ -124,6 +131,7 @@ KINDS = {
     "gated": Gated,
     "attention": Attention,
     "product": Product,
+    "exponential": Exponential,
     "doubled": Doubled,
     "pair": Pair,
     "heads": Heads,
