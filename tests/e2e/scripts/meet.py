@@ -117,7 +117,7 @@ def main():
             threading.Thread(target=time.sleep, args=(10_000,)).start()
             raise ValueError("boom")
         if me and how == "leaves slowly":
-            atexit.register(time.sleep, 10_000)
+            atexit.register(lambda: time.sleep(10_000))
             sys.exit(0)
         if me and how == "checkpoint":
             time.sleep(10_000)
