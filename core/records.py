@@ -376,6 +376,9 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     cls: str | None = None
     groups: list[GroupState] = []
     """Where it stood in its process groups."""
+    memory_kills: int = 0
+    """Of a rank that SIGKILL ended: so many processes of its node's memory cgroup the kernel has ended for lack of
+    memory since the run began."""
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):

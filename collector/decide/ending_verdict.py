@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...core.records import Where
 from ..facts.facts import RankFacts, RunFacts
+from .hang.meetings import standing_at
 from .verdict_model import Cascade, Verdict
 from .words import (
     cascade_of,
@@ -168,13 +169,23 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
     host = facts.host(first)
     place = doing(exit_)
     hints = []
-    if name == "SIGKILL":
+    short = ""
+    if exit_.memory_kills:
+        many = exit_.memory_kills
+        short = (
+            f": the kernel has ended {many} process{'es' if many > 1 else ''} of its memory cgroup for lack of memory"
+        )
+        hints.append(f"Give the job more memory on {host}, or let it use less: batch size, workers of data loaders.")
+    elif name == "SIGKILL":
         hints.append(
             f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
         )
+    inside = standing_at(exit_.groups) if name == "SIGABRT" else None
+    if inside is not None:
+        return _aborted_in_a_collective(facts, first, same)
     return Verdict(
         kind="lost",
-        statement=f"Rank {first.rank} on {host} was killed by {name} {place}.",
+        statement=f"Rank {first.rank} on {host} was killed by {name} {place}{short}.",
         certainty="established" if not same else "supported",
         rank=first.rank,
         host=host or None,
@@ -194,6 +205,25 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         next=[*hints, f"Its last frames are in the report: gpuwatch report --rank {first.rank}"],
         concurrent=[],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
+    )
+
+
+def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
+    """A watchdog, or the library of the collectives, ends the rank that waits, and not the one that it waits for."""
+    ranks = [first, *same]
+    who = ranks_text(sorted(rank.rank for rank in ranks))
+    return Verdict(
+        kind="lost",
+        statement=(
+            f"{who.capitalize()} {'was' if len(ranks) == 1 else 'were'} ended by SIGABRT in a collective, "
+            f"{doing(first.exit) if first.exit is not None else ''}: which rank is at fault is unknown."
+        ),
+        certainty="unknown",
+        attempt=first.attempt,
+        signal="SIGABRT",
+        evidence=[progress(rank) for rank in facts.of_attempt(first.attempt)],
+        next=["Look at the job's output for what the library of the collectives has printed before it ended."],
+        cascade=cascade_of(facts, first.attempt, set()),
     )
 
 

@@ -22,6 +22,7 @@ from typing import IO, Any
 import msgspec
 import psutil
 import zmq
+from msgspec.structs import replace
 
 from ...core import host
 from ...core.errors import GpuwatchError
@@ -71,6 +72,7 @@ from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from ..scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
 from .clock import ClockOffset
 from .gpus import GpuWatch
+from .memory_kills import memory_kills
 from .outbox import Outbox
 from .ranks import RankWatch
 from .resending import Resending
@@ -116,6 +118,7 @@ class Agent:
         self._now = self._time.now()
         self._gpus = gpus if gpus is not None else GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
+        self._memory_kills = memory_kills()
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         self._ends_told: set[tuple[int, int]] = set()
         """(attempt, rank) whose end an agent before this one has told of."""
@@ -292,7 +295,16 @@ class Agent:
             watch.ended = True
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
-                self._put(body)
+                self._put(self._with_memory_kills(body))
+
+    def _with_memory_kills(self, body: AgentBody) -> AgentBody:
+        """The kernel's out-of-memory killer sends SIGKILL, and so do others: its counter tells them apart."""
+        if not isinstance(body, EventMessage) or not isinstance(body.event, WorkerExit):
+            return body
+        before, after = self._memory_kills, memory_kills()
+        if body.event.code != -signal.SIGKILL or before is None or after is None or after <= before:
+            return body
+        return EventMessage(replace(body.event, memory_kills=after - before))
 
     def _launch_done(self, done: LaunchDone, now: float) -> None:
         if self._done is not None:

@@ -20,6 +20,8 @@ class Rest:
         self._last: tuple[int, ...] = ()
         self._since = now
         self._longest = 0.0
+        self._batch = -1
+        """The newest one when it last moved."""
         self._times_told = 0
 
     def seconds(self, now: float) -> float:
@@ -30,9 +32,9 @@ class Rest:
         """What its recorder shows now (`RecorderReader.movement`); `batch` is its newest one, -1 before the first."""
         if movement == self._last:
             return
-        if batch > 0:  # rests before are of another kind: imports, compilation
+        if min(batch - 1, self._batch) >= 0:  # rests before are of another kind: imports, compilation
             self._longest = max(self._longest, now - self._since)
-        self._last, self._since, self._times_told = movement, now, 0
+        self._last, self._since, self._times_told, self._batch = movement, now, 0, batch
 
     def limit_s(self, batch: int, timeout_s: float) -> float:
         """How long it may rest. `batch` is its newest one, -1 before the first."""

@@ -1,14 +1,18 @@
 """However a run ends, the report is written and says how."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import psutil
 import pytest
+
+from .conftest import Run
 
 
 def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
@@ -27,6 +31,35 @@ def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     frames = run.report["ranks"][1]["frames"]
     assert [(frame["batch"], frame["module"]) for frame in frames] == [(2, "start"), (2, "middle.first")]
     assert [entry["rank"] for entry in verdict["cascade"]] == [0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
+    group = next((path for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if path.is_dir()), None)
+    limit = "memory.limit_in_bytes" if group is not None and group.name == "memory" else "memory.max"
+    folder = group / f"gpuwatch-test-{os.getpid()}" if group is not None else None
+    if folder is None or psutil.swap_memory().total:
+        pytest.skip("no memory cgroups, or the machine swaps")
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(1400 << 20))
+    except OSError as error:
+        pytest.skip(f"cannot make a memory cgroup: {error}")
+    try:
+        inside = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
+        launch = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--nproc-per-node", "2", "--preflight", "off"]
+        subprocess.run(
+            ["sh", "-c", inside, "sh", *launch, bench.script("eats.py")],
+            cwd=bench.cwd,
+            env=bench.environment,
+            capture_output=True,
+            timeout=300,
+        )
+        run = Run(0, "", "", bench.cwd)
+        assert (run.verdict["kind"], run.verdict["rank"], run.verdict["signal"]) == ("lost", 1, "SIGKILL")
+        assert "the kernel has ended 1 process of its memory cgroup for lack of memory" in run.verdict["statement"]
+    finally:
+        folder.rmdir()
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from ....core.stalls import is_users
 from ..words import doing
 
 _COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_DDP = "/torch/nn/parallel/distributed.py"
 _AROUND_COLLECTIVES = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/c10d_logger.py",
     "/torch/distributed/_functional_collectives.py",
     "/torch/distributed/utils.py",
     "/torch/distributed/fsdp/",
-    "/torch/nn/parallel/distributed.py",
+    _DDP,
 )
 """Where torch calls collectives from, of which some have no function in Python."""
 _OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
@@ -80,7 +81,7 @@ def _operation(look: RankLook) -> tuple[str, bool]:
     inner = stack[0]
     resting = look.state == "S" and look.busy < QUIET and not any("importlib" in line.file for line in stack)
     if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
-        return inner.function.lstrip("_"), True
+        return ("DDP's own collective" if _DDP in inner.file else inner.function.lstrip("_")), True
     if any(word in inner.text for word in _WAITS_FOR_DEVICE):
         return DEVICE, False
     if any(word in inner.text for word in _WAITS):

@@ -29,12 +29,13 @@ class Net(nn.Module):
 class Endless(torch.utils.data.Dataset):
     def __init__(self, stuck_from):
         self.stuck_from = stuck_from
+        self.rank_pid = os.getpid()
 
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
-        while index >= self.stuck_from:
+        while index >= self.stuck_from and os.getppid() == self.rank_pid:  # a worker does not outlive its rank
             time.sleep(0.01)
         return torch.ones(8)
 
@@ -117,7 +118,7 @@ def main():
             threading.Thread(target=time.sleep, args=(10_000,)).start()
             raise ValueError("boom")
         if me and how == "leaves slowly":
-            atexit.register(time.sleep, 10_000)
+            atexit.register(lambda: time.sleep(10_000))
             sys.exit(0)
         if me and how == "checkpoint":
             time.sleep(10_000)

@@ -58,6 +58,14 @@ def test_what_came_before_the_first_batch_tells_nothing_of_later_rests():
     assert told(rest, 191.0)
 
 
+def test_a_start_after_which_several_batches_pass_between_two_looks_is_no_rest_of_theirs():
+    rest = Rest(0.0)
+    rest.moved((1,), -1, 0.0)
+    rest.moved((2,), 4, 90.0)
+
+    assert told(rest, 191.0)
+
+
 def test_a_preflight_and_a_start_have_deadlines_of_their_own():
     rest = Rest(0.0)
     for phase in ("starting", "preflight", "unwatched"):

@@ -7,7 +7,16 @@ import signal
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.records import NodeSignal, RankLook, ScriptError, StackLine, Where, WorkerExit
+from gpuwatch.core.records import (
+    GroupState,
+    Issued,
+    NodeSignal,
+    RankLook,
+    ScriptError,
+    StackLine,
+    Where,
+    WorkerExit,
+)
 from gpuwatch.core.wire.messages import Bye, EventMessage
 
 IN_ALL_REDUCE = [
@@ -106,3 +115,86 @@ def test_a_rank_that_had_left_before_the_others_were_asked(verdict_of):
 
     assert (verdict.kind, verdict.rank) == ("hang", 1)
     assert "left early" in verdict.statement
+
+
+def left_with(rank, code, by, begun, phase="none", *operation, error="", members="0-2"):
+    """How a rank ended, with what its table of the default group showed."""
+    issued = [Issued(begun, *operation)] if operation else []
+    group = GroupState("0", members, 3, begun, begun - (phase != "none"), phase, begun, 1.0, issued)
+    exit_ = WorkerExit(Where(rank, step=4, batch=4, seq=begun), code, by, "script", groups=[group])
+    where = Where(rank, step=4, batch=4, seq=begun)
+    return [exit_, *([ScriptError(where, "RuntimeError", error, "", None, True)] if error else [])]
+
+
+TIMED_OUT = "Timed out waiting 15000ms for recv operation to complete"
+CLOSED = "Connection closed by peer [127.0.0.1]:1206"
+SUM = ("all_reduce", "float32", 8)
+
+
+def test_a_groups_timeout_names_who_missed_and_not_who_raised(verdict_of):
+    verdict = verdict_of(
+        *left_with(0, 1, "itself", 9, "failed", *SUM, error=TIMED_OUT),
+        *left_with(1, -15, "torchrun", 8, "none", *SUM),
+        *left_with(2, -15, "torchrun", 9, "waiting", *SUM),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("hang", 1, "established")
+    assert "in which ranks 0, 2 waited until the group's timeout" in verdict.statement
+
+
+def test_a_lost_connection_alone_names_nobody_who_was_elsewhere(verdict_of):
+    """The link between two ranks may have broken while a third one was late."""
+    verdict = verdict_of(
+        *left_with(0, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+        *left_with(1, -15, "torchrun", 8, "none", *SUM),
+        *left_with(2, -15, "torchrun", 9, "waiting", *SUM),
+    )
+    assert verdict.rank is None
+
+
+def test_a_rank_that_was_aborted_for_what_another_one_sent_is_not_named(verdict_of):
+    """gloo ends a rank that is sent more than it expects."""
+    verdict = verdict_of(
+        *left_with(0, -signal.SIGABRT, "itself", 9, "waiting", *SUM),
+        *left_with(1, 1, "itself", 9, "failed", "all_reduce", "float64", 8, error=CLOSED),
+        *left_with(2, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "supported")
+
+
+def test_a_watchdog_that_aborts_a_rank_in_a_collective_does_not_name_it(verdict_of):
+    verdict = verdict_of(
+        *left_with(0, -signal.SIGABRT, "itself", 9, "waiting", *SUM),
+        *left_with(1, -15, "torchrun", 9, "waiting", *SUM),
+        *left_with(2, -15, "torchrun", 9, "waiting", *SUM),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("lost", None, "unknown")
+
+
+def test_a_rank_that_left_early_is_named_by_those_that_lost_it(verdict_of):
+    verdict = verdict_of(
+        *left_with(0, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+        *left_with(1, 0, "itself", 8, "none", *SUM),
+        *left_with(2, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "established")
+    assert "left early" in verdict.statement
+
+
+def test_a_rank_that_had_done_its_part_and_left_is_not_blamed(verdict_of):
+    verdict = verdict_of(
+        *left_with(0, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+        *left_with(1, 0, "itself", 9, "none", *SUM),
+        *left_with(2, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+    )
+    assert verdict.rank is None
+
+
+def test_a_rank_that_raised_for_itself_comes_before_what_the_tables_say(verdict_of):
+    own = ScriptError(Where(1, step=4, batch=4, seq=8), "ValueError", "boom", "", None, False)
+    verdict = verdict_of(
+        *left_with(0, 1, "itself", 9, "failed", *SUM, error=TIMED_OUT),
+        own,
+        *left_with(1, 1, "itself", 8, "none", *SUM),
+        *left_with(2, -15, "torchrun", 9, "waiting", *SUM),
+    )
+    assert (verdict.kind, verdict.rank) == ("crash", 1)
