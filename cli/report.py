@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 @click.argument("runs", nargs=-1, metavar="[RUN]")
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 @click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
+@click.option("--batch", type=click.IntRange(0), default=None, help="Which batch's frames to show, if it was received.")
 @click.option("--module", default=None, metavar="PATTERN", help="Only the frames of modules like this: `*.wo`.")
 @click.option(
     "--format",
@@ -45,6 +46,7 @@ def command(
     runs: tuple[str, ...],
     runs_dir: str,
     rank: int | None,
+    batch: int | None,
     module: str | None,
     form: str,
     output: Path | None,
@@ -78,6 +80,10 @@ def command(
     if rank is not None and not merge and not path.is_file() and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
             report = report_from_store(RunPaths(path), rank)
+    if batch is not None:
+        if merge or path.is_file():
+            raise UsageError("--batch: expected a run with its store, found spool files; leave it out")
+        report = _of_batch(report_from_store(RunPaths(path), rank, batch), batch, rank)
     if module is not None:
         report = _only_modules(report, module)
     try:
@@ -103,6 +109,16 @@ def command(
     if open_:
         _open(output, rank)
     return 0
+
+
+def _of_batch(report: Report, batch: int, rank: int | None) -> Report:
+    if not any(each.frames for each in report.ranks if rank is None or each.rank == rank):
+        whose = "" if rank is None else f" of rank {rank}"
+        raise UsageError(
+            f"--batch: expected a batch{whose} that is in the store, found {batch}; an ordinary run stores that of "
+            "an overflow, the one before it and the last of each rank; more: gpuwatch launch --trace-batches N,N"
+        )
+    return report
 
 
 def _only_modules(report: Report, pattern: str) -> Report:

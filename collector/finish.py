@@ -28,14 +28,14 @@ from .store import RunStore, Stored
 T = TypeVar("T")
 
 
-def report_from_store(paths: RunPaths, rank: int | None = None) -> Report:
-    """Make the report again; `rank` is one whose frames are asked for.
+def report_from_store(paths: RunPaths, rank: int | None = None, batch: int | None = None) -> Report:
+    """Make the report again; `rank` is one whose frames are asked for, `batch` one that they are to be of.
 
     Raises GpuwatchError when there is no store to make it from.
     """
     store = RunStore(paths.store)
     try:
-        return build(store, paths.run_id, rank=rank)
+        return build(store, paths.run_id, rank=rank, batch=batch)
     finally:
         store.close()
 
@@ -48,10 +48,12 @@ def fold_store(store: RunStore) -> Fold:
     return folded
 
 
-def build(store: RunStore, run_id: str, folded: Fold | None = None, rank: int | None = None) -> Report:
+def build(
+    store: RunStore, run_id: str, folded: Fold | None = None, rank: int | None = None, batch: int | None = None
+) -> Report:
     """The report of an open store; `folded` holds what is in it, if that is in memory already.
 
-    `rank` is one whose frames are asked for.
+    `rank` is one whose frames are asked for, `batch` one that they are to be of.
     """
     folded = folded if folded is not None else fold_store(store)
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
@@ -65,6 +67,7 @@ def build(store: RunStore, run_id: str, folded: Fold | None = None, rank: int | 
         counters={**_fact(store, "counters", dict[str, int], {}), **kept},
         earlier=_fact(store, "earlier", list[EarlierLife], []),
         rank=rank,
+        batch=batch,
     )
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+TEMPLATES = ("report.html.jinja", "macros.html.jinja", "report.css", "report.js")
 DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
+DATA += [f"gpuwatch/collector/report/html/templates/{name}" for name in TEMPLATES]
 pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
 NOT_SHIPPED = {"tests", "docs", "examples", "benchmarks", "build", "dist"}
 

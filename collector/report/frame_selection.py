@@ -74,6 +74,16 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max
     return Shown([whole(frame) for frame in frames[max(0, end - max_frames) : end]], comparable)
 
 
+def frames_of_batch(rank: RankFacts, batch: int, target: Target | None) -> Shown:
+    """All frames of a batch that was asked for, if it was received: of the target's root, where there are several."""
+    pages = [page for page in rank.pages.values() if page.batch == batch]
+    same = [page for page in pages if target is not None and page.root == target.page.root]
+    page = max(same or pages, key=lambda page: page.number, default=None)
+    if page is None:
+        return Shown([], False)
+    return Shown([whole(frame) for frame in sorted(page.frames, key=lambda frame: frame.index)], True)
+
+
 def _last(rank: RankFacts, page: KeptPage, verdict: Verdict, target: Target | None) -> int | None:
     """Index of the frame to end with: of the rank's own diagnosis, else the target's counterpart.
 

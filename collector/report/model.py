@@ -22,7 +22,7 @@ from ..decide.verdict_model import SeenIn, Verdict
 from ..decide.words import seen_in, unfinished_stage
 from ..facts.facts import RankFacts, RunFacts
 from .attempts import AttemptReport, EarlierLife, other_attempts
-from .frame_selection import Shown, frames_to_show, target_of
+from .frame_selection import Shown, frames_of_batch, frames_to_show, target_of
 from .history import ModuleHistory, ModulesByRanks, histories, open_histories
 from .ranks_to_show import ranks_to_show, traces_to_show
 from .stacks import stack_of
@@ -173,8 +173,9 @@ def build_report(
     counters: dict[str, int] | None = None,
     earlier: list[EarlierLife] | None = None,
     rank: int | None = None,
+    batch: int | None = None,
 ) -> Report:
-    """Make the report of a run. `rank` is one whose frames it is to hold in any case."""
+    """Make the report of a run. `rank` is one whose frames it is to hold in any case, `batch` what they are of."""
     verdict = decide(facts)
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
     target = target_of(facts, verdict)
@@ -186,7 +187,11 @@ def build_report(
         _rank_report(
             facts,
             each,
-            frames_to_show(each, verdict, target, max_frames) if each.rank in held else Shown([], False),
+            Shown([], False)
+            if each.rank not in held
+            else frames_of_batch(each, batch, target)
+            if batch is not None
+            else frames_to_show(each, verdict, target, max_frames),
             *traces.get(each.rank, ([], 0)),
         )
         for each in all_ranks

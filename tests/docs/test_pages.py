@@ -115,4 +115,4 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
 
 
 def test_commands_were_found():
-    assert {words[0] for _, words in COMMANDS} == {"launch", "check", "report", "submit", "collect"}
+    assert {words[0] for _, words in COMMANDS} == {"launch", "check", "report", "runs", "submit", "collect"}

@@ -11,7 +11,7 @@ from ..model import Report
 from ..timeline import TimelineEntry
 
 _MOST_LANES = 24
-_LEFT, _WIDTH, _TOP, _HEIGHT = 90, 900, 18, 22
+_LEFT, _WIDTH, _TOP, _HEIGHT = 112, 900, 18, 22
 SHAPES = {"anomaly": "cross", "raised": "triangle", "ended": "square", "fault": "circle"}
 """Kind of an event -> its shape; other events are in the table alone."""
 

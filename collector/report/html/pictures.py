@@ -58,7 +58,7 @@ def over_the_batches(report: Report) -> Chart | None:
     if history is None or report.verdict.batch is None:
         return None
     named = next((series for series in history.ranks if series.rank == report.verdict.rank), None)
-    if named is None or len(named.batches) < 2:
+    if named is None or len(named.batches) < 2 or None not in named.abs_max:  # a gradient was bad, or a weight
         return None
     series = [
         Series(

@@ -94,6 +94,14 @@ def test_the_history_changes_no_verdict(make):
     assert "call by call" in render_html(report), "a store without histories still has a picture"
 
 
+def test_where_the_output_stayed_finite_the_picture_is_of_the_batch(make):
+    """A gradient was bad: the output of its module over the batches says nothing of that."""
+    report = report_of(job(make))
+    healthy = next(each for each in report.history.ranks if None not in each.abs_max)
+    finite = msgspec.structs.replace(report.history, ranks=[msgspec.structs.replace(healthy, rank=1)])
+    assert "batch by batch" not in render_html(msgspec.structs.replace(report, history=finite))
+
+
 def test_of_many_ranks_those_that_met_something_are_there(make, monkeypatch):
     monkeypatch.setattr(limits, "MOST_RANKS", 4)
     found = report_of(job(make, ranks=40, bad=33)).history

@@ -119,6 +119,26 @@ def test_the_command_reads_the_frames_of_any_rank_from_the_store(run):
     assert "VERDICT  overflow" in shown("--rank", "33"), "without the store, what the report holds"
 
 
+def test_the_command_shows_the_frames_of_another_batch(make, tmp_path):
+    paths = RunPaths(tmp_path)
+    store = open_store(paths, 1)
+    for agent, n, body in job(make, batches=2):
+        message = AgentMessage(n, body, n - 1)
+        store.add(agent, message, encode(message))
+    store.close()
+    assert write_report(paths, report_from_store(paths)) is None
+
+    def shown(*options: str):
+        return CliRunner().invoke(cli, ["report", str(tmp_path), *options])
+
+    assert "Rank 17, batch 1: last 1 forward frames" in shown().output
+    assert "Rank 17, batch 0: last 3 forward frames" in shown("--batch", "0").output
+    assert "Rank 33, batch 0: last 3 forward frames" in shown("--batch", "0", "--rank", "33").output
+    wrong = shown("--batch", "7")
+    assert type(wrong.exception).__name__ == "UsageError"
+    assert "--batch: expected a batch that is in the store, found 7" in str(wrong.exception)
+
+
 def test_a_thousand_ranks_fit(make):
     """Each with its frames in the store: under 5 MB."""
     messages = []
