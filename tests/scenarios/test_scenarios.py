@@ -92,11 +92,11 @@ def test_an_alarm_where_there_is_no_fault_is_wrong_even_if_it_names_nobody():
 
 
 def test_a_verdict_that_is_sure_of_an_open_question_is_counted():
-    def judged(certainty, **truth):
+    def judged(said, **truth):
         empty = dict.fromkeys(
             ["rank", "module", "class", "phase", "role", "value", "dtype", "batch", "root", "between"]
         )
-        found = {**empty, "concurrent": [], "evidence": [], "statement": "", **LEAF, "certainty": certainty}
+        found = {**empty, "concurrent": [], "evidence": [], "statement": "", **LEAF, "certainty": said}
         scenario = Scenario("a fault", "leaf.py", {**LEAF, **truth})
         return judge(scenario, Ended(4, "", "", 1.0), {"verdict": found, "ranks": []}).over_sure
 
