@@ -211,3 +211,14 @@ def test_of_tied_weights_the_one_whose_part_overflowed_is_named():
     assert (found.module, found.phase, found.value) == ("head", "backward", "+inf"), found
     assert "grad weight of `head` (Linear)" in found.statement
     assert found.certainty == "established", found
+
+
+def test_under_sync_a_device_tells_it_in_time(monkeypatch):
+    driver = LateDevice(3)
+    for name in ("hooks.native_writer", "record.rows", "stats.device"):
+        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    model = Net(Attention)
+    with gpuwatch.watch(model, on_overflow="continue", sync=True) as handle:
+        model(rows()).square().mean().backward()
+        found = handle.verdict()
+    assert (found.module, found.certainty) == ("block.fault", "established")
