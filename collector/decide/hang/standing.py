@@ -60,12 +60,13 @@ def standing_of(look: RankLook) -> Standing:
     'stopped'
     """
     line = _line(look.stack)
+    does = ("leaving, " if look.phase in ("finished", "raised") else "") + doing(look)
     if look.state in ("T", "t"):
-        return Standing(look.where.rank, "stopped", "", line, doing(look))
+        return Standing(look.where.rank, "stopped", "", line, does)
     operation, sure = _operation(look)
     if operation:
-        return Standing(look.where.rank, "waits" if sure else "may wait", operation, line, doing(look))
-    return Standing(look.where.rank, "own" if look.stack else "unknown", "", line, doing(look))
+        return Standing(look.where.rank, "waits" if sure else "may wait", operation, line, does)
+    return Standing(look.where.rank, "own" if look.stack else "unknown", "", line, does)
 
 
 def _operation(look: RankLook) -> tuple[str, bool]:
