@@ -24,13 +24,13 @@ def run_of(bench, how, nproc, seed, *options, more=()):
     ],
 )
 def test_what_ends_the_others_names_who_was_at_fault(bench, how, certainty, sentence):
-    """gloo aborts some rank, or the others lose their connection to it."""
-    run, rank = run_of(bench, how, 3, 0, *NEVER)
+    """gloo aborts some rank, or the others lose their connection to it. At some sizes it only waits."""
+    run, rank = run_of(bench, how, 3, 0, *ABORT)
 
     verdict = run.verdict
-    assert (verdict["kind"], verdict["rank"], verdict["certainty"]) == ("crash", rank, certainty)
+    assert (verdict["rank"], verdict["certainty"]) == (rank, certainty)
     assert sentence in verdict["statement"]
-    assert run.code == 1
+    assert (verdict["kind"], run.code) in (("crash", 1), ("hang", 5))
     assert not any(found["faults"] for found in run.report["ranks"])
 
 
@@ -39,10 +39,10 @@ def test_what_ends_the_others_names_who_was_at_fault(bench, how, certainty, sent
 @pytest.mark.parametrize("how", ["size", "dtype", "exit", "_exit"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_ends_the_others_with_other_ranks_and_batches(bench, how, seed):
-    run, rank = run_of(bench, how, 2 + seed, seed, *NEVER)
+    run, rank = run_of(bench, how, 2 + seed, seed, *ABORT)
 
-    verdict = run.verdict
-    assert (verdict["kind"], verdict["rank"]) == ("crash", rank)
+    assert run.verdict["rank"] == rank
+    assert run.verdict["kind"] in ("crash", "hang")
 
 
 @pytest.mark.slow
