@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -87,11 +88,11 @@ class Collectives:
 
         What the table shows would grow old: it is taken away.
         """
-        self._groups.clear()
         for owner, name, before, ours in reversed(self._replaced):
             if owner.__dict__.get(name) is ours:
                 setattr(owner, name, before)
         self._replaced = []
+        self._groups.clear()
 
     def _fault(self, error: Exception) -> None:
         """One error of ours is enough: this rank then shows nothing of its communication, rather than half of it."""
@@ -140,7 +141,8 @@ class Collectives:
             try:
                 result = before(self, *args, **kwargs)
             except BaseException:
-                failed(place)
+                with suppress(Exception):  # the error of the call is what goes on
+                    failed(place)
                 raise
             try:
                 after(place, self, result)

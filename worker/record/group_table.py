@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import weakref
+from contextlib import suppress
 from typing import Any
 
 from ...core.recorder import group_table as table
@@ -66,8 +67,9 @@ class GroupTable:
         self._slots = {}
         self._pending = {}
         if os.getpid() == self._pid:
-            for slot in range(GROUPS):
-                self._fields[slot * GROUP_BYTES // 8] = 0
+            with suppress(ValueError):  # the recorder is closed: nobody is shown anything
+                for slot in range(GROUPS):
+                    self._fields[slot * GROUP_BYTES // 8] = 0
 
     def notice(self) -> None:
         """Enter groups that were made meanwhile, and count what torch has issued on all of them."""
