@@ -626,7 +626,9 @@ class Hooks:
         known = self._sharded.get(root.root.id)
         if known is None:
             module = root.ref()
-            classes = {cls.__name__ for part in (module.modules() if module else ()) for cls in type(part).__mro__}
+            classes = {
+                cls.__name__ for part in (module.modules() if module is not None else ()) for cls in type(part).__mro__
+            }
             known = self._sharded[root.root.id] = bool(classes & {"FSDPModule", "FullyShardedDataParallel"})
         return known
 

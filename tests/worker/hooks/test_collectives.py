@@ -89,6 +89,7 @@ show("after")
         assert rank in (0, 1)
 
 
+@pytest.mark.slow
 def test_a_group_without_a_collective_is_entered_at_a_batch(both):
     shown = both("second = dist.new_group([1]); table.notice(); show('batch')")
 
@@ -96,6 +97,7 @@ def test_a_group_without_a_collective_is_entered_at_a_batch(both):
     assert [group["members"] for group in shown[1]["batch"]] == ["0-1", "1"]
 
 
+@pytest.mark.slow
 def test_a_wait_is_shown_while_it_lasts_and_a_failed_one_stays(both):
     """Rank 1 looks into its own recorder from another thread while it waits for rank 0."""
     shown = both(
@@ -127,6 +129,7 @@ if rank == 1:
     assert (failed["phase"], failed["begun"], failed["ended"]) == ("failed", 1, 0)
 
 
+@pytest.mark.slow
 def test_all_ranks_count_alike_whatever_was_sent_between(both):
     """The group's own counter counts sends and receives, and `monitored_barrier` by its messages."""
     shown = both(
@@ -155,6 +158,7 @@ show("after")
     assert all(group["recent"][-1]["operation"] == "barrier" for group in after)
 
 
+@pytest.mark.slow
 def test_more_groups_than_there_is_room_for_are_counted(both):
     shown = both(
         """
@@ -171,6 +175,7 @@ shown["lost"] = reader[Field.GROUPS_NOT_SHOWN]
     assert shown[0]["lost"] == 20 - 16
 
 
+@pytest.mark.slow
 def test_a_subclass_in_python_is_called_as_before(both):
     """pybind11 must not take our function for an override of the subclass: it would call itself for ever."""
     both(

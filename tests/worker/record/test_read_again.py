@@ -76,6 +76,22 @@ def test_an_argument_that_a_collective_has_changed(watch, driver, writer, group,
     assert watched.faults == []
 
 
+def test_a_root_without_a_length_is_no_fault_of_ours(watch, driver, writer, group):
+    """What torch.compile returns for a module says that it has one, and raises."""
+
+    class Unsized(Reduced):
+        def __len__(self):
+            raise TypeError("Unsized does not support len()")
+
+    watched = watch(on_overflow="continue")
+    model = Unsized(math.inf)
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+    assert watched.faults == []
+    assert watched.anomalies[0].module == "next"
+
+
 @pytest.mark.parametrize("becomes", [math.inf, 1e38])
 def test_a_weight_that_something_else_has_changed(watch, driver, writer, becomes):
     watched = watch(on_overflow="continue")
