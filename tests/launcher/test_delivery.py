@@ -126,6 +126,7 @@ def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
     assert node.stops == []
 
 
+@pytest.mark.slow
 def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
     """The head's launch was killed and the job started again there, on the same port, while this node lived on."""
     until(lambda: stored(node, Hello), "the hello")
@@ -146,6 +147,7 @@ def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
     assert stored(later, Hello) == []
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_killed_when_only_its_own_node_has_the_verdict(make_node):
     head, other = make_node(), make_node()
     address = head.start_collector()

@@ -111,6 +111,7 @@ def test_the_older_the_coarser():
     assert thinned(rows) == thinned(thinned(rows)), "it is thin already"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_batches_stay_inside_the_bound(monkeypatch):
     """What is kept grows with the logarithm of the run's length; the message has a bound of its own."""
     kept = RankHistory(clock=lambda: 0.0)
