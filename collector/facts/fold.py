@@ -6,6 +6,7 @@ A page is looked at once, when it comes. What is found in it stays in memory, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from ...core.judge import anomaly_of, first_alarm
 from ...core.records import (
@@ -48,11 +49,12 @@ from ...core.wire.messages import (
 from ..diagnose.diagnose import diagnose
 from .facts import NodeFacts, RankFacts, RunFacts
 from .kept_history import KeptHistory
-from .kept_pages import KeptPage, Load, RankNames, Shelf
+from .kept_pages import KeptPage, RankNames, Shelf
 from .shown_body import shown_body
 
 _EARLIER_PAGES = 3
 """Of a rank, so many pages from before its first anomaly are looked at."""
+_Body = TypeVar("_Body", PageMessage, History)
 LoadPage = Callable[[str, int], PageMessage | None]
 """Gives the page again that an agent has sent under a number; None if it is lost."""
 LoadHistory = Callable[[str, int], History | None]
@@ -142,7 +144,7 @@ class Fold:
     def _take_page(self, name: str, n: int, message: PageMessage) -> None:
         names = self._names_of(message.attempt, message.rank)
         try:
-            page = KeptPage(message, self._loader(name, n, message), names, self._shelf)
+            page = KeptPage(message, _loader(self._load, name, n, message), names, self._shelf)
             if page.step in self._met_in:  # the verdict compares it with the page of the rank that has met something
                 page.prepare()
         except Exception:  # bytes from the network: whatever is wrong with them, the report must be written
@@ -154,20 +156,9 @@ class Fold:
             rank.pages[page.number] = page
 
     def _take_history(self, name: str, n: int, message: History) -> None:
-        load, rank = self._load_history, _rank(self._facts, node_of(name), message.attempt, message.rank)
-        known = KeptHistory(
-            (lambda: message) if load is None else (lambda: load(name, n)),
-            self._names_of(message.attempt, message.rank),
-            self._shelf,
-            message.root,
-        )
-        rank.histories[message.root] = known
-
-    def _loader(self, name: str, n: int, message: PageMessage) -> Load:
-        load = self._load
-        if load is None:
-            return lambda: message
-        return lambda: load(name, n)
+        rank = _rank(self._facts, node_of(name), message.attempt, message.rank)
+        load, names = _loader(self._load_history, name, n, message), self._names_of(message.attempt, message.rank)
+        rank.histories[message.root] = KeptHistory(load, names, self._shelf, message.root)
 
     def _take_preflights_of_peers(self) -> None:
         """A rank that was stopped before it could write has told the others."""
@@ -221,6 +212,13 @@ class Fold:
         if known is None or known[0] is not made_of[0] or known[1] != made_of[1]:
             rank.diagnosis = diagnose(rank.anomalies, {page.number: page.lazy() for page in pages})
             self._diagnosed[key] = made_of
+
+
+def _loader(
+    load: Callable[[str, int], _Body | None] | None, name: str, n: int, message: _Body
+) -> Callable[[], _Body | None]:
+    """Gives the message again; without `load` it is kept."""
+    return (lambda: message) if load is None else (lambda: load(name, n))
 
 
 def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import numpy
 
 from ...core.values import DTYPE_NAMES
-from ...core.wire.history import unpack
+from ...core.wire.history import NO_NUMBER, unpack
 from ...core.wire.messages import History
 from .kept_pages import RankNames, Shelf
-
-LoadHistory = Callable[[], History | None]
 
 
 class Returned(NamedTuple):
@@ -34,7 +32,7 @@ class _Columns(NamedTuple):
 
 @dataclass(frozen=True)
 class OpenHistory:
-    """The numbers: float32 of shape (batches, modules); -1 where there is none. A module stands there once."""
+    """The numbers: float32 of shape (batches, modules); NO_NUMBER where there is none. A module stands there once."""
 
     batches: list[int]
     steps: list[int]
@@ -46,7 +44,7 @@ class OpenHistory:
 class KeptHistory:
     """Of one root of one rank. `load` gives the message again."""
 
-    load: LoadHistory
+    load: Callable[[], History | None]
     names: RankNames
     shelf: Shelf
     root_id: int
@@ -67,7 +65,7 @@ class KeptHistory:
             return None
         key = ("columns", self.names.place, tuple(message.slots), message.dtypes)
         columns = self.shelf.in_common(key, lambda: self._columns(message))
-        found = numpy.full((len(numbers), len(columns.modules)), -1, numpy.float32)
+        found = numpy.full((len(numbers), len(columns.modules)), NO_NUMBER, numpy.float32)
         if len(columns.modules) == len(columns.sources):
             found[:, columns.targets] = numbers[:, columns.sources]
         else:

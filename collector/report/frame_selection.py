@@ -76,7 +76,7 @@ def frames_to_show(rank: RankFacts, verdict: Verdict, target: Target | None, max
 
 def frames_of_batch(rank: RankFacts, batch: int, target: Target | None) -> Shown:
     """All frames of a batch that was asked for, if it was received: of the target's root, where there are several."""
-    pages = [page for page in rank.pages.values() if page.batch == batch]
+    pages = rank.pages.of_batch(batch)
     same = [page for page in pages if target is not None and page.root == target.page.root]
     page = max(same or pages, key=lambda page: page.number, default=None)
     if page is None:

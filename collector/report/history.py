@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from ...core.values import DTYPE_MAX
+from ...core.wire.history import NO_NUMBER
 from ..decide.verdict_model import Verdict
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.kept_history import OpenHistory, Returned
@@ -15,7 +16,6 @@ MOST_RANKS = 256
 """Ranks whose history a report holds: of more, the verdict's, those that met something, and some others."""
 _MOST_POINTS = 8192
 _MOST_CELLS = 8192
-ABSENT = -1.0
 
 
 class RankSeries(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ def _over_batches(opened: dict[int, OpenHistory], verdict: Verdict, left_out: in
         points = [
             (batch, _number(number))
             for batch, number in zip(history.batches, history.numbers[:, column].tolist(), strict=True)
-            if number != ABSENT
+            if number != NO_NUMBER
         ][-most:]
         if points:
             found.append(RankSeries(rank, [batch for batch, _ in points], [number for _, number in points]))
@@ -129,7 +129,7 @@ def _over_ranks(opened: dict[int, OpenHistory], verdict: Verdict) -> ModulesByRa
         return None
     named, at = rows[verdict.rank]
     there = dict.fromkeys(
-        each for each, number in zip(named.modules, named.numbers[at].tolist(), strict=True) if number != ABSENT
+        each for each, number in zip(named.modules, named.numbers[at].tolist(), strict=True) if number != NO_NUMBER
     )
     for history, _ in rows.values():
         if history.modules is not named.modules:
@@ -156,7 +156,7 @@ def _around(modules: list[Returned], name: str | None, most: int) -> list[Return
 def _row(history: OpenHistory, at: int, modules: list[Returned]) -> list[float | None]:
     column = {each.module: n for n, each in enumerate(history.modules)}
     numbers = history.numbers[at].tolist()
-    return [_number(numbers[column[each.module]]) if each.module in column else ABSENT for each in modules]
+    return [_number(numbers[column[each.module]]) if each.module in column else NO_NUMBER for each in modules]
 
 
 def _number(number: float) -> float | None:

@@ -76,6 +76,11 @@ class Lost(msgspec.Struct, frozen=True):
     frames: int = 0
     rows: int = 0
 
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return self.pages + self.messages + self.frames + self.rows
+
 
 class RankReport(msgspec.Struct, frozen=True):
     """One rank, as it was in the attempt that the verdict is about."""

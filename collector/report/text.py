@@ -110,7 +110,7 @@ def _ranks(console: Console, report: Report) -> None:
         table.add_column(title, overflow="fold")
     rows = _ranks_of_table(report)
     for rank in rows:
-        lost = rank.lost.pages + rank.lost.messages + rank.lost.frames + rank.lost.rows
+        lost = rank.lost.total
         exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
         table.add_row(
             str(rank.rank),

@@ -46,6 +46,8 @@ MOVE = struct.Struct("<qqqq")
 """BEGUN, STATE, AT, SINCE_NS: together, as all of them change when an operation begins."""
 OPERATION = struct.Struct("<qqq")
 """number, what, elements"""
+OPERATION_BYTES = 32
+"""From one of the last operations to the next."""
 
 
 class GroupField(IntEnum):
@@ -155,7 +157,7 @@ def _group(data: bytes, at: int, now_ns: int) -> GroupState | None:
         return None
     recent = []
     for position in range(RECENT):
-        number, what, elements = OPERATION.unpack_from(data, at + RECENT_AT + 32 * position)
+        number, what, elements = OPERATION.unpack_from(data, at + RECENT_AT + OPERATION_BYTES * position)
         if number > 0:
             recent.append(_issued(number, what, elements))
     sent = fields[GroupField.P2P]

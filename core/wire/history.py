@@ -20,6 +20,8 @@ from .messages import History
 
 ABSENT = 0xFFFF
 """A nan with its sign: no absolute value is that."""
+NO_NUMBER = -1.0
+"""What ABSENT is once it is unpacked: no absolute value is that."""
 _NAN, _INF = 0x7FC0, 0x7F80
 _FINITE = 0x7F7F
 """The largest finite number."""
@@ -125,4 +127,4 @@ def unpack(history: History) -> Any:
         raise ValueError(f"a history of {size} bytes that has {len(data)}")
     codes = numpy.frombuffer(data, "<u2").reshape(batches, columns)
     numbers = (codes.astype(numpy.uint32) << 16).view(numpy.float32)
-    return numpy.where(codes == ABSENT, numpy.float32(-1), numbers)
+    return numpy.where(codes == ABSENT, numpy.float32(NO_NUMBER), numbers)

@@ -17,7 +17,8 @@ from ..stats.tensor_stats import CODES
 
 _modules = sys.modules
 _now = time.monotonic_ns
-_pack_move, _pack_operation = table.MOVE.pack_into, table.OPERATION.pack_into
+_pack_move, _pack_operation, _what_of = table.MOVE.pack_into, table.OPERATION.pack_into, table.what_of
+_RECENT_AT, _OPERATION_BYTES = table.RECENT_AT, table.OPERATION_BYTES
 _ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), int(GroupPhase.FAILED)
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _STATE, _ENDED = int(GroupField.STATE), int(GroupField.ENDED)
@@ -95,13 +96,10 @@ class GroupTable:
             number += counted - slot.counted
         slot.begun = number
         slot.counted = counted + 1
-        what = operation | root + 1 << 16
-        elements = 0
-        if tensor is not None:
-            what |= CODES.get(tensor.dtype, 0) << 8
-            elements = tensor.numel()
+        dtype, elements = (CODES.get(tensor.dtype, 0), tensor.numel()) if tensor is not None else (0, 0)
         at = slot.at
-        _pack_operation(self._view, at + 128 + 32 * (number & _RING_MASK), number, what, elements)
+        place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
+        _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements)
         _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
         return slot, number
 
@@ -115,7 +113,7 @@ class GroupTable:
         at = slot.field + _P2P
         fields = self._fields
         fields[at] = slot.p2p
-        fields[at + 1] = table.what_of(operation, CODES.get(tensor.dtype, 0), peer)
+        fields[at + 1] = _what_of(operation, CODES.get(tensor.dtype, 0), peer)
         fields[at + 2] = tensor.numel()
         _pack_move(self._view, slot.at + _MOVE_AT, slot.begun, _ISSUING, -slot.p2p, _now())
         return slot, -slot.p2p

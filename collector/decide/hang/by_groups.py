@@ -36,11 +36,11 @@ def find_by_groups(shown: Mapping[int, Shown], world_size: int, waited: str) -> 
         if one.kind in ("waits", "unknown", "stopped")
         and (place := standing_at(one.groups, failed=one.failed)) is not None
     }
-    tables = {rank: one.groups for rank, one in shown.items() if one.groups}
+    tables = {rank: one.groups for rank, one in shown.items()}
     if not any(shown[rank].kind == "waits" for rank in places):
         return None
     mismatch = mismatch_of(tables, places, world_size)
-    meetings = meetings_of({**tables, **{rank: () for rank in shown if rank not in tables}}, places, world_size)
+    meetings = meetings_of(tables, places, world_size)
     if any(not meeting.members for meeting in meetings):
         return None
     if mismatch is not None:
@@ -144,11 +144,10 @@ class _Telling:
             and not self._unplaced
             and elsewhere <= heads
             and first.kind != "unknown"
-            and not any(m.untold for m in self.meetings)
+            and bool(first.groups)
+            and not any(meeting.untold for meeting in self.meetings)
+            and all(meeting.number > 0 for meeting in meetings)  # a receive may have been begun before
         )
-        sure = (
-            sure and bool(first.groups) and all(meeting.number > 0 for meeting in meetings)
-        )  # a receive may have been begun before
         where = " and ".join(dict.fromkeys(self._name(meeting) for meeting in meetings))
         if left:
             statement = (

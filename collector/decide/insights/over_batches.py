@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy
 
+from ....core.wire.history import NO_NUMBER
 from ...facts.kept_history import OpenHistory
 from .insight import Insight, modules_text, where_text
 
@@ -105,4 +106,4 @@ def _aligned(history: OpenHistory, names: list[str], table: Any, batches: list[i
 def _table(history: OpenHistory) -> Table:
     """Of the last batches."""
     numbers = history.numbers[-_LAST:]
-    return [each.module for each in history.modules], numpy.where(numbers == -1, numpy.nan, numbers)
+    return [each.module for each in history.modules], numpy.where(numbers == NO_NUMBER, numpy.nan, numbers)

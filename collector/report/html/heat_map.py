@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from ....core.text.ranks_text import ranks_text
 from ....core.values import headroom
-from ..history import ABSENT, ModulesByRanks
+from ....core.wire.history import NO_NUMBER
+from ..history import ModulesByRanks
 from ..model import Report
 from ..side_by_side import Cell, rank_to_show, side_by_side
 
@@ -132,7 +133,7 @@ def _columns(report: Report, ranks: list[int]) -> list[int]:
 def _heat_cell(number: float | None, dtype: str) -> Cell:
     if number is None:
         return Cell("inf, nan", True)
-    if number == ABSENT:
+    if number == NO_NUMBER:
         return Cell("-")
     return Cell(f"{number:.1e}", False, number, headroom(number, dtype))
 

@@ -99,7 +99,7 @@ def render_html(report: Report) -> str:
         stages=stage_grid(report) if report.preflight.stages else None,
         warnings=_warnings(report),
         most_events=MOST_EVENTS,
-        lost=[rank for rank in report.ranks if _lost(rank)],
+        lost=[rank for rank in report.ranks if rank.lost.total],
     )
 
 
@@ -116,7 +116,6 @@ def _environment() -> Environment:
         first=first_text,
         number=lambda n: format_number(n).strip(),
         bytes=bytes_text,
-        lost=_lost,
         ranks=_ranks,
         code=code_of,
     )
@@ -130,11 +129,6 @@ def _asset(name: str) -> str:
 def _digest(script: str) -> str:
     """As a content security policy names the one script that may run."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _lost(rank: RankReport) -> int:
-    """How much of a rank was recorded and did not arrive."""
-    return rank.lost.pages + rank.lost.messages + rank.lost.frames + rank.lost.rows
 
 
 def _healthy(report: Report, shown: RankReport | None) -> RankReport | None:
