@@ -141,8 +141,15 @@ def _hear_interrupt() -> None:
 def scratch_folders(pids: set[int]) -> list[Path]:
     """Folders of recorders that the launches with these pids have left; other jobs of this host have theirs."""
     bases = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    owners = [owner for base in bases for owner in base.glob(f"gpuwatch-{os.getuid()}-*/owner")]
-    return [owner.parent for owner in owners if int(owner.read_text().split()[0]) in pids]
+    found = []
+    for owner in (owner for base in bases for owner in base.glob(f"gpuwatch-{os.getuid()}-*/owner")):
+        try:
+            words = owner.read_text().split()
+        except FileNotFoundError:  # another job's, which has ended since the folder was listed
+            continue
+        if words and int(words[0]) in pids:
+            found.append(owner.parent)
+    return found
 
 
 @pytest.fixture
