@@ -20,6 +20,7 @@ from ..core.exits import ExitCode
 from ..core.own_clock import OwnClock
 from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
+    VERDICT_PATIENCE_S,
     Ack,
     AgentMessage,
     CollectorMessage,
@@ -44,8 +45,6 @@ from .report.text import render_text
 from .store import RunStore
 
 TICK_MS = 100
-_FAREWELL_MS = 30_000
-"""For agents that have to connect again before they hear the verdict, or whose link is down for a moment."""
 _LINGER_MS = 3000
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -230,7 +229,7 @@ class Server:
         for agent in waiting:
             self._send(agent, final)
         present = {agent for agent in waiting if not run_protocol.nodes[agent].lost}
-        clock, ends = OwnClock(), _FAREWELL_MS / 1000
+        clock, ends = OwnClock(), VERDICT_PATIENCE_S
         while present and clock.now() < ends:
             if self._socket.poll(TICK_MS):
                 for agent, message, _ in self._messages():

@@ -20,6 +20,9 @@ SCHEMA = 1
 MAX_MESSAGE_BYTES = 32 << 20
 FIRST_CREDIT = 256 << 10
 """Bytes of definitions and pages that an agent may send before the collector has said how many."""
+VERDICT_PATIENCE_S = 60.0
+"""At the end of the job: how long an agent waits for a collector that is silent, and the collector for an agent that
+has said goodbye and not taken the verdict. Packets may be lost meanwhile, or the collector be started again."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -32,6 +32,7 @@ from ...core.own_clock import OwnClock
 from ...core.recorder.layout import file_name
 from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
 from ...core.wire.messages import (
+    VERDICT_PATIENCE_S,
     Ack,
     AgentBody,
     AgentMessage,
@@ -84,8 +85,9 @@ UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
 NEVER_CAME_S = 15.0
 """After the job has ended, so long is waited for a collector that was never heard."""
-GONE_S = 60.0
-"""Silence after which, at the end, a collector that was heard before is given up: it may be started again."""
+CONNECT_MS = 4000
+"""After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
+HANDSHAKE_MS = 15_000
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
 
@@ -188,6 +190,8 @@ class Agent:
         socket.sndhwm = 1000
         socket.reconnect_ivl = 100
         socket.reconnect_ivl_max = 2000
+        socket.connect_timeout = CONNECT_MS
+        socket.handshake_ivl = HANDSHAKE_MS
         socket.heartbeat_ivl = 2000
         socket.heartbeat_timeout = 10000
         socket.curve_serverkey = self._config.server_key.encode()
@@ -251,7 +255,7 @@ class Agent:
         if self._final is not None or self._refused:
             return True
         silent = now - max(self._heard, self._done_at)
-        return silent > (GONE_S if self._welcomed else NEVER_CAME_S)
+        return silent > (VERDICT_PATIENCE_S if self._welcomed else NEVER_CAME_S)
 
     def _say_waiting(self, now: float) -> None:
         if self._done is not None and now - self._last_waiting > WAITING_S:

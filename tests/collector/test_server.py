@@ -71,7 +71,9 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpuwatch.collector.server._FAREWELL_MS", 500)  # for agents of a test that say nothing more
+    monkeypatch.setattr(
+        "gpuwatch.collector.server.VERDICT_PATIENCE_S", 0.5
+    )  # for agents of a test that say nothing more
     made = Running(tmp_path)
     yield made
     made.end()
@@ -321,7 +323,7 @@ def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, ma
 
 
 def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, make, monkeypatch):
-    monkeypatch.setattr(server_module, "_FAREWELL_MS", WAIT_MS)
+    monkeypatch.setattr(server_module, "VERDICT_PATIENCE_S", WAIT_MS / 1000)
     first = connect()
     first.send(encode(AgentMessage(1, make.hello(nproc=0))))
     first.send(encode(AgentMessage(2, Bye("ok"), 1)))

@@ -88,6 +88,17 @@ def has_connection(node):
     return bool(listed.stdout.strip())
 
 
+def tries_of(node):
+    """The ports from which it has asked for a connection with the collector, and has not been answered."""
+    listed = subprocess.run(
+        node.inside(["ss", "--no-header", "--tcp", "--numeric", "state", "syn-sent", f"dport = :{COLLECTOR_PORT}"]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {line.split()[2] for line in listed.stdout.splitlines()}
+
+
 def until(happened, what, within_s=400):
     deadline = time.monotonic() + within_s
     while not happened():
@@ -112,6 +123,13 @@ def test_what_happens_while_the_link_is_cut_is_in_the_report_once_it_is_back(tra
     training.go_on()
     training.reached("after")
     until(lambda: not has_connection(other), "the agent gives its connection up")
+    tried = set()
+
+    def tries_anew():
+        tried.update(tries_of(other))
+        return len(tried) > 1
+
+    until(tries_anew, "it tries anew, and does not wait for TCP's own tries, which come ever later", 90)
     training.job.network.restore()
     training.go_on()
     runs = training.job.finish(WITHIN_S)
