@@ -36,7 +36,7 @@ class ModuleHistory(msgspec.Struct, frozen=True):
     """The largest finite number of the dtype."""
     ranks: list[RankSeries]
     left_out: int = 0
-    """Ranks that have a history and are not here."""
+    """Ranks that have a history and are not here, or have one that cannot be read."""
 
 
 class HeatModule(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class ModulesByRanks(msgspec.Struct, frozen=True):
 
 
 Opened = tuple[dict[int, OpenHistory], int]
-"""By rank, and how many ranks have one that is not here."""
+"""By rank, and how many ranks have one that is not here, or cannot be read."""
 
 
 def open_histories(facts: RunFacts, verdict: Verdict, attempt: int) -> Opened:
@@ -69,7 +69,8 @@ def open_histories(facts: RunFacts, verdict: Verdict, attempt: int) -> Opened:
     root = verdict.root if verdict.root is not None else next(iter(roots), None)
     there = [rank for rank in ranks if any(kept.root == root for kept in rank.histories.values())]
     chosen = _chosen(there, verdict)
-    return {rank.rank: found for rank in chosen if (found := _open(rank, root)) is not None}, len(there) - len(chosen)
+    opened = {rank.rank: found for rank in chosen if (found := _open(rank, root)) is not None}
+    return opened, len(there) - len(opened)
 
 
 def histories(opened: Opened, verdict: Verdict) -> tuple[ModuleHistory | None, ModulesByRanks | None]:

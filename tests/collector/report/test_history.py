@@ -32,7 +32,15 @@ def slots_of(batch) -> list[int]:
     return [found[batch.module(name), "output"] for name in ("fc1", "fc2")]
 
 
-def job(make, ranks=2, bad=1, *, damaged=()):
+DAMAGES = {
+    "codes": lambda history: msgspec.structs.replace(history, codes=b"damaged"),
+    "dtypes": lambda history: msgspec.structs.replace(history, dtypes=history.dtypes[:1]),
+    "batches": lambda history: msgspec.structs.replace(history, batches=history.batches[:2]),
+    "steps": lambda history: msgspec.structs.replace(history, steps=[]),
+}
+
+
+def job(make, ranks=2, bad=1, *, damaged=(), how="codes"):
     bodies = [make.hello(nproc=ranks)]
     for rank in range(ranks):
         batch = make.Batch(rank, batch=LAST, page=LAST)
@@ -45,8 +53,8 @@ def job(make, ranks=2, bad=1, *, damaged=()):
             rows[2] = [8.0, None]
         numbers = list(range(len(rows)))
         dtypes = bytes([DTYPE_CODES["float16"]] * 2)
-        codes = b"damaged" if rank in damaged else pack(codes_of(rows))
-        bodies.append(History(rank, 0, 0, numbers, numbers, slots_of(batch), dtypes, codes))
+        history = History(rank, 0, 0, numbers, numbers, slots_of(batch), dtypes, pack(codes_of(rows)))
+        bodies.append(DAMAGES[how](history) if rank in damaged else history)
     bodies.append(make.ended(bad, 1))
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
 
@@ -78,11 +86,13 @@ def test_a_rank_that_counts_its_steps_otherwise_is_not_beside_it(make):
     assert report_of(messages).by_module.ranks == [1]
 
 
+@pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("damaged", [[0], [1], [0, 1]])
-def test_a_damaged_history_is_left_out_and_the_verdict_is_the_same(make, damaged):
-    report = report_of(job(make, damaged=damaged))
+def test_a_damaged_history_is_left_out_and_the_verdict_is_the_same(make, damaged, how):
+    report = report_of(job(make, damaged=damaged, how=how))
     assert report.verdict == report_of(job(make)).verdict
     assert [each.rank for each in (report.history.ranks if report.history else [])] == sorted({0, 1} - set(damaged))
+    assert report.history is None or report.history.left_out == len(damaged)
     assert "fc2" in render_html(report)
 
 
