@@ -16,6 +16,7 @@ COMMANDS = {
     "check": "Test the ranks, GPUs, nodes and links of a job, and say which one is to blame.",
     "report": "Print the combined report of a run.",
     "runs": "List the runs of a folder with their verdicts.",
+    "diff": "Tell where the numbers of two runs, ranks or batches first differ.",
     "collect": "Run a collector by hand, for launches that are given --collector.",
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 from gpuwatch.cli.collect import command as collect
+from gpuwatch.cli.diff import command as diff
 from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import HELP
@@ -37,6 +38,8 @@ def page() -> str:
         table(click_rows(report)),
         "## gpuwatch runs\n",
         table(click_rows(runs)),
+        "## gpuwatch diff\n",
+        table(click_rows(diff)),
         "## gpuwatch collect\n",
         table(click_rows(collect)),
     ]

@@ -1,4 +1,4 @@
-"""Ranks in words: `ranks 0-3, 7`."""
+"""Ranks and other numbers in words: `ranks 0-3, 7`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,22 @@ def ranks_text(ranks: Iterable[int], most: int = MOST_PIECES) -> str:
         return "no rank"
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
-    pieces = _pieces(ordered)
+    return f"ranks {numbers_text(ordered, most)}"
+
+
+def numbers_text(numbers: Iterable[int], most: int = MOST_PIECES) -> str:
+    """In ascending order, without a noun. Beyond `most` pieces the rest is counted.
+
+    >>> numbers_text([4, 0, 1, 2])
+    '0-2, 4'
+    >>> numbers_text([])
+    'none'
+    """
+    pieces = _pieces(sorted(set(numbers)))
     shown = pieces[:most]
     left = sum(last - first + 1 for first, last in pieces[most:])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in shown)
-    return f"ranks {text}" + (f" and {left} more" if left else "")
+    return (text or "none") + (f" and {left} more" if left else "")
 
 
 def _pieces(ordered: list[int]) -> list[tuple[int, int]]:

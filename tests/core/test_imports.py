@@ -110,7 +110,7 @@ FLOORS = {
     ],
     "collector": [
         ".",
-        "protocol report",
+        "protocol report difference",
         "decide",
         "decide/overflow decide/hang",
         "decide/words.py decide/verdict_model.py",

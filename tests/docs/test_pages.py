@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 from gpuwatch.cli.collect import command as collect
+from gpuwatch.cli.diff import command as diff
 from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import arguments_of, options_of
@@ -110,9 +111,9 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
     elif verb == "check":
         get_check_parser().parse_args(arguments)
     else:
-        command: click.Command = {"report": report, "runs": runs, "collect": collect}[verb]
+        command: click.Command = {"report": report, "runs": runs, "diff": diff, "collect": collect}[verb]
         command.make_context(verb, arguments)
 
 
 def test_commands_were_found():
-    assert {words[0] for _, words in COMMANDS} == {"launch", "check", "report", "runs", "submit", "collect"}
+    assert {words[0] for _, words in COMMANDS} == {"launch", "check", "report", "runs", "diff", "submit", "collect"}
