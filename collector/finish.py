@@ -59,19 +59,19 @@ def build(
     kept = {"unwritten": store.unwritten, "pages_not_kept": store.dropped}
     max_frames = store.get("max_frames") or ""
     return build_report(
-        folded.facts(_fact(store, "lost_agents", list[str], [])),
+        folded.facts(stored_fact(store, "lost_agents", list[str], [])),
         run_id=run_id,
         started=store.get("started"),
         ended=store.get("ended"),
         max_frames=int(max_frames) if re.fullmatch(r"[0-9]{1,6}", max_frames) else 21,
-        counters={**_fact(store, "counters", dict[str, int], {}), **kept},
-        earlier=_fact(store, "earlier", list[EarlierLife], []),
+        counters={**stored_fact(store, "counters", dict[str, int], {}), **kept},
+        earlier=stored_fact(store, "earlier", list[EarlierLife], []),
         rank=rank,
         batch=batch,
     )
 
 
-def _fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
+def stored_fact(store: RunStore, key: str, kind: type[T], default: T) -> T:
     """A fact of the store that was written as JSON; `default` where it is not there, or damaged."""
     try:
         return msgspec.json.decode(store.get(key) or "", type=kind)

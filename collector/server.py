@@ -34,7 +34,7 @@ from ..core.wire.pipe import Notice, PreflightOver, StageLine
 from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .facts.fold import Fold
-from .finish import build, stamp, write_page, write_where_there_is_room
+from .finish import build, stamp, stored_fact, write_page, write_where_there_is_room
 from .live_verdict import LiveVerdict
 from .log import log
 from .paths import RunPaths
@@ -218,25 +218,35 @@ class Server:
             self._tell(line)
         error = made.exception()
         final = made.result()[1] if error is None else _no_report(paths, error)
-        self._bid_farewell(run_protocol, final)
+        self._bid_farewell(store, run_protocol, final)
         if error is not None:
             raise ReportFailed(str(error)) from error
         return made.result()[0]
 
-    def _bid_farewell(self, run_protocol: RunProtocol, final: Final) -> None:
-        """Until every agent has said that it has the verdict. One that was not connected gets it when it is heard."""
+    def _bid_farewell(self, store: RunStore, run_protocol: RunProtocol, final: Final) -> None:
+        """Until every agent has said that it has the verdict. One that was not connected gets it when it is heard.
+
+        Who has left is in the store: a collector that is started again now does not wait for them.
+        """
         waiting = {agent for agent, node in run_protocol.nodes.items() if not node.replaced}
         for agent in waiting:
             self._send(agent, final)
-        present = {agent for agent in waiting if not run_protocol.nodes[agent].lost}
+        left = set(stored_fact(store, "left", list[str], []))
+        present = {agent for agent in waiting - left if not run_protocol.nodes[agent].lost}
         clock, ends = OwnClock(), VERDICT_PATIENCE_S
         while present and clock.now() < ends:
-            if self._socket.poll(TICK_MS):
-                for agent, message, _ in self._messages():
-                    if isinstance(message.body, Leaving):
-                        present.discard(agent)
-                    elif agent in waiting:
-                        self._send(agent, final)
+            if not self._socket.poll(TICK_MS):
+                continue
+            before = len(left)
+            for agent, message, _ in self._messages():
+                if isinstance(message.body, Leaving):
+                    left.add(agent)
+                elif agent in waiting:
+                    self._send(agent, final)
+            present -= left
+            if len(left) > before:
+                store.set("left", to_json(sorted(left)).decode())
+                store.commit()
 
     def close(self) -> None:
         """Let the last messages out, then close everything."""

@@ -250,7 +250,9 @@ def _place(where: Where) -> tuple[int, int, int]:
 
 
 def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
-    found = facts.ranks.setdefault((attempt, rank), RankFacts(rank, attempt))
+    found = facts.ranks.get((attempt, rank))
+    if found is None:
+        found = facts.ranks[attempt, rank] = RankFacts(rank, attempt)
     found.agent = agent
     return found
 

@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...core.records import RootDef, split_label
-from ...core.text.shown import shown, shown_lines, shown_name
+from ...core.text.shown import is_shown, shown, shown_lines, shown_name
 
 _NAMES = frozenset({"module", "cls", "role", "pattern", "error", "host", "node", "device", "dtype", "part", "stage"})
 _SEVERAL_LINES = frozenset({"traceback", "message"})
 """Of an exception: shown line by line."""
+
+_PLAIN = frozenset({int, float, bool, bytes, type(None)})
 
 T = TypeVar("T")
 
@@ -29,11 +31,16 @@ def shown_body(body: T) -> T:
 
 def _safe(value: Any, field: str, owner: str) -> Any:
     if isinstance(value, str):
-        return _text(value, field, owner)
+        return value if is_shown(value) else _text(value, field, owner)
     if isinstance(value, msgspec.Struct):
         name = type(value).__name__
-        pairs = ((key, getattr(value, key)) for key in value.__struct_fields__)
-        changed = {key: safe for key, old in pairs if (safe := _safe(old, key, name)) is not old}
+        changed = {}
+        for (
+            key
+        ) in value.__struct_fields__:  # of eight thousand ranks twice a second: so what holds no text is passed by
+            old = getattr(value, key)
+            if type(old) not in _PLAIN and (safe := _safe(old, key, name)) is not old:
+                changed[key] = safe
         return msgspec.structs.replace(value, **changed) if changed else value
     if isinstance(value, list):
         items = [_safe(item, field, owner) for item in value]

@@ -71,6 +71,7 @@ from ...core.wire.pipe import (
 )
 from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
 from ..scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
+from .beats import Beats
 from .clock import ClockOffset
 from .gpus import GpuWatch
 from .memory_kills import memory_kills
@@ -80,7 +81,6 @@ from .resending import Resending
 from .stall_watch import StallWatch
 
 TICK_S = 0.05
-BEAT_S = 0.5
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
 NEVER_CAME_S = 15.0
@@ -132,7 +132,8 @@ class Agent:
         self._refused = False
         self._worst = ExitCode.CLEAN
         self._began = self._heard = self._now
-        self._last_beat = self._last_waiting = 0.0
+        self._beats = Beats()
+        self._last_waiting = 0.0
         self._resending = Resending(self._now)
         self._told_unreachable = False
         self._own_context = context is None
@@ -406,6 +407,7 @@ class Agent:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
+                self._beats.answered(message.echo_ns)
                 if self.outbox.acknowledged(message.n, message.credit, message.received):
                     self._resending.acknowledged(now)
                 if message.resend and self.outbox.is_forgotten(message.n):
@@ -441,10 +443,10 @@ class Agent:
                 break
             self.outbox.sent(number)
             self._resending.moved(now)
-        if now - self._last_beat >= BEAT_S:
-            self._last_beat = now
+        if self._beats.is_due(now):
             states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
             beat = self._beat(states)
+            self._beats.sent(beat.sent_ns, now)
             if self._try_send(encode(AgentMessage(0, beat))):
                 self._resending.beat(beat.sent_ns, self.outbox.last_sent)
         if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:

@@ -18,7 +18,7 @@ from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.records import Anomaly, Warned, Where
-from gpuwatch.core.wire.messages import Bye, Definitions, EventMessage, Hello
+from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, Bye, Definitions, EventMessage, Hello
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.scratch import keep_rescued
 
@@ -37,6 +37,15 @@ def stored(node, kind) -> list:
     try:
         bodies = [body for _, _, body in store.messages()]
         return [body for body in bodies if isinstance(body, kind)]
+    finally:
+        store.close()
+
+
+def fact_of(node, key) -> str | None:
+    """A fact that is in the run's store now."""
+    store = RunStore(node.run_dir / "run.sqlite")
+    try:
+        return store.get(key)
     finally:
         store.close()
 
@@ -160,9 +169,10 @@ def test_a_collector_that_is_killed_when_only_its_own_node_has_the_verdict(make_
     kill(other.agent, signal.SIGSTOP)
     head.end_ranks()
     assert head.verdict().kind == "clean"
+    until(lambda: fact_of(head, "left"), "the collector hears that it has left")
     kill(head.collector)
     kill(other.agent, signal.SIGCONT)
-    head.collector.end(30.0)
+    head.collector.end(2 * VERDICT_PATIENCE_S)  # the verdict may have come from the first one, and its thanks be lost
     verdict = other.verdict()
     assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
 
