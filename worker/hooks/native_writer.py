@@ -65,6 +65,7 @@ def python_layout() -> dict[str, int]:
         "S_VALUE_BASE": SegmentField.VALUE_BASE,
         "F_PHASE": Field.PHASE,
         "F_MODULE": Field.MODULE,
+        "F_WAITED_NS": Field.WAITED_NS,
         "RANK_BACKWARD": RankPhase.BACKWARD,
         "FRAME_DEPTH": _offset(layout.FRAME, 2),
         "FRAME_PHASE": _offset(layout.FRAME, 3),

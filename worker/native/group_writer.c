@@ -265,6 +265,7 @@ int ended(GroupWriter *self, const Place *place)
     int64_t *fields = borrow_place(self, place, &memory);
     if (fields == NULL)
         return PyErr_Occurred() ? -1 : 0;
+    ((int64_t *)memory.buf)[F_WAITED_NS] += now_ns() - fields[G_SINCE_NS];
     if (place->number > fields[G_ENDED])
         fields[G_ENDED] = place->number;
     publish(&fields[G_STATE], 0);

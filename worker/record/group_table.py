@@ -26,7 +26,7 @@ _RECENT_AT, _OPERATION_BYTES = table.RECENT_AT, table.OPERATION_BYTES
 _ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), int(GroupPhase.FAILED)
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
-_COUNTED = int(GroupField.COUNTED)
+_COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(Field.WAITED_NS)
 _MOST_PENDING = 1024
 """Operations that nobody waits for are forgotten beyond so many."""
 
@@ -187,6 +187,7 @@ class GroupTable:
         slot, number = place
         at = slot.field
         fields = self._fields
+        self._header[_WAITED] += _now() - fields[at + _SINCE]
         fields[at + _STATE] = 0
         if number > fields[at + _ENDED]:
             fields[at + _ENDED] = number
