@@ -13,46 +13,67 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.hooks.collectives import Collectives
 from gpuwatch.worker.record.group_table import GroupTable
 from turns import in_turns, interval
 
+PLAIN, NATIVE, PYTHON = "plain", "native", "Python"
+AT_MOST_US = 1.0
+"""What the native writer may add to a collective and its wait."""
 _CALLS = 200
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """Variant -> microseconds for a collective and its wait, one number a round. SystemExit on a fault of ours."""
+    tensor = torch.ones(4)
+    spent: dict[str, list[float]] = {PLAIN: [], NATIVE: [], PYTHON: []}
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        recorder = RecorderWriter(Path(folder) / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
+        groups = GroupTable(recorder)
+        faults: list[Exception] = []
+        watchers = {
+            name: Collectives(groups, lambda part, error: faults.append(error), native=name == NATIVE)
+            for name in (NATIVE, PYTHON)
+        }
+
+        def run(variant: str) -> None:
+            watcher = watchers.get(variant)
+            if watcher is not None:
+                watcher.attach()
+                if (groups.native is not None) != (variant == NATIVE):
+                    raise SystemExit("the native part is not there: install a C compiler, then gpuwatch again")
+            dist.all_reduce(tensor)
+            began = time.perf_counter()
+            for _ in range(_CALLS):
+                dist.all_reduce(tensor)
+            spent[variant].append((time.perf_counter() - began) / _CALLS * 1e6)
+            if watcher is not None:
+                shown = groups.slot_of(dist.group.WORLD)
+                if shown is None or recorder.groups[shown.field + GroupField.ENDED] < _CALLS:
+                    raise SystemExit("the collectives were not noted")
+                watcher.detach()
+
+        in_turns(list(spent), rounds, run)
+        dist.destroy_process_group()
+        recorder.close()
+    if faults:
+        raise SystemExit(f"gpuwatch failed: {faults[0]!r}")
+    return spent
 
 
 def main() -> None:
     """Print the median of the difference, and its 95 % interval."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200, help=f"of {_CALLS} collectives each (default: 200)")
-    rounds = parser.parse_args().rounds
-    tensor = torch.ones(4)
-    spent: dict[bool, list[float]] = {False: [], True: []}
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        recorder = RecorderWriter(Path(folder) / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
-        faults: list[Exception] = []
-        collectives = Collectives(GroupTable(recorder), lambda part, error: faults.append(error))
-
-        def run(watched: bool) -> None:
-            if watched:
-                collectives.attach()
-            dist.all_reduce(tensor)
-            began = time.perf_counter()
-            for _ in range(_CALLS):
-                dist.all_reduce(tensor)
-            spent[watched].append((time.perf_counter() - began) / _CALLS * 1e6)
-            collectives.detach()
-
-        in_turns([False, True], rounds, run)
-        dist.destroy_process_group()
-        recorder.close()
-    if faults:
-        raise SystemExit(f"gpuwatch failed: {faults[0]!r}")
-    added = [watched - plain for plain, watched in zip(spent[False], spent[True], strict=True)]
-    low, high = interval(added)
-    print(f"all_reduce of 4 numbers, one process: {statistics.median(spent[False]):.2f} us")
-    print(f"shown in the recorder: {statistics.median(added):.2f} us more ({low:.2f} to {high:.2f})")
+    spent = measure(parser.parse_args().rounds)
+    print(f"all_reduce of 4 numbers, one process: {statistics.median(spent[PLAIN]):.2f} us")
+    for name in (NATIVE, PYTHON):
+        added = [watched - plain for plain, watched in zip(spent[PLAIN], spent[name], strict=True)]
+        low, high = interval(added)
+        print(f"shown in the recorder, {name}: {statistics.median(added):.2f} us more ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":

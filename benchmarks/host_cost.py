@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import collectives
 import torch
 from gpuwatch.core.frames import RowKind
 from gpuwatch.core.recorder.writer import RecorderWriter
@@ -345,6 +346,16 @@ def costs_of(model: str, name: str, above: dict[str, list[float]], count: Counts
     ]
 
 
+def cost_of_a_collective(rounds: int) -> list[Row]:
+    """What it costs to show one and its wait: in elapsed time, as the thread of the process group has a part in it."""
+    spent = collectives.measure(rounds)
+    found = []
+    for name, target in ((collectives.NATIVE, collectives.AT_MOST_US), (collectives.PYTHON, None)):
+        added = [watched - plain for plain, watched in zip(spent[collectives.PLAIN], spent[name], strict=True)]
+        found.append(_row("all_reduce", f"host, {name}", "collective and its wait", added, target))
+    return found
+
+
 def table_of_steps(rows: list[Row]) -> Table:
     """A line for each variant."""
     shown = Table(title="CPU time of a step, in us (median)", title_justify="left")
@@ -424,6 +435,8 @@ def main() -> None:
             "counts": {name: asdict(one) for name, one in counts.items()},
             "us": {one.name: one.us for one in found},
         }
+
+    costs += cost_of_a_collective(max(100, options.rounds))
 
     console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(machine("cpu"))

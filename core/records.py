@@ -425,6 +425,18 @@ class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Where it stands in its process groups."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
+    """How long the parts of a rank's steps took on its host. Its node agent sends it when the rank has ended."""
+
+    where: Where
+    timed: int
+    """Steps that were timed."""
+    total_s: list[float]
+    """Of all of them, seconds in each part (core/recorder/step_table.py)."""
+    steps: bytes
+    """A sample of them, packed (core/wire/step_times.py)."""
+
+
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     """A signal told `gpuwatch launch` to end."""
 
@@ -500,5 +512,5 @@ WorkerEvent = (
     | Inventory
     | Fault
 )
-Event = WorkerEvent | WorkerExit | Stalled | RankLook | NodeSignal | Xid | GpuCounters | GpuHealth
+Event = WorkerEvent | WorkerExit | Stalled | RankLook | StepTimes | NodeSignal | Xid | GpuCounters | GpuHealth
 LogEntry = Definition | WorkerEvent

@@ -32,12 +32,13 @@ def with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:
     steps = [xid.next for xid in gpu.xids if xid.next and xid.grade != "ok"]
     return replace(
         verdict,
-        evidence=[*verdict.evidence, *_lines(gpu)],
+        evidence=[*verdict.evidence, *gpu_lines(gpu)],
         next=list(dict.fromkeys([*steps, *verdict.next])),
     )
 
 
-def _lines(gpu: GpuSincePreflight) -> list[str]:
+def gpu_lines(gpu: GpuSincePreflight) -> list[str]:
+    """What the run has done to it, a line each."""
     lines = [_xid_text(xid) for xid in gpu.xids[:_MAX_LINES]]
     if len(gpu.xids) > _MAX_LINES:
         lines.append(f"and {len(gpu.xids) - _MAX_LINES} more XIDs")

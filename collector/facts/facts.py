@@ -24,6 +24,7 @@ from ...core.records import (
     ScalerSkip,
     ScriptError,
     ScriptExit,
+    StepTimes,
     Warned,
     WorkerExit,
     Xid,
@@ -71,6 +72,7 @@ class RankFacts:
     costs: list[Cost] = field(default_factory=list)
     looks: list[RankLook] = field(default_factory=list)
     """Where it stood each time when all ranks were asked."""
+    step_times: StepTimes | None = None
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
 

@@ -29,6 +29,7 @@ from ...core.records import (
     ScalerSkip,
     ScriptError,
     ScriptExit,
+    StepTimes,
     Warned,
     Where,
     WorkerExit,
@@ -298,6 +299,13 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         rank.script_exit = event
     elif isinstance(event, WorkerExit):
         rank.exit = event
+    elif isinstance(event, StepTimes) and (rank.step_times is None or _amount(event) > _amount(rank.step_times)):
+        rank.step_times = event
+
+
+def _amount(times: StepTimes) -> tuple[int, bytes]:
+    """Of what two agents have seen of a rank the larger part, whichever came first."""
+    return times.timed, times.steps
 
 
 def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:

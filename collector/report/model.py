@@ -17,6 +17,7 @@ from ..decide.insights.find import find_insights
 from ..decide.insights.insight import Insight
 from ..decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
 from ..decide.preflight_table import PreflightReport, preflight_report
+from ..decide.step_report import StepReport, step_report
 from ..decide.verdict import decide
 from ..decide.verdict_model import SeenIn, Verdict
 from ..decide.words import seen_in, unfinished_stage
@@ -166,6 +167,8 @@ class Report(msgspec.Struct, frozen=True):
     """The modules of all ranks in the batch of an overflow."""
     insights: list[Insight] = []
     """What values near trouble come to, the most harmful first."""
+    steps: StepReport | None = None
+    """Where the ranks' time goes, and a rank that the others wait for."""
 
 
 def build_report(
@@ -216,6 +219,7 @@ def build_report(
         history=history,
         by_module=by_module,
         insights=find_insights(facts, attempt, opened[0]),
+        steps=step_report(facts, attempt),
     )
 
 

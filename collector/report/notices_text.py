@@ -19,10 +19,11 @@ _MAX_HIDDEN = 4
 
 
 def print_notices(console: Console, report: Report, *, warnings: bool = False) -> None:
-    """Values near trouble, then expected and waived values, then skipped batches and the cost of watching.
+    """A slow rank, values near trouble, then expected and waived values, skipped batches and the cost of watching.
 
     `warnings`: the rows that are near trouble, too.
     """
+    _stragglers(console, report)
     _insights(console, report, warnings)
     if warnings:
         _warnings(console, report.ranks)
@@ -34,6 +35,17 @@ def notice_lines(report: Report) -> list[str]:
     """Skipped steps, waived and absorbed values, skipped batches, the cost of watching: a line each."""
     ranks = report.ranks
     return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *_cost(ranks)]
+
+
+def _stragglers(console: Console, report: Report) -> None:
+    found = report.steps.stragglers if report.steps is not None else []
+    if found:
+        console.print()
+        console.print(Text("Slow", style="bold red" if any(slow.loud for slow in found) else "bold"))
+    for slow in found:
+        console.print(Text(f"  - {slow.text}"))
+        for line in slow.beside:
+            console.print(Text(f"    {line}"))
 
 
 def _insights(console: Console, report: Report, warnings: bool) -> None:

@@ -68,6 +68,8 @@ class GroupField(IntEnum):
     P2P_WHAT = 7
     P2P_ELEMENTS = 8
     SIZE = 9
+    COUNTED = 10
+    """The group's own counter after the last operation. What it is ahead later, torch has issued without Python."""
 
 
 class GroupPhase(IntEnum):

@@ -3,6 +3,7 @@
     header    4096 bytes   512 integers of 8 bytes: what is fixed, then where the rank is (`Field`); from ANOMALY_AT on
                            the rank's first anomaly: length, crc32, msgpack
               8192 bytes   what it does in its process groups: see group_table.py
+              4096 bytes   how long the parts of its last steps took: see step_table.py
     log       LOG_BYTES    definitions and events, append only: length, crc32, msgpack, padded to 8
     segments  n x 16384    a ring; a batch (page) is a run of segments, the oldest are overwritten
 
@@ -16,13 +17,16 @@ import struct
 from enum import IntEnum
 
 MAGIC = 0x31_48_43_54_41_57_55_47  # b"GUWATCH1" read as a little-endian integer
-VERSION = 2
+VERSION = 3
 
 FIXED_BYTES = 4096
 GROUPS_AT = FIXED_BYTES
 GROUPS = 16
 GROUP_BYTES = 512
-HEADER_BYTES = GROUPS_AT + GROUPS * GROUP_BYTES
+STEPS_AT = GROUPS_AT + GROUPS * GROUP_BYTES
+STEPS = 64
+STEP_BYTES = 64
+HEADER_BYTES = STEPS_AT + STEPS * STEP_BYTES
 LOG_BYTES = 2 << 20
 SEGMENT_BYTES = 16384
 SEGMENTS = 256
@@ -92,6 +96,10 @@ class Field(IntEnum):
     ABSORBED = 36
     GROUPS_NOT_SHOWN = 37
     """Process groups that found no slot."""
+    WAITED_NS = 38
+    """How long it has waited, in calls of Python, for what other ranks do."""
+    STEPS_TIMED = 39
+    """Steps so far whose parts were timed."""
 
 
 class SegmentField(IntEnum):

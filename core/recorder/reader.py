@@ -18,6 +18,7 @@ from ..wire.messages import PageMessage, RankState, Segment
 from . import layout
 from .group_table import progress_of, read_groups
 from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
+from .step_table import TimedStep, read_steps
 
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -198,6 +199,12 @@ class RecorderReader:
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups."""
         return read_groups(self._groups(), time.monotonic_ns())
+
+    def steps(self, after: int) -> list[tuple[int, TimedStep]]:
+        """(count, step) of the timed steps after the first `after` ones, as far as the ring still holds them."""
+        if self[Field.STEPS_TIMED] == after:
+            return []
+        return read_steps(self._read(layout.STEPS_AT, layout.STEPS * layout.STEP_BYTES), after)
 
     def _groups(self) -> bytes:
         return self._read(layout.GROUPS_AT, layout.GROUPS * layout.GROUP_BYTES)

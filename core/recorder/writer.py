@@ -108,7 +108,7 @@ class RecorderWriter:
             os.close(fd)
         self._bytes = memoryview(self._map)
         self.fields = self._bytes[: layout.FIXED_BYTES].cast("q")
-        self.groups = self._bytes[layout.GROUPS_AT : layout.HEADER_BYTES].cast("q")
+        self.groups = self._bytes[layout.GROUPS_AT : layout.STEPS_AT].cast("q")
         """The table of process groups (group_table.py)."""
         self._encoder = msgspec.msgpack.Encoder()
         self._log_at = layout.HEADER_BYTES

@@ -16,6 +16,7 @@ from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
 from .history import RankHistory
+from .step_times import RankSteps
 
 PAGE_WAIT_S = 5.0
 """How long an unfinished page may still grow before it is sent as it is."""
@@ -72,6 +73,7 @@ class RankWatch:
         self._anomaly_sent = False
         self._broken = False
         self._history = RankHistory(ranks)
+        self._steps = RankSteps()
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
 
@@ -142,10 +144,15 @@ class RankWatch:
             seq=state.seq,
         )
         exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        times = self._steps.event(where)
+        if times is not None:
+            messages.append(EventMessage(times))
         return [*messages, *self._history_of(reader, code), Beat([state], {}), EventMessage(exit_)]
 
     def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> None:
-        """The history decides nothing: without it, everything else goes on."""
+        """The history and the times of steps decide nothing: without them, everything else goes on."""
+        with suppress(Exception):
+            self._steps.look(reader)
         with suppress(Exception):
             self._history.define(definitions)
             if not self.ended:

@@ -186,8 +186,14 @@ class Gradients:
             self._on_fault("gradient hook", error)
 
     def backward_ends(self) -> None:
-        """Let go of the graph, unless numbers of its batch are outstanding. The next batch lets go of it anyway."""
+        """Let go of the graph, unless numbers of its batch are outstanding. The next batch lets go of it anyway.
+
+        torch calls this when the backward of all modules is over, and what is queued later after what it then does
+        itself: DDP waits for the gradients of all ranks.
+        """
         try:
+            self._progress.times.backward_ends()
+            Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
             if self._judging.collect():
                 self.graphs = []
         except Exception as error:

@@ -1,9 +1,11 @@
 """Sees every operation that Python begins on a process group, and every wait for one.
 
 All of torch's own Python (`all_reduce`, FSDP, object collectives, `barrier`) calls the methods of `ProcessGroup` and of
-`Work`; what C++ issues by itself, such as DDP's reductions, is only counted. A method is replaced on its class by a
-function of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and goes no
-further. A subclass that has a method of its own keeps it.
+`Work`; what C++ issues by itself, such as DDP's reductions, is only counted. A method is replaced on its class by one
+of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and goes no further. A
+subclass that has a method of its own keeps it.
+
+Where worker/native was built, the new method is a C function: it has no line in a traceback of the user's.
 """
 
 from __future__ import annotations
@@ -11,50 +13,80 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
+
 from ...core.recorder.group_table import OPERATIONS
-from ..record.group_table import GroupTable, Place
+from ..record.group_table import GroupCall, GroupTable, Place, described
+from .native_writer import difference
 
-_CODE = {name: code for code, name in enumerate(OPERATIONS)}
-_COLLECTIVES: dict[str, tuple[str, int]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "barrier": ("barrier", -1),
-}
-"""Method -> (operation, which argument has the tensor that all ranks have alike; -1: none)."""
-_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
-"""Their last argument has `rootRank`."""
+try:
+    from ..native.core import LAYOUT, GroupWriter
+except ImportError:  # gpuwatch was installed without a C compiler
+    LAYOUT, GroupWriter = {}, None  # type: ignore[assignment,misc]
 
-_Begin = Callable[[Any, tuple[Any, ...]], Place | None]
-_After = Callable[[Place, Any, Any], None]
+
+@dataclass(frozen=True)
+class Method:
+    """One that is replaced."""
+
+    name: str
+    call: GroupCall
+    operation: str = ""
+    tensor: int = -1
+    """Which argument has the tensor that all ranks have alike; -1: none."""
+    peer: int = -1
+    """Which argument is the other rank; -1: none."""
+    is_rooted: bool = False
+    """Its last argument has `rootRank`."""
+
+
+def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False) -> Method:
+    return Method(name, GroupCall.COLLECTIVE, operation, tensor, is_rooted=is_rooted)
+
+
+METHODS = (
+    _collective("allreduce", "all_reduce"),
+    _collective("allreduce_coalesced", "all_reduce"),
+    _collective("broadcast", "broadcast", is_rooted=True),
+    _collective("reduce", "reduce", is_rooted=True),
+    _collective("allgather", "all_gather", 1),
+    _collective("allgather_coalesced", "all_gather", 1),
+    _collective("allgather_into_tensor_coalesced", "all_gather", 1),
+    _collective("_allgather_base", "all_gather", 1),
+    _collective("all_gather_single", "all_gather", 1),
+    _collective("all_gather_single_coalesced", "all_gather", 1),
+    _collective("reduce_scatter", "reduce_scatter"),
+    _collective("reduce_scatter_tensor_coalesced", "reduce_scatter", 1),
+    _collective("_reduce_scatter_base", "reduce_scatter", 1),
+    _collective("reduce_scatter_single", "reduce_scatter", 1),
+    _collective("reduce_scatter_single_coalesced", "reduce_scatter", 1),
+    _collective("gather", "gather", 1, is_rooted=True),
+    _collective("scatter", "scatter", is_rooted=True),
+    _collective("alltoall", "all_to_all", 1),
+    _collective("alltoall_base", "all_to_all", 1),
+    _collective("all_to_all_single", "all_to_all", 1),
+    _collective("barrier", "barrier", -1),
+    Method("send", GroupCall.P2P, "send", tensor=0, peer=1),
+    Method("recv", GroupCall.P2P, "recv", tensor=0, peer=1),
+    Method("recv_anysource", GroupCall.P2P, "recv", tensor=0),
+    Method("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
+)
+"""Of a process group."""
+WAIT = Method("wait", GroupCall.WAIT)
+"""Of a work."""
 
 
 class Collectives:
     """The replaced methods. `attach` puts them in place, `detach` takes them away."""
 
-    def __init__(self, groups: GroupTable, on_fault: Callable[[str, Exception], None]) -> None:
+    def __init__(self, groups: GroupTable, on_fault: Callable[[str, Exception], None], native: bool = True) -> None:
         self._groups = groups
         self._on_fault = on_fault
+        self._native = native
         self._replaced: list[tuple[Any, str, Any, Any]] = []
 
     def attach(self) -> None:
@@ -62,26 +94,11 @@ class Collectives:
         module = sys.modules.get("torch.distributed.distributed_c10d")
         if module is None:
             return
-        groups = self._groups
-        groups.shows = True
-        for name, (operation, argument) in _COLLECTIVES.items():
-            begin = self._begin_collective(_CODE[operation], argument, name in _ROOTED)
-            self._replace(module.ProcessGroup, name, begin, groups.issued)
-        self._replace(module.ProcessGroup, "send", self._begin_p2p(_CODE["send"]), groups.issued_uncounted)
-        self._replace(module.ProcessGroup, "recv", self._begin_p2p(_CODE["recv"]), groups.issued_uncounted)
-        self._replace(
-            module.ProcessGroup,
-            "recv_anysource",
-            lambda group, args: groups.begin_p2p(group, _CODE["recv"], args[0][0], -1),
-            groups.issued_uncounted,
-        )
-        self._replace(
-            module.ProcessGroup,
-            "monitored_barrier",  # it returns when all have come
-            lambda group, args: groups.begin(group, _CODE["monitored_barrier"], None),
-            groups.ended_uncounted,
-        )
-        self._replace(module.Work, "wait", lambda work, args: groups.waits_for(work), groups.ended)
+        self._groups.shows = True
+        self._groups.native = self._writer(module.ProcessGroup) if self._native else None
+        for method in METHODS:
+            self._replace(module.ProcessGroup, method)
+        self._replace(module.Work, WAIT)
 
     def detach(self) -> None:
         """Put back what was there. A method that somebody else has replaced since stays.
@@ -99,36 +116,44 @@ class Collectives:
         self.detach()
         self._on_fault("collectives", error)
 
-    def _begin_collective(self, code: int, argument: int, rooted: bool) -> _Begin:
-        begin = self._groups.begin
+    def _writer(self, group: Any) -> Any:
+        """The compiled writer of the table; None if it was not built, or for another layout."""
+        if GroupWriter is None or difference(LAYOUT):
+            return None
+        try:
+            return GroupWriter(
+                memory=self._groups.memory,
+                tensor=torch.Tensor,
+                parameter=torch.nn.Parameter,
+                group=group,
+                counter=group.__dict__["_get_sequence_number_for_group"],
+                describe=described,
+                find_slot=self._groups.slot_of,
+                on_fault=self._fault,
+                exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+            )
+        except (KeyError, TypeError, ValueError):  # a torch version whose internals differ
+            return None
 
-        def begins(group: Any, args: tuple[Any, ...]) -> Place | None:
-            if argument >= len(args):  # called with names: the group's own counter tells that it was
-                return None
-            tensor = args[argument] if argument >= 0 else None
-            while tensor.__class__ is list:
-                tensor = tensor[0] if tensor else None
-            return begin(group, code, tensor, getattr(args[-1], "rootRank", -1) if rooted and args else -1)
-
-        return begins
-
-    def _begin_p2p(self, code: int) -> _Begin:
-        return lambda group, args: self._groups.begin_p2p(group, code, args[0][0], args[1] if len(args) > 1 else -1)
-
-    def _replace(self, owner: Any, name: str, begin: _Begin, after: _After) -> None:
-        before = owner.__dict__.get(name)
+    def _replace(self, owner: Any, method: Method) -> None:
+        before = owner.__dict__.get(method.name)
         if before is None:  # another version of torch
             return
-        made = self._around(before, begin, after)
-        # pybind11 tells by its caller's name that a method's own override calls it, and then calls the base's
-        code = made.__code__.replace(co_name=name)
-        ours = FunctionType(code, made.__globals__, name, made.__defaults__, made.__closure__)
-        ours.__doc__ = before.__doc__
-        setattr(owner, name, ours)
-        self._replaced.append((owner, name, before, ours))
+        writer = self._groups.native
+        if writer is not None:
+            operation = OPERATIONS.index(method.operation)
+            call, tensor, peer = method.call, method.tensor, method.peer
+            ours = writer.method(method.name, before, call, operation, tensor, peer, method.is_rooted)
+        else:
+            ours = self._around(before, method)
+        setattr(owner, method.name, ours)
+        self._replaced.append((owner, method.name, before, ours))
 
-    def _around(self, before: Any, begin: _Begin, after: _After) -> FunctionType:
-        on_fault, failed = self._fault, self._groups.failed
+    # -- what worker/native/group_methods.c does likewise -------------------------------------------------------
+
+    def _around(self, before: Any, method: Method) -> FunctionType:
+        on_fault, groups = self._fault, self._groups
+        begin, finish = self._begin_of(method), self._finish_of(method)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             place = None
@@ -142,13 +167,50 @@ class Collectives:
                 result = before(self, *args, **kwargs)
             except BaseException:
                 with suppress(Exception):  # the error of the call is what goes on
-                    failed(place)
+                    groups.failed(place)
                 raise
             try:
-                after(place, self, result)
+                finish(place, self, result)
             except Exception as error:
                 on_fault(error)
             return result
 
         assert isinstance(call, FunctionType)
-        return call
+        # pybind11 tells by its caller's name that a method's own override calls it, and then calls the base's
+        code = call.__code__.replace(co_name=method.name)
+        ours = FunctionType(code, call.__globals__, method.name, call.__defaults__, call.__closure__)
+        ours.__doc__ = before.__doc__
+        return ours
+
+    def _begin_of(self, method: Method) -> Callable[[Any, tuple[Any, ...]], Place | None]:
+        groups, code = self._groups, OPERATIONS.index(method.operation)
+        if method.call == GroupCall.WAIT:
+            return lambda work, args: groups.waits_for(work)
+
+        def begin(group: Any, args: tuple[Any, ...]) -> Place | None:
+            if method.tensor >= len(args):  # called with names: the group's own counter tells that it was
+                return None
+            tensor = args[method.tensor] if method.tensor >= 0 else None
+            while tensor.__class__ is list:
+                tensor = tensor[0] if tensor else None
+            if method.call == GroupCall.P2P:
+                peer = args[method.peer] if 0 <= method.peer < len(args) else -1
+                return groups.begin_p2p(group, code, tensor, peer)
+            return groups.begin(group, code, tensor, getattr(args[-1], "rootRank", -1) if method.is_rooted else -1)
+
+        return begin
+
+    def _finish_of(self, method: Method) -> Callable[[Place, Any, Any], None]:
+        groups = self._groups
+        counts_again = method.call in (GroupCall.P2P, GroupCall.BARRIER)
+        ends = method.call in (GroupCall.WAIT, GroupCall.BARRIER)
+
+        def finish(place: Place, owner: Any, result: Any) -> None:
+            if counts_again:
+                groups.count_again(place, owner)
+            if ends:
+                groups.ended(place)
+            else:
+                groups.issued(place, result)
+
+        return finish

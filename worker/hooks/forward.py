@@ -394,6 +394,7 @@ class Hooks:
             page = progress.begin_page(root)
             self.rows.begin_page(page.batch)
             self._phase = Phase.FORWARD
+            progress.times.forward_begins()
         self._calls = GraphCalls(page.number) if self._grads and torch.is_grad_enabled() else None
         self._thread = _this_thread()
         self._outer_exception = sys.exc_info()[1]
@@ -460,6 +461,7 @@ class Hooks:
         fields[Field.SEQ] = issued()
         if raised or self._phase is Phase.RECOMPUTE:
             return False
+        self.progress.times.forward_ends()
         self._last_root = info.root
         return True
 

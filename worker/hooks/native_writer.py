@@ -14,11 +14,13 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...core.frames import Mark, Phase, RowKind
-from ...core.recorder import layout
+from ...core.recorder import group_table, layout
+from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import Field, RankPhase, SegmentField
 from ...core.records import Fault
 from ...core.values import DTYPE_CODES, INF_BITS, Encoding
 from ..record.collectives import issued
+from ..record.group_table import GroupCall
 from ..record.leaves import KWARGS, leaves_of
 from ..record.progress import Progress
 from ..record.rows import COUNT_EVERY, Rows
@@ -63,6 +65,7 @@ def python_layout() -> dict[str, int]:
         "S_VALUE_BASE": SegmentField.VALUE_BASE,
         "F_PHASE": Field.PHASE,
         "F_MODULE": Field.MODULE,
+        "F_WAITED_NS": Field.WAITED_NS,
         "RANK_BACKWARD": RankPhase.BACKWARD,
         "FRAME_DEPTH": _offset(layout.FRAME, 2),
         "FRAME_PHASE": _offset(layout.FRAME, 3),
@@ -83,7 +86,16 @@ def python_layout() -> dict[str, int]:
         "ENCODING_INTEGER": Encoding.INTEGER,
         "COUNT_EVERY": COUNT_EVERY,
         "NOTHING": layout.NOTHING,
+        "GROUPS_AT": layout.GROUPS_AT,
+        "GROUPS": layout.GROUPS,
+        "GROUP_BYTES": layout.GROUP_BYTES,
+        "RECENT": group_table.RECENT,
+        "RECENT_AT": group_table.RECENT_AT,
+        "OPERATION_BYTES": group_table.OPERATION_BYTES,
     }
+    numbers |= {f"GROUP_{phase.name}": phase for phase in GroupPhase if phase != GroupPhase.NONE}
+    numbers |= {f"G_{field.name}": field for field in GroupField if field not in (GroupField.USED, GroupField.SIZE)}
+    numbers |= {f"CALL_{call.name}": call for call in GroupCall}
     for encoding in (Encoding.FLOAT32, Encoding.FLOAT16, Encoding.BFLOAT16, Encoding.FLOAT64):
         numbers[f"ENCODING_{encoding.name}"] = encoding
         numbers[f"INF_{encoding.name}"] = INF_BITS[encoding]

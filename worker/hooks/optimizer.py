@@ -79,6 +79,7 @@ class Steps:
         """
         if torch.compiler.is_compiling():
             return None
+        self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
         self._last_step.pop(id(optimizer), None)
         self.found_inf = getattr(optimizer, "found_inf", None)
@@ -180,6 +181,7 @@ class Steps:
         progress = self._progress
         progress.step += 1
         progress.fields[Field.STEP] = progress.step
+        progress.times.step_ends(progress.step)
         if self._weights and not progress.skipped:
             try:
                 self.steps.add(progress.step, optimizer)

@@ -6,6 +6,7 @@
 #include "frame_writer.h"
 #include "gradient_hooks.h"
 #include "graph_look.h"
+#include "group_methods.h"
 #include "layout.h"
 #include "objects.h"
 #include "reductions.h"
@@ -100,7 +101,7 @@ PyMODINIT_FUNC PyInit_core(void)
     choose_width();
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (make_names() < 0 || add_numbers(module) < 0 || add_frame_writer(module) < 0 ||
-                           add_gradient_hooks(module) < 0 || add_graph_look(module) < 0))
+                           add_gradient_hooks(module) < 0 || add_graph_look(module) < 0 || add_group_methods(module) < 0))
         Py_CLEAR(module);
     return module;
 }

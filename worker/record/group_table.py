@@ -1,4 +1,7 @@
-"""Writes what this rank does in its process groups into its recorder: see core/recorder/group_table.py."""
+"""Writes what this rank does in its process groups into its recorder: see core/recorder/group_table.py.
+
+Where worker/native was built, its GroupWriter writes the operations, and this writes who holds a slot.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import time
 import weakref
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any
 
 from ...core.recorder import group_table as table
@@ -21,15 +25,26 @@ _pack_move, _pack_operation, _what_of = table.MOVE.pack_into, table.OPERATION.pa
 _RECENT_AT, _OPERATION_BYTES = table.RECENT_AT, table.OPERATION_BYTES
 _ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), int(GroupPhase.FAILED)
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
-_STATE, _ENDED = int(GroupField.STATE), int(GroupField.ENDED)
+_BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
+_COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(Field.WAITED_NS)
 _MOST_PENDING = 1024
 """Operations that nobody waits for are forgotten beyond so many."""
+
+
+class GroupCall(IntEnum):
+    """What a method of a process group, or of a work, does."""
+
+    COLLECTIVE = 0
+    P2P = 1
+    BARRIER = 2
+    """A collective that has ended when the call returns, and that the group's own counter counts by its messages."""
+    WAIT = 3
 
 
 class Slot:
     """One group's place in the table."""
 
-    __slots__ = ("at", "begun", "counted", "field", "group", "p2p")
+    __slots__ = ("at", "field", "group")
 
     def __init__(self, group: Any, number: int) -> None:
         self.group = weakref.ref(group)
@@ -37,14 +52,15 @@ class Slot:
         """Offset in the recorder, in bytes."""
         self.field = number * GROUP_BYTES // 8
         """The same in the table's integers."""
-        self.begun = 0
-        self.p2p = 0
-        self.counted = 0
-        """The group's own counter after the last operation. What it is ahead later, torch has issued without Python."""
 
 
 Place = tuple[Slot, int]
 """A slot, and the number of an operation in it."""
+
+
+def described(tensor: Any) -> tuple[int, int]:
+    """Code of a tensor's dtype, and its elements; (0, 0) for None."""
+    return (CODES.get(tensor.dtype, 0), tensor.numel()) if tensor is not None else (0, 0)
 
 
 class GroupTable:
@@ -57,8 +73,11 @@ class GroupTable:
         self._pid = os.getpid()
         self._slots: dict[int, Slot | None] = {}
         """by id of the group; None: it found no slot, or its backend counts nothing"""
+        self.memory = recorder.memory
         self.shows = False
         """Whether operations are noted. Else the table stays empty: a number that does not move would be wrong."""
+        self.native: Any = None
+        """The GroupWriter; None if the methods below write the operations."""
         self._pending: dict[int, tuple[Any, Slot, int]] = {}
         """id of a work -> (weak reference, slot, number)"""
 
@@ -67,6 +86,8 @@ class GroupTable:
         self.shows = False
         self._slots = {}
         self._pending = {}
+        if self.native is not None:
+            self.native.forget()
         if os.getpid() == self._pid:
             with suppress(ValueError):  # the recorder is closed: nobody is shown anything
                 for slot in range(GROUPS):
@@ -78,93 +99,18 @@ class GroupTable:
         if module is None or not self.shows:
             return
         for group in module._pg_map:
-            slot = self._slot_of(group)
+            slot = self.slot_of(group)
             if slot is not None:
                 self._count_unseen(slot, group._get_sequence_number_for_group())
-                self._fields[slot.field + GroupField.BEGUN] = slot.begun
 
-    def begin(self, group: Any, operation: int, tensor: Any, root: int = -1) -> Place | None:
-        """A collective begins. Returns its slot and number; None if the group is not shown."""
-        slot = self._slots.get(id(group))
-        if slot is None or slot.group() is not group:
-            slot = self._slot_of(group)
-            if slot is None:
-                return None
-        counted = group._get_sequence_number_for_group()
-        number = slot.begun + 1
-        if counted > slot.counted:
-            number += counted - slot.counted
-        slot.begun = number
-        slot.counted = counted + 1
-        dtype, elements = (CODES.get(tensor.dtype, 0), tensor.numel()) if tensor is not None else (0, 0)
-        at = slot.at
-        place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
-        _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements)
-        _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
-        return slot, number
-
-    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int) -> Place | None:
-        """A send or a receive begins."""
-        slot = self._slot_of(group)
-        if slot is None:
-            return None
-        self._count_unseen(slot, group._get_sequence_number_for_group())
-        slot.p2p += 1
-        at = slot.field + _P2P
-        fields = self._fields
-        fields[at] = slot.p2p
-        fields[at + 1] = _what_of(operation, CODES.get(tensor.dtype, 0), peer)
-        fields[at + 2] = tensor.numel()
-        _pack_move(self._view, slot.at + _MOVE_AT, slot.begun, _ISSUING, -slot.p2p, _now())
-        return slot, -slot.p2p
-
-    def issued(self, place: Place, group: Any, work: Any) -> None:
-        """The call that began an operation has returned `work`, which somebody may wait for."""
-        slot, number = place
-        self._fields[slot.field + _STATE] = 0
-        if work is not None:
-            pending = self._pending
-            if len(pending) > _MOST_PENDING:
-                self._pending = pending = {}
-            pending[id(work)] = weakref.ref(work), slot, number
-
-    def issued_uncounted(self, place: Place, group: Any, work: Any) -> None:
-        """Likewise, of an operation that is no collective and that the group's own counter may count."""
-        place[0].counted = group._get_sequence_number_for_group()
-        self.issued(place, group, work)
-
-    def ended(self, place: Place, work: Any, result: Any) -> None:
-        """The wait has come to its end on this rank, as far as the host can see."""
-        slot, number = place
-        at = slot.field
-        fields = self._fields
-        fields[at + _STATE] = 0
-        if number > fields[at + _ENDED]:
-            fields[at + _ENDED] = number
-
-    def ended_uncounted(self, place: Place, group: Any, result: Any) -> None:
-        """A collective has come to its end that the group's own counter counts by its messages."""
-        place[0].counted = group._get_sequence_number_for_group()
-        self.ended(place, group, result)
-
-    def failed(self, place: Place) -> None:
-        """The call or the wait has raised."""
-        self._fields[place[0].field + _STATE] = _FAILED
-
-    def waits_for(self, work: Any) -> Place | None:
-        """The rank begins to wait for a work. None if it is not known which one that is."""
-        entry = self._pending.pop(id(work), None)
-        if entry is None or entry[0]() is not work:
-            return None
-        _, slot, number = entry
-        _pack_move(self._view, slot.at + _MOVE_AT, slot.begun, _WAITING, number, _now())
-        return slot, number
-
-    def _slot_of(self, group: Any) -> Slot | None:
+    def slot_of(self, group: Any) -> Slot | None:
+        """A group's slot. A new group gets a free one, if there is one."""
         key = id(group)
         slot = self._slots.get(key)
         if key in self._slots and (slot is None or slot.group() is group):
             return slot
+        if not self.shows:
+            return None
         used = {slot.field: slot for slot in self._slots.values() if slot is not None and slot.group() is not None}
         number = next((n for n in range(GROUPS) if n * GROUP_BYTES // 8 not in used), None)
         self._slots = {k: s for k, s in self._slots.items() if s is None or s.field in used}
@@ -179,7 +125,82 @@ class GroupTable:
             self._header[Field.GROUPS_NOT_SHOWN] += 1
             return None
         self._slots[key] = slot
+        if self.native is not None:
+            self.native.enter(number, group)
         return slot
+
+    # -- what worker/native/group_writer.c does likewise --------------------------------------------------------
+
+    def begin(self, group: Any, operation: int, tensor: Any, root: int = -1) -> Place | None:
+        """A collective begins. Returns its slot and number; None if the group is not shown."""
+        slot = self._slots.get(id(group))
+        if slot is None or slot.group() is not group:
+            slot = self.slot_of(group)
+            if slot is None:
+                return None
+        counted = group._get_sequence_number_for_group()
+        fields, field = self._fields, slot.field
+        number = fields[field + _BEGUN] + 1 + max(0, counted - fields[field + _COUNTED])
+        fields[field + _COUNTED] = counted + 1
+        dtype, elements = described(tensor)
+        at = slot.at
+        place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
+        _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements)
+        _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
+        return slot, number
+
+    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int) -> Place | None:
+        """A send or a receive begins."""
+        slot = self.slot_of(group)
+        if slot is None:
+            return None
+        self._count_unseen(slot, group._get_sequence_number_for_group())
+        fields = self._fields
+        at = slot.field + _P2P
+        number = fields[at] = fields[at] + 1
+        dtype, fields[at + 2] = described(tensor)
+        fields[at + 1] = _what_of(operation, dtype, peer)
+        _pack_move(self._view, slot.at + _MOVE_AT, fields[slot.field + _BEGUN], _ISSUING, -number, _now())
+        return slot, -number
+
+    def waits_for(self, work: Any) -> Place | None:
+        """The rank begins to wait for a work. None if it is not known which one that is."""
+        entry = self._pending.pop(id(work), None)
+        if entry is None or entry[0]() is not work:
+            return None
+        _, slot, number = entry
+        _pack_move(self._view, slot.at + _MOVE_AT, self._fields[slot.field + _BEGUN], _WAITING, number, _now())
+        return slot, number
+
+    def issued(self, place: Place, work: Any) -> None:
+        """The call that began an operation has returned `work`, which somebody may wait for."""
+        slot, number = place
+        self._fields[slot.field + _STATE] = 0
+        if work is not None:
+            pending = self._pending
+            if len(pending) > _MOST_PENDING:
+                self._pending = pending = {}
+            pending[id(work)] = weakref.ref(work), slot, number
+
+    def ended(self, place: Place) -> None:
+        """The wait has come to its end on this rank, as far as the host can see."""
+        slot, number = place
+        at = slot.field
+        fields = self._fields
+        self._header[_WAITED] += _now() - fields[at + _SINCE]
+        fields[at + _STATE] = 0
+        if number > fields[at + _ENDED]:
+            fields[at + _ENDED] = number
+
+    def failed(self, place: Place) -> None:
+        """The call or the wait has raised."""
+        self._fields[place[0].field + _STATE] = _FAILED
+
+    def count_again(self, place: Place, group: Any) -> None:
+        """The group's own counter may have counted what is no collective, or a collective by its messages."""
+        self._fields[place[0].field + _COUNTED] = group._get_sequence_number_for_group()
+
+    # -- slots --------------------------------------------------------------------------------------------------
 
     def _write_slot(self, slot: Slot, group: Any) -> None:
         self._view[slot.at : slot.at + GROUP_BYTES] = bytes(GROUP_BYTES)
@@ -189,7 +210,6 @@ class GroupTable:
         self._write_text(slot.at + table.MEMBERS_AT, table.MEMBERS_BYTES, table.members_text(sorted(ranks)))
         self._fields[slot.field + GroupField.SIZE] = group.size()
         self._count_unseen(slot, group._get_sequence_number_for_group())
-        self._fields[slot.field + GroupField.BEGUN] = slot.begun
         self._fields[slot.field + GroupField.USED] = 1
 
     def _write_text(self, at: int, most: int, text: str) -> None:
@@ -197,5 +217,9 @@ class GroupTable:
         self._view[at : at + len(data)] = data
 
     def _count_unseen(self, slot: Slot, counted: int) -> None:
-        slot.begun += max(0, counted - slot.counted)
-        slot.counted = max(counted, slot.counted)
+        """Count what torch has issued without Python."""
+        fields, field = self._fields, slot.field
+        unseen = counted - fields[field + _COUNTED]
+        if unseen > 0:
+            fields[field + _BEGUN] += unseen
+            fields[field + _COUNTED] = counted

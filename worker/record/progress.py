@@ -13,6 +13,7 @@ from .collectives import clock, issued
 from .group_table import GroupTable
 from .recorder_lock import RecorderLock
 from .roots import RootInfo
+from .step_clock import StepClock
 
 
 class Progress:
@@ -23,6 +24,7 @@ class Progress:
         self.fields = recorder.fields
         self.lock = RecorderLock(recorder.cursor)
         self.groups = GroupTable(recorder)
+        self.times = StepClock(recorder)
         self.settings = settings
         self.rank = rank
         self.step = 0

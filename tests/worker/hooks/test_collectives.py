@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpuwatch.worker.hooks import collectives as hooks
+
+BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)
 
 RANK = """
 import json, os, sys
@@ -24,7 +27,7 @@ path = folder / f"recorder-{rank}"
 table = GroupTable(RecorderWriter(path, rank=rank, local_rank=rank, world_size=2, attempt=0))
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 methods = {name: getattr(dist.ProcessGroup, name) for name in ("allreduce", "barrier", "send")}
-collectives = Collectives(table, lambda part, error: faults.append(repr(error)))
+collectives = Collectives(table, lambda part, error: faults.append(repr(error)), native=sys.argv[3] == "native")
 collectives.attach()
 reader = RecorderReader(path)
 x = torch.ones(4)
@@ -44,11 +47,16 @@ os._exit(0)  # the destructors of gloo abort a process now and then
 
 
 @pytest.fixture
-def both(tmp_path):
+def both(tmp_path, request):
+    """Runs a body on two ranks, by default with the compiled writer."""
+    writer = getattr(request, "param", "native")
+    if writer == "native" and hooks.GroupWriter is None:
+        pytest.skip("worker/native was not built where gpuwatch was installed")
+
     def run(body: str, faulty: list[str] = []) -> list[dict]:  # noqa: B006  # it is read only
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", RANK + body + END, str(rank), str(tmp_path)], stderr=subprocess.PIPE
+                [sys.executable, "-c", RANK + body + END, str(rank), str(tmp_path), writer], stderr=subprocess.PIPE
             )
             for rank in range(2)
         ]
@@ -66,6 +74,8 @@ def both(tmp_path):
     return run
 
 
+@BOTH
+@pytest.mark.quick(1)
 def test_the_last_collective_of_each_group(both):
     shown = both(
         """
@@ -97,6 +107,7 @@ def test_a_group_without_a_collective_is_entered_at_a_batch(both):
     assert [group["members"] for group in shown[1]["batch"]] == ["0-1", "1"]
 
 
+@BOTH
 @pytest.mark.slow
 def test_a_wait_is_shown_while_it_lasts_and_a_failed_one_stays(both):
     """Rank 1 looks into its own recorder from another thread while it waits for rank 0."""
@@ -129,6 +140,7 @@ if rank == 1:
     assert (failed["phase"], failed["begun"], failed["ended"]) == ("failed", 1, 0)
 
 
+@BOTH
 @pytest.mark.slow
 def test_all_ranks_count_alike_whatever_was_sent_between(both):
     """The group's own counter counts sends and receives, and `monitored_barrier` by its messages."""
@@ -158,6 +170,7 @@ show("after")
     assert all(group["recent"][-1]["operation"] == "barrier" for group in after)
 
 
+@BOTH
 @pytest.mark.slow
 def test_more_groups_than_there_is_room_for_are_counted(both):
     shown = both(
@@ -175,6 +188,7 @@ shown["lost"] = reader[Field.GROUPS_NOT_SHOWN]
     assert shown[0]["lost"] == 20 - 16
 
 
+@BOTH
 @pytest.mark.slow
 def test_a_subclass_in_python_is_called_as_before(both):
     """pybind11 must not take our function for an override of the subclass: it would call itself for ever."""
@@ -200,6 +214,8 @@ faults.clear()
     )
 
 
+@BOTH
+@pytest.mark.quick(1)
 def test_calls_with_names_and_without_options_are_counted_and_no_fault(both):
     shown = both(
         """
@@ -214,14 +230,16 @@ show("all")
     assert [found["all"][0]["begun"] for found in shown] == [3, 3]
 
 
+@BOTH
+@pytest.mark.quick(1)
 def test_an_error_of_ours_goes_no_further_and_nothing_half_true_is_shown(both):
+    """A new group is entered by Python, whoever writes its operations."""
     shown = both(
         """
-dist.all_reduce(x)
 def broken(*args):
     raise KeyError("ours")
-table.waits_for = broken
-collectives.detach(); collectives.attach()
+table._write_slot = broken
+dist.all_reduce(x)
 dist.all_reduce(x)
 dist.all_reduce(x)
 assert x[0] == 8
@@ -248,3 +266,85 @@ show("detached")
     )
     assert [group["begun"] for group in shown[0]["after"]] == [1]
     assert shown[0]["detached"] == []
+
+
+def test_a_traceback_of_a_collective_has_no_line_of_ours(both):
+    shown = both(
+        """
+import traceback
+dist.all_reduce(x)
+try:
+    dist.all_reduce(x, group=dist.group.WORLD, op=dist.ReduceOp.BAND)
+except RuntimeError:
+    shown["files"] = [frame.filename for frame in traceback.extract_tb(sys.exc_info()[2])]
+show("after")
+"""
+    )
+    assert not [name for name in shown[0]["files"] if "hooks/collectives" in name]
+    assert shown[0]["files"][-1].endswith("distributed_c10d.py")
+    assert [(group["phase"], group["begun"], group["ended"]) for group in shown[0]["after"]] == [("failed", 2, 1)]
+
+
+@pytest.mark.slow
+def test_the_compiled_method_looks_like_the_one_that_it_replaces(both):
+    """Its name and its help are torch's. It notes tensors of any kind, and keeps none of them or of their works."""
+    shown = both(
+        """
+import gc, weakref
+assert dist.ProcessGroup.allreduce.__name__ == "allreduce"
+assert dist.ProcessGroup.allreduce.__doc__ == methods["allreduce"].__doc__
+class Own(torch.Tensor):
+    pass
+own = torch.zeros(2, 3).as_subclass(Own)
+dist.all_reduce(own)
+dist.all_reduce(torch.zeros(5, dtype=torch.int64))
+dist.all_reduce(torch.nn.Parameter(torch.zeros(2, 2)).data)
+dist.all_reduce(torch.tensor(1.0, dtype=torch.bfloat16))
+works = [dist.all_reduce(torch.zeros(7), async_op=True) for _ in range(3000)]
+for work in works:
+    work.wait()
+show("after")
+kept = [weakref.ref(works[-1])]
+del work, works
+gc.collect()
+assert kept[0]() is None
+"""
+    )
+    group = shown[0]["after"][0]
+    assert (group["begun"], group["ended"]) == (3004, 3004)
+    assert group["recent"][-1]["elements"] == 7
+
+
+@pytest.mark.slow
+def test_a_closed_recorder_is_a_fault_and_the_collectives_go_on(both):
+    both(
+        """
+dist.all_reduce(x)
+table._fields.release(); table._header.release(); table._view.release(); reader.close()
+table.memory.close()
+dist.all_reduce(x)
+assert x[0] == 4
+assert len(faults) == 1 and "closed" in faults.pop(), faults
+"""
+    )
+
+
+def test_dtypes_and_sizes_are_the_same_from_c_and_from_python(both):
+    shown = both(
+        """
+for native in (True, False):
+    collectives.detach()
+    collectives = Collectives(table, lambda part, error: faults.append(repr(error)), native=native)
+    collectives.attach()
+    for tensor in (torch.ones(3, 0), torch.tensor(1.0), torch.ones(2, 3).t(), torch.ones(4, dtype=torch.float64),
+                   torch.ones(2, dtype=torch.uint8), torch.ones(2, dtype=torch.bfloat16)):
+        dist.broadcast(tensor, src=1)
+    show(str(native))
+"""
+    )
+    native, python = (
+        [(op["operation"], op["dtype"], op["elements"], op["peer"]) for op in found["recent"]]
+        for found in (shown[0]["True"][0], shown[0]["False"][0])
+    )
+    assert native == python
+    assert native[-1] == ("broadcast", "bfloat16", 2, 1)

@@ -20,7 +20,7 @@
     DO(S_PAGE, 1) DO(S_BATCH, 3) DO(S_FRAMES, 6) DO(S_ROWS, 7) DO(S_VALUES, 8)                               \
     DO(S_FRAME_BASE, 9) DO(S_VALUE_BASE, 10)                                                                 \
     /* integers of the file's header, by position, and what the rank is doing */                             \
-    DO(F_PHASE, 16) DO(F_MODULE, 21) DO(RANK_BACKWARD, 7)                                                    \
+    DO(F_PHASE, 16) DO(F_MODULE, 21) DO(F_WAITED_NS, 38) DO(RANK_BACKWARD, 7)                                \
     /* where a frame holds what, in bytes; its module and parent come first */                               \
     DO(FRAME_DEPTH, 8) DO(FRAME_PHASE, 10) DO(FRAME_COLLECTIVES, 11) DO(FRAME_SEQ, 12) DO(FRAME_ROWS, 20)    \
     /* where a row holds what; its slot, value and shape come first */                                       \
@@ -30,7 +30,14 @@
     DO(KIND_MEASURED, 0) DO(KIND_NONE, 1) DO(KIND_NOT_A_TENSOR, 2) DO(KIND_NOT_MEASURABLE, 3) DO(KIND_EMPTY, 4) \
     DO(MARK_SCALED, 4) DO(ENCODING_INTEGER, 0)                                                                                       \
     /* zeros and subnormals are counted in one batch of so many */                                           \
-    DO(COUNT_EVERY, 10)
+    DO(COUNT_EVERY, 10)                                                                                      \
+    /* the table of process groups: sizes in bytes, and integers of a slot, by position */                   \
+    DO(GROUPS_AT, 4096) DO(GROUPS, 16) DO(GROUP_BYTES, 512) DO(RECENT, 8) DO(RECENT_AT, 128) DO(OPERATION_BYTES, 32) \
+    DO(G_BEGUN, 1) DO(G_STATE, 2) DO(G_AT, 3) DO(G_SINCE_NS, 4) DO(G_ENDED, 5)                               \
+    DO(G_P2P, 6) DO(G_P2P_WHAT, 7) DO(G_P2P_ELEMENTS, 8) DO(G_COUNTED, 10)                                   \
+    DO(GROUP_ISSUING, 1) DO(GROUP_WAITING, 2) DO(GROUP_FAILED, 3)                                            \
+    /* what a replaced method of a process group does */                                                     \
+    DO(CALL_COLLECTIVE, 0) DO(CALL_P2P, 1) DO(CALL_BARRIER, 2) DO(CALL_WAIT, 3)
 
 #define AS_CONSTANT(NAME, NUMBER) NAME = NUMBER,
 enum { EACH_NUMBER(AS_CONSTANT) };

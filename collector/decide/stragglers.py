@@ -1,0 +1,130 @@
+"""Which rank the others wait for in every step, or now and then, and what that costs the job. Pure.
+
+A rank's own time in a step is what it takes without waiting for others. Of ranks that keep step with each other, the
+slow one has the most of it and waits the least. What it costs the job is its own time beyond the median of the
+others', as a share of the step; and not more than the others have waited beyond it.
+
+It is no verdict. A rank is named only if that is clear: the same one in both halves of the run, in several steps, and
+no other rank is half as slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+
+from ...core.recorder.step_table import PARTS, WAITING
+
+WARN = 0.10
+"""Of the job's time, from which on a slow rank is told."""
+LOUD = 0.20
+WARM_UP = 3
+"""The first steps of a run are not compared: each rank compiles, opens its files, and waits for the others."""
+LEAST_STEPS = 16
+"""Steps that all ranks have in common."""
+LEAST_SLOW = 4
+"""Steps in which a rank must be slow."""
+_ALWAYS = 0.8
+"""Share of the steps in which a rank is slow that is so constantly."""
+_MOST_OF_IT = 0.6
+_OTHERS_AT_MOST = 0.5
+"""The cost of any other rank, as a share of the slow one's."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """A sample of one rank's steps: their numbers, and float64 seconds of shape (steps, parts)."""
+
+    numbers: list[int]
+    parts: Any
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """One rank that the others wait for."""
+
+    rank: int
+    cost: float
+    """Share of the job's time that it takes."""
+    how: Literal["constantly", "now and then"]
+    slow_steps: int
+    own_s: float
+    """Its own time in the steps in which it is slow, and the median of the others', without waiting."""
+    others_s: float
+    part: str
+    """Which of PARTS has most of the difference; "" if none has."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a comparison of the ranks' steps has shown."""
+
+    steps: int
+    """Steps that were compared."""
+    step_s: float
+    """Mean time of a step."""
+    slow: list[SlowRank]
+
+
+def find_stragglers(ranks: Mapping[int, RankTimes]) -> Compared | None:
+    """None if there is too little to compare."""
+    common = sorted(set.intersection(*(set(times.numbers) for times in ranks.values()))) if len(ranks) > 1 else []
+    common = [number for number in common if number > WARM_UP]
+    if len(common) < LEAST_STEPS:
+        return None
+    table = numpy.stack([_rows(times, common) for times in ranks.values()])
+    waited = table[:, :, WAITING]
+    own = table.sum(axis=2) - waited
+    step_s = float(numpy.median(own + waited, axis=0).mean())
+    if step_s <= 0:
+        return None
+    beyond = numpy.stack([own[n] - _median_of_others(own, n) for n in range(len(own))])
+    less = numpy.stack([_median_of_others(waited, n) - waited[n] for n in range(len(own))])
+    late = numpy.minimum(beyond, less) / step_s
+    slow = _clear_one(late)
+    if slow is None:
+        return Compared(len(common), step_s, [])
+    return Compared(len(common), step_s, [_told(list(ranks)[slow], slow, late[slow], own, table)])
+
+
+def _rows(times: RankTimes, numbers: list[int]) -> Any:
+    place = {number: n for n, number in enumerate(times.numbers)}
+    return times.parts[[place[number] for number in numbers]]
+
+
+def _median_of_others(values: Any, rank: int) -> Any:
+    return numpy.median(numpy.delete(values, rank, axis=0), axis=0)
+
+
+def _clear_one(late: Any) -> int | None:
+    """The one rank that is clearly slow. `late`: of each rank and step, as a share of the mean step."""
+    costs = late.mean(axis=1)
+    first = int(costs.argmax())
+    if costs[first] < WARN or numpy.delete(costs, first).max() > _OTHERS_AT_MOST * costs[first]:
+        return None
+    halves = numpy.array_split(late[first], 2)
+    enough = min(LEAST_SLOW // 2, 2)
+    if any(half.mean() < WARN / 2 or (half >= WARN).sum() < enough for half in halves):
+        return None
+    return first if (late[first] >= WARN).sum() >= LEAST_SLOW else None
+
+
+def _told(rank: int, n: int, late: Any, own: Any, table: Any) -> SlowRank:
+    slow = late >= WARN
+    others = numpy.median(numpy.delete(table, n, axis=0), axis=0)
+    beyond = (table[n] - others)[slow].mean(axis=0)
+    beyond[WAITING] = 0
+    largest = int(beyond.argmax())
+    positive = float(beyond[beyond > 0].sum())
+    return SlowRank(
+        rank,
+        float(late.mean()),
+        "constantly" if slow.mean() >= _ALWAYS else "now and then",
+        int(slow.sum()),
+        float(own[n][slow].mean()),
+        float(_median_of_others(own, n)[slow].mean()),
+        PARTS[largest] if beyond[largest] >= _MOST_OF_IT * positive else "",
+    )

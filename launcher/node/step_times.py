@@ -1,0 +1,50 @@
+"""How long the parts of one rank's steps took: a sample of its steps for the collector, the same steps on all ranks.
+
+A sample is made of blocks of steps that followed each other, so that what happens now and then is seen as such. It is
+bounded for any length of run: each time it is full, every second block is let go of.
+"""
+
+from __future__ import annotations
+
+from ...core.recorder.reader import RecorderReader
+from ...core.recorder.step_table import PARTS, TimedStep
+from ...core.records import StepTimes, Where
+from ...core.wire.step_times import MOST_STEPS, pack_steps
+
+BLOCK = 8
+"""Steps that followed each other."""
+
+
+class RankSteps:
+    """Of one rank in one attempt."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        """Timed steps so far."""
+        self._every = 1
+        """One block of so many is kept."""
+        self._kept: list[TimedStep] = []
+        self._total_ns = [0] * len(PARTS)
+
+    def look(self, reader: RecorderReader) -> None:
+        """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
+        for count, step in reader.steps(self._seen):
+            self._seen = count
+            self.take(step)
+
+    def take(self, step: TimedStep) -> None:
+        """One step more."""
+        for part, ns in enumerate(step.parts):
+            self._total_ns[part] += ns
+        if step.number // BLOCK % self._every:
+            return
+        self._kept.append(step)
+        if len(self._kept) > MOST_STEPS:
+            self._every *= 2
+            self._kept = [kept for kept in self._kept if not kept.number // BLOCK % self._every]
+
+    def event(self, where: Where) -> StepTimes | None:
+        """What is known; None if no step was timed."""
+        if not self._kept:
+            return None
+        return StepTimes(where, self._seen, [ns / 1e9 for ns in self._total_ns], pack_steps(self._kept))

@@ -1,0 +1,280 @@
+/* Replaced methods of torch's classes. Each is a C function bound like pybind11's own: it has no frame, so no traceback of
+   the user's shows it, and pybind11 does not take it for a method that a subclass in Python has overridden. */
+
+#include "group_methods.h"
+
+#include "group_writer.h"
+#include "objects.h"
+#include "types.h"
+
+typedef struct {
+    PyObject_HEAD
+    GroupWriter *writer;
+    PyObject *before, *name, *doc; /* before: what it calls */
+    int call, is_rooted;
+    int64_t operation;
+    Py_ssize_t tensor, peer; /* positions of arguments, without the object; -1: none */
+    PyMethodDef definition;
+} GroupMethod;
+
+static PyTypeObject *method_type;
+
+/* -- one call --------------------------------------------------------------------------------------------------- */
+
+/* Hand the exception that is set to Python. It ends here. */
+static void tell_fault(GroupWriter *self)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyObject *done = value != NULL ? PyObject_CallOneArg(self->on_fault, value) : NULL;
+    if (done == NULL)
+        PyErr_Clear();
+    Py_XDECREF(done);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+}
+
+/* The first of several tensors, borrowed; NULL for none. */
+static PyObject *first_of(PyObject *tensors)
+{
+    while (PyList_CheckExact(tensors)) {
+        if (PyList_GET_SIZE(tensors) == 0)
+            return NULL;
+        tensors = PyList_GET_ITEM(tensors, 0);
+    }
+    return tensors;
+}
+
+/* The rank of the root, in the options that come last; -1 if it is not known. */
+static int64_t root_of(PyObject *options)
+{
+    int64_t root;
+    return integer_of(options, s_rootRank, &root) ? root : -1;
+}
+
+/* As GroupTable's begin of the same call. `args` begins with the object. */
+static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Place *place)
+{
+    if (given < 1 || self->tensor + 1 >= given) /* called with names: the group's own counter tells that it was */
+        return 0;
+    if (self->call == CALL_WAIT)
+        return waits_for(self->writer, args[0], place);
+    /* held: a list may change while Python runs */
+    PyObject *tensor = self->tensor >= 0 ? first_of(args[self->tensor + 1]) : NULL;
+    Py_XINCREF(tensor);
+    int noted;
+    if (self->call == CALL_P2P) {
+        int64_t peer = -1;
+        if (self->peer >= 0 && self->peer + 1 < given && !integer_from(args[self->peer + 1], &peer))
+            peer = -1;
+        noted = begin_p2p(self->writer, args[0], self->operation, tensor, peer, place);
+    } else {
+        const int64_t root = self->is_rooted && given > 1 ? root_of(args[given - 1]) : -1;
+        noted = begin_collective(self->writer, args[0], self->operation, tensor, root, place);
+    }
+    Py_XDECREF(tensor);
+    return noted;
+}
+
+static int finish(GroupMethod *self, PyObject *object, PyObject *result, const Place *place)
+{
+    GroupWriter *writer = self->writer;
+    if ((self->call == CALL_P2P || self->call == CALL_BARRIER) && count_again(writer, place, object) < 0)
+        return -1;
+    if (self->call == CALL_WAIT || self->call == CALL_BARRIER)
+        return ended(writer, place);
+    return issued_work(writer, place, result);
+}
+
+static void note_failure(GroupMethod *self, const Place *place)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace); /* the error of the call is what goes on */
+    if (failed(self->writer, place) < 0)
+        PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+}
+
+static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_t given, PyObject *names)
+{
+    Place place;
+    Py_INCREF(self); /* a fault takes the method away, while it runs */
+    const int noted = begin(self, args, given, &place);
+    if (noted < 0)
+        tell_fault(self->writer);
+    PyObject *result = PyObject_Vectorcall(self->before, args, (size_t)given, names);
+    if (noted > 0) {
+        if (result == NULL)
+            note_failure(self, &place);
+        else if (finish(self, args[0], result, &place) < 0)
+            tell_fault(self->writer);
+    }
+    Py_DECREF(self);
+    return result;
+}
+
+/* -- a method --------------------------------------------------------------------------------------------------- */
+
+static int method_traverse(GroupMethod *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->writer);
+    Py_VISIT(self->before);
+    return 0;
+}
+
+static void method_dealloc(GroupMethod *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->writer);
+    Py_CLEAR(self->before);
+    Py_CLEAR(self->name);
+    Py_CLEAR(self->doc);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+/* Without tp_clear: a call needs what it holds. A cycle through it is broken in the GroupWriter. */
+static PyType_Slot method_slots[] = {
+    {Py_tp_doc, "What a replaced method of a process group calls and notes."},
+    {Py_tp_dealloc, method_dealloc}, {Py_tp_traverse, method_traverse}, {0, NULL},
+};
+static PyType_Spec method_spec = {"gpuwatch.worker.native.core.GroupMethod", sizeof(GroupMethod), 0,
+                                  TYPE_FLAGS | Py_TPFLAGS_DISALLOW_INSTANTIATION, method_slots};
+
+static PyObject *writer_method(GroupWriter *self, PyObject *args)
+{
+    PyObject *name, *before;
+    int call, is_rooted;
+    long long operation;
+    Py_ssize_t tensor, peer;
+    if (!PyArg_ParseTuple(args, "UOiLnnp", &name, &before, &call, &operation, &tensor, &peer, &is_rooted))
+        return NULL;
+    GroupMethod *method = (GroupMethod *)method_type->tp_alloc(method_type, 0);
+    if (method == NULL)
+        return NULL;
+    method->writer = (GroupWriter *)Py_NewRef(self);
+    method->before = Py_NewRef(function_of(before));
+    method->name = Py_NewRef(name);
+    method->doc = PyObject_GetAttrString(before, "__doc__");
+    method->call = call;
+    method->operation = operation;
+    method->tensor = tensor;
+    method->peer = peer;
+    method->is_rooted = is_rooted;
+    PyErr_Clear();
+    method->definition = (PyMethodDef){PyUnicode_AsUTF8(name), METHOD(method_call), METH_FASTCALL | METH_KEYWORDS,
+                                       method->doc != NULL && PyUnicode_Check(method->doc) ? PyUnicode_AsUTF8(method->doc)
+                                                                                           : NULL};
+    PyObject *function = method->definition.ml_name != NULL ? PyCFunction_New(&method->definition, (PyObject *)method) : NULL;
+    PyObject *bound = function != NULL ? PyInstanceMethod_New(function) : NULL;
+    Py_XDECREF(function);
+    Py_DECREF(method);
+    return bound;
+}
+
+/* -- the GroupWriter -------------------------------------------------------------------------------------------- */
+
+static PyObject *writer_enter(GroupWriter *self, PyObject *args)
+{
+    Py_ssize_t number;
+    PyObject *group;
+    if (!PyArg_ParseTuple(args, "nO", &number, &group) || enter_group(self, number, group) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *writer_forget(GroupWriter *self, PyObject *ignored)
+{
+    (void)ignored;
+    forget_groups(self);
+    Py_RETURN_NONE;
+}
+
+static int writer_traverse(GroupWriter *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+#define VISIT(NAME) Py_VISIT(self->NAME);
+    EACH_GROUP_PART(VISIT)
+    return 0;
+}
+
+static int writer_clear(GroupWriter *self)
+{
+    forget_groups(self);
+#define CLEAR(NAME) Py_CLEAR(self->NAME);
+    EACH_GROUP_PART(CLEAR)
+    return 0;
+}
+
+static void writer_dealloc(GroupWriter *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    writer_clear(self);
+    type->tp_free((PyObject *)self);
+    Py_DECREF(type);
+}
+
+static int check_memory(GroupWriter *self)
+{
+    Py_buffer memory;
+    if (PyObject_GetBuffer(self->memory, &memory, PyBUF_WRITABLE) < 0)
+        return 0;
+    const int fits = memory.len >= GROUPS_AT + GROUPS * GROUP_BYTES;
+    PyBuffer_Release(&memory);
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "no room for the table of process groups");
+    return fits;
+}
+
+static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+#define NAME_OF(NAME) #NAME,
+#define FORMAT_OF(NAME) "O"
+#define PLACE_OF(NAME) &self->NAME,
+#define HOLD(NAME) Py_XINCREF(self->NAME);
+    static char *names[] = {EACH_GROUP_PART(NAME_OF) "exchange", NULL};
+    PyObject *exchange;
+    GroupWriter *self = (GroupWriter *)type->tp_alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    const int parsed = PyArg_ParseTupleAndKeywords(args, kwargs, EACH_GROUP_PART(FORMAT_OF) "O", names,
+                                                   EACH_GROUP_PART(PLACE_OF) &exchange);
+    EACH_GROUP_PART(HOLD)
+    if (parsed) {
+        Py_SETREF(self->counter, Py_NewRef(function_of(self->counter)));
+        if (check_memory(self) && (exchange == Py_None || (self->exchange = exchange_of(exchange)) != NULL))
+            return (PyObject *)self;
+    }
+    Py_DECREF(self);
+    return NULL;
+}
+
+static PyMethodDef writer_methods[] = {
+    {"method", METHOD(writer_method), METH_VARARGS,
+     "method(name, before, call, operation, tensor, peer, is_rooted) -> method\n\n"
+     "A method that notes and calls `before`. `tensor`, `peer`: positions of its arguments; -1: none."},
+    {"enter", METHOD(writer_enter), METH_VARARGS, "enter(number, group) -> None\n\nThe group holds that slot from now on."},
+    {"forget", METHOD(writer_forget), METH_NOARGS, "forget() -> None\n\nForget all groups, and all works."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot writer_slots[] = {
+    {Py_tp_doc, "Notes what this rank does in its process groups."},
+    {Py_tp_new, writer_new}, {Py_tp_dealloc, writer_dealloc}, {Py_tp_traverse, writer_traverse},
+    {Py_tp_clear, writer_clear}, {Py_tp_methods, writer_methods}, {0, NULL},
+};
+static PyType_Spec writer_spec = {"gpuwatch.worker.native.core.GroupWriter", sizeof(GroupWriter), 0, TYPE_FLAGS,
+                                  writer_slots};
+
+int add_group_methods(PyObject *module)
+{
+    method_type = (PyTypeObject *)PyType_FromSpec(&method_spec);
+    PyTypeObject *type = method_type != NULL ? add_type(module, "GroupWriter", &writer_spec) : NULL;
+    Py_XDECREF(type);
+    return type == NULL ? -1 : 0;
+}

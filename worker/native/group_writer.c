@@ -1,0 +1,299 @@
+/* Writes the table of process groups while another process reads it. The caller keeps the interpreter's lock. */
+
+#include "group_writer.h"
+
+#include <time.h>
+
+#include "objects.h"
+
+static void publish(int64_t *place, int64_t number)
+{
+    __atomic_store_n(place, number, __ATOMIC_RELEASE);
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now); /* Python's time.monotonic_ns() */
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+PyObject *function_of(PyObject *method)
+{
+    return PyInstanceMethod_Check(method) ? PyInstanceMethod_GET_FUNCTION(method) : method;
+}
+
+/* -- slots ------------------------------------------------------------------------------------------------------ */
+
+static int slot_of(const GroupWriter *self, PyObject *group)
+{
+    for (int slot = 0; slot < GROUPS; slot++)
+        if (self->slots[slot].group == group && is_ref_to(self->slots[slot].ref, group))
+            return slot;
+    return -1;
+}
+
+int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group)
+{
+    if (number < 0 || number >= GROUPS) {
+        PyErr_SetString(PyExc_ValueError, "no such slot");
+        return -1;
+    }
+    PyObject *ref = PyWeakref_NewRef(group, NULL);
+    if (ref == NULL)
+        return -1;
+    GroupSlot *slot = &self->slots[number];
+    Py_XSETREF(slot->ref, ref);
+    slot->group = group;
+    slot->holders++;
+    return 0;
+}
+
+void forget_groups(GroupWriter *self)
+{
+    for (int slot = 0; slot < GROUPS; slot++) {
+        self->slots[slot].group = NULL;
+        self->slots[slot].holders++;
+        Py_CLEAR(self->slots[slot].ref);
+    }
+    for (int i = 0; i < PENDING_WORKS; i++) {
+        self->pending[i].work = NULL;
+        Py_CLEAR(self->pending[i].ref);
+    }
+}
+
+/* The slot of a group. -1 if it has none; -2 with an exception set. */
+static int find_slot(GroupWriter *self, PyObject *group)
+{
+    const int slot = slot_of(self, group);
+    if (slot >= 0)
+        return slot;
+    PyObject *found = PyObject_CallOneArg(self->find_slot, group);
+    if (found == NULL)
+        return -2;
+    Py_DECREF(found);
+    return slot_of(self, group);
+}
+
+/* The integers of a slot, until PyBuffer_Release; NULL with an exception set. The map is borrowed anew each time: a map
+   whose memory is lent could not be closed. */
+static int64_t *borrow_slot(GroupWriter *self, int slot, Py_buffer *memory)
+{
+    if (PyObject_GetBuffer(self->memory, memory, PyBUF_WRITABLE) < 0)
+        return NULL;
+    return (int64_t *)((char *)memory->buf + GROUPS_AT + slot * GROUP_BYTES);
+}
+
+/* Likewise of an operation that was begun earlier. NULL with no exception set if another group holds its slot by now. */
+static int64_t *borrow_place(GroupWriter *self, const Place *place, Py_buffer *memory)
+{
+    return self->slots[place->slot].holders == place->holders ? borrow_slot(self, place->slot, memory) : NULL;
+}
+
+/* -- begin ------------------------------------------------------------------------------------------------------ */
+
+static int counted_by(GroupWriter *self, PyObject *group, int64_t *counted)
+{
+    PyObject *found = (PyObject *)Py_TYPE(group) == self->group
+                          ? PyObject_CallOneArg(self->counter, group)
+                          : PyObject_CallMethodNoArgs(group, s__get_sequence_number_for_group);
+    if (found == NULL)
+        return -1;
+    *counted = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int describe(GroupWriter *self, PyObject *tensor, int64_t *dtype, int64_t *elements)
+{
+    *dtype = *elements = 0;
+    if (tensor == NULL || tensor == Py_None)
+        return 0;
+    TensorView view;
+    PyObject *type = (PyObject *)Py_TYPE(tensor);
+    if (self->exchange != NULL && (type == self->tensor || type == self->parameter) &&
+        view_of(self->exchange, tensor, &view)) {
+        *dtype = view.dtype;
+        *elements = 1;
+        for (int i = 0; i < view.dl.ndim; i++)
+            *elements *= view.dl.shape[i];
+        return 0;
+    }
+    long long code, count;
+    PyObject *pair = PyObject_CallOneArg(self->describe, tensor);
+    const int good = pair != NULL && PyArg_ParseTuple(pair, "LL", &code, &count);
+    Py_XDECREF(pair);
+    if (!good)
+        return -1;
+    *dtype = code;
+    *elements = count;
+    return 0;
+}
+
+static void move(int64_t *fields, int64_t begun, int64_t state, int64_t at)
+{
+    fields[G_BEGUN] = begun;
+    fields[G_AT] = at;
+    fields[G_SINCE_NS] = now_ns();
+    publish(&fields[G_STATE], state);
+}
+
+static int64_t what_of(int64_t operation, int64_t dtype, int64_t peer)
+{
+    return operation | dtype << 8 | (peer + 1) << 16;
+}
+
+int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t root, Place *place)
+{
+    Py_buffer memory;
+    int64_t counted, dtype, elements;
+    const int slot = find_slot(self, group);
+    if (slot < 0)
+        return slot + 1;
+    if (counted_by(self, group, &counted) < 0 || describe(self, tensor, &dtype, &elements) < 0)
+        return -1;
+    int64_t *fields = borrow_slot(self, slot, &memory);
+    if (fields == NULL)
+        return -1;
+    const int64_t unseen = counted - fields[G_COUNTED];
+    const int64_t number = fields[G_BEGUN] + 1 + (unseen > 0 ? unseen : 0);
+    int64_t *recent = fields + (RECENT_AT + OPERATION_BYTES * (number % RECENT)) / 8;
+    fields[G_COUNTED] = counted + 1;
+    recent[0] = number;
+    recent[1] = what_of(operation, dtype, root);
+    recent[2] = elements;
+    move(fields, number, GROUP_ISSUING, number);
+    PyBuffer_Release(&memory);
+    *place = (Place){slot, self->slots[slot].holders, number};
+    return 1;
+}
+
+int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, Place *place)
+{
+    Py_buffer memory;
+    int64_t counted, dtype, elements;
+    const int slot = find_slot(self, group);
+    if (slot < 0)
+        return slot + 1;
+    if (counted_by(self, group, &counted) < 0 || describe(self, tensor, &dtype, &elements) < 0)
+        return -1;
+    int64_t *fields = borrow_slot(self, slot, &memory);
+    if (fields == NULL)
+        return -1;
+    const int64_t unseen = counted - fields[G_COUNTED], number = -(fields[G_P2P] + 1);
+    if (unseen > 0)
+        fields[G_COUNTED] = counted;
+    fields[G_P2P] = -number;
+    fields[G_P2P_WHAT] = what_of(operation, dtype, peer);
+    fields[G_P2P_ELEMENTS] = elements;
+    move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number);
+    PyBuffer_Release(&memory);
+    *place = (Place){slot, self->slots[slot].holders, number};
+    return 1;
+}
+
+/* -- works ------------------------------------------------------------------------------------------------------ */
+
+static PendingWork *probe(GroupWriter *self, PyObject *work, int step)
+{
+    const uint64_t hash = ((uint64_t)(uintptr_t)work >> 4) * UINT64_C(0x9E3779B97F4A7C15);
+    return &self->pending[((hash >> 48) + (uint64_t)step) % PENDING_WORKS];
+}
+
+static PendingWork *entry_of(GroupWriter *self, PyObject *work)
+{
+    for (int step = 0; step < PROBES; step++)
+        if (probe(self, work, step)->work == work)
+            return probe(self, work, step);
+    return NULL;
+}
+
+/* Where `work` can be kept: at an entry of its address, at a free one, at one whose work is gone, or at the oldest one. */
+static PendingWork *room_for(GroupWriter *self, PyObject *work)
+{
+    PendingWork *best = entry_of(self, work);
+    for (int step = 0; step < PROBES && best == NULL; step++)
+        if (probe(self, work, step)->work == NULL || !is_alive(probe(self, work, step)->ref))
+            best = probe(self, work, step);
+    for (int step = 0; step < PROBES && best == NULL; step++)
+        if (step == PROBES - 1 || probe(self, work, step)->place.number < probe(self, work, step + 1)->place.number)
+            best = probe(self, work, step);
+    return best;
+}
+
+int waits_for(GroupWriter *self, PyObject *work, Place *place)
+{
+    Py_buffer memory;
+    PendingWork *entry = entry_of(self, work);
+    if (entry == NULL)
+        return 0;
+    const int is_same = is_ref_to(entry->ref, work);
+    *place = entry->place;
+    entry->work = NULL;
+    Py_CLEAR(entry->ref);
+    int64_t *fields = is_same ? borrow_place(self, place, &memory) : NULL;
+    if (fields == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    move(fields, fields[G_BEGUN], GROUP_WAITING, place->number);
+    PyBuffer_Release(&memory);
+    return 1;
+}
+
+int issued_work(GroupWriter *self, const Place *place, PyObject *work)
+{
+    Py_buffer memory;
+    int64_t *fields = borrow_place(self, place, &memory);
+    if (fields == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    publish(&fields[G_STATE], 0);
+    PyBuffer_Release(&memory);
+    if (work == Py_None)
+        return 1;
+    PyObject *ref = PyWeakref_NewRef(work, NULL);
+    if (ref == NULL)
+        return -1;
+    PendingWork *entry = room_for(self, work);
+    entry->work = work;
+    entry->place = *place;
+    Py_XSETREF(entry->ref, ref);
+    return 1;
+}
+
+int ended(GroupWriter *self, const Place *place)
+{
+    Py_buffer memory;
+    int64_t *fields = borrow_place(self, place, &memory);
+    if (fields == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    ((int64_t *)memory.buf)[F_WAITED_NS] += now_ns() - fields[G_SINCE_NS];
+    if (place->number > fields[G_ENDED])
+        fields[G_ENDED] = place->number;
+    publish(&fields[G_STATE], 0);
+    PyBuffer_Release(&memory);
+    return 1;
+}
+
+int failed(GroupWriter *self, const Place *place)
+{
+    Py_buffer memory;
+    int64_t *fields = borrow_place(self, place, &memory);
+    if (fields == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    publish(&fields[G_STATE], GROUP_FAILED);
+    PyBuffer_Release(&memory);
+    return 1;
+}
+
+int count_again(GroupWriter *self, const Place *place, PyObject *group)
+{
+    Py_buffer memory;
+    int64_t counted;
+    if (counted_by(self, group, &counted) < 0)
+        return -1;
+    int64_t *fields = borrow_place(self, place, &memory);
+    if (fields == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    fields[G_COUNTED] = counted;
+    PyBuffer_Release(&memory);
+    return 1;
+}

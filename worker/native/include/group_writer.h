@@ -1,0 +1,66 @@
+/* Writes what this rank does in its process groups into the recorder's table: see core/recorder/group_table.py. */
+
+#ifndef GPUWATCH_GROUP_WRITER_H
+#define GPUWATCH_GROUP_WRITER_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#include "layout.h"
+#include "tensor_view.h"
+
+/* memory: the recorder's map. tensor, parameter, group: torch's classes. counter: the group's method that returns its own
+   sequence number. describe(tensor) -> (code of the dtype, elements), of any tensor. find_slot(group): a group that is not
+   known yet gets its slot there, with `enter`; or none. on_fault(exception). */
+#define EACH_GROUP_PART(DO) \
+    DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) DO(on_fault)
+
+/* Who holds a slot of the table. `group` is only compared: `ref` tells whether it is still the same one. */
+typedef struct {
+    PyObject *group, *ref;
+    int64_t holders; /* how many groups have held this slot */
+} GroupSlot;
+
+/* An operation in the table. */
+typedef struct {
+    int slot;
+    int64_t holders, number;
+} Place;
+
+/* A work that somebody may wait for. `work` is only compared. */
+typedef struct {
+    PyObject *work, *ref;
+    Place place;
+} PendingWork;
+
+enum { PENDING_WORKS = 1024, PROBES = 8 };
+
+#define AS_GROUP_MEMBER(NAME) PyObject *NAME;
+typedef struct {
+    PyObject_HEAD
+    EACH_GROUP_PART(AS_GROUP_MEMBER)
+    const Exchange *exchange; /* NULL: every tensor is described by Python */
+    GroupSlot slots[GROUPS];
+    PendingWork pending[PENDING_WORKS]; /* by a hash of the address; an entry that finds no room takes another's */
+} GroupWriter;
+
+/* Each of these returns 1 if the operation is noted, 0 if its group or work is not shown, -1 with an exception set. They
+   do what GroupTable (worker/record/group_table.py) does under the same name. `tensor` may be NULL. */
+int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t root, Place *place);
+int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, Place *place);
+int waits_for(GroupWriter *self, PyObject *work, Place *place);
+int issued_work(GroupWriter *self, const Place *place, PyObject *work);
+int ended(GroupWriter *self, const Place *place);
+int failed(GroupWriter *self, const Place *place);
+int count_again(GroupWriter *self, const Place *place, PyObject *group);
+
+/* Forget all groups and works. */
+void forget_groups(GroupWriter *self);
+/* `group` holds the slot `number` from now on. -1 with an exception set. */
+int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group);
+
+/* The C function of a method that pybind11 has bound: borrowed. */
+PyObject *function_of(PyObject *method);
+
+#endif
