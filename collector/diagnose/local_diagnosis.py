@@ -10,13 +10,14 @@ from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "changed", "weight", "skipped", "reduced", "received", "carried"]
+Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried"]
 """How the value came to the place that a diagnosis names.
 
 made        that place made it, out of finite values
 outside     the model, or its backward, was handed it
 changed     a weight was changed outside of forward, backward and step
 weight      it is in a weight, and no frame shows how it came there
+unread      that place returned it, of finite inputs, and nobody has looked at its weights
 skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
 received    collectives ran there, so it may have come from any rank

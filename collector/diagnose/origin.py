@@ -165,16 +165,25 @@ class _Forward:
             return self.explain(*earlier)
         between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
+        unread = () if received else self._unread_weights(frame)
         found = self._diagnosis(
             frame,
             output,
             frame.module,
             frame.cls,
-            source="received" if received else "made",
+            source="received" if received else "unread" if unread else "made",
             between=between,
-            notes=self._removed(frame, output),
+            notes=(*unread, *self._removed(frame, output)),
         )
         return replace(found, weights_read=self._looked_again(frame))
+
+    def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
+        """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""
+        again = self._anomaly.again
+        if frame.weights or again is None or frame.module != self._anomaly.module or again.same_step:
+            return ()
+        late = ", ".join(f"{name} was {found}" for name, found in again.weights.items())
+        return (f"weights are not watched (--watch): after a later step, {late}",) if late else ()
 
     def _looked_again(self, frame: Frame) -> bool:
         """Whether the weights of a call were read again when the alarm was raised, and were finite."""

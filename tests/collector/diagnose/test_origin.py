@@ -546,3 +546,22 @@ def test_weights_that_are_not_watched_are_those_that_the_alarm_found(make, weigh
     found = find(batch)
     assert (found.module, found.phase, found.weights_read) == ("head", phase, True)
     assert says in " ".join(found.notes)
+
+
+def test_weights_that_nobody_watched_are_no_finite_ones_when_a_step_came_before_the_second_look(make):
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.NAN)
+    batch.call("head", "Linear", given=[x], returned=[y])
+    again = LookedAgain(weights={"weight": "nan"}, same_step=False)
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
+    found = find(batch)
+    assert (found.module, found.phase, found.source, found.role) == ("head", "forward", "unread", "output")
+    assert found.notes[0] == "weights are not watched (--watch): after a later step, weight was nan"
+
+
+def test_a_module_without_weights_has_made_it_however_late_the_second_look_came(make):
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.NAN)
+    batch.call("act", "Exp", given=[x], returned=[y])
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(same_step=False))
+    assert find(batch).source == "made"
