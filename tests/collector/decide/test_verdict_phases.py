@@ -372,7 +372,8 @@ def test_the_verdict_names_where_a_neginf_came_in_and_what_turned_it_into_nan(ma
     batch = make.Batch(1, batch=2)
     x, mask = batch.tensor(), batch.tensor(make.NEGINF)
     batch.call("padding", "Padding", given=[x], returned=[mask])
-    batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    weights = {"weight": batch.tensor()}
+    batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)], weights=weights)
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     verdict = judge(make, batch, before="finite")
     assert (verdict.module, verdict.role, verdict.value, verdict.phase) == ("padding", "output", "-inf", "forward")
@@ -545,7 +546,8 @@ def test_a_weight_that_has_grown_from_zero_is_not_wild(make):
 def test_compiled_code_that_was_not_looked_into_leaves_the_maker_open(make, hidden):
     batch = make.Batch(0, batch=2)
     x = batch.tensor()
-    batch.call("model", "LlamaModel", given=[x], returned=[batch.tensor(make.NAN)])
+    weights = {"weight": batch.tensor()}
+    batch.call("model", "LlamaModel", given=[x], returned=[batch.tensor(make.NAN)], weights=weights)
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     bodies = [make.hello(nproc=1), *batch.messages()]
     if hidden:

@@ -333,7 +333,7 @@ def test_it_is_told_who_took_a_nan_away(make):
     batch = make.Batch()
     x = batch.tensor()
     batch.call("block.log", "Log", given=[x], returned=[batch.tensor(make.NAN)], parent="block")
-    batch.call("block", "Block", given=[x], returned=[batch.tensor()])
+    batch.call("block", "Block", given=[x], returned=[batch.tensor()], weights={"weight": batch.tensor()})
     batch.call("", "Net", given=[x], returned=[batch.tensor()])
     found = find(batch)
     assert (found.module, found.sure) == ("block.log", True)
@@ -370,7 +370,8 @@ def test_a_hidden_row_that_went_on_is_the_origin(make):
     x, hidden = batch.tensor(), batch.tensor(make.INF)
     marks = {"output": make.Mark.IGNORED}
     batch.call("probe", "Probe", given=[x], returned=[hidden], marks=marks)
-    batch.call("head", "Linear", given=[hidden], returned=[batch.tensor(make.INF)])
+    weights = {"weight": batch.tensor()}
+    batch.call("head", "Linear", given=[hidden], returned=[batch.tensor(make.INF)], weights=weights)
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     found = find(batch)
     assert (found.module, found.is_origin) == ("probe", True)
@@ -565,3 +566,12 @@ def test_a_module_without_weights_has_made_it_however_late_the_second_look_came(
     batch.call("act", "Exp", given=[x], returned=[y])
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(same_step=False))
     assert find(batch).source == "made"
+
+
+@pytest.mark.parametrize(("watched", "source"), [(True, "made"), (False, "unread")])
+def test_without_a_second_look_a_weight_somewhere_shows_that_weights_are_watched(make, watched, source):
+    batch = make.Batch()
+    x, h = batch.tensor(), batch.tensor()
+    batch.call("enter", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()} if watched else None)
+    batch.call("act", "Exp", given=[h], returned=[batch.tensor(make.INF)])
+    assert find(batch).source == source
