@@ -37,6 +37,8 @@ class Scenario:
     """(rank, kind, module, role) of warnings that the report must have."""
     counts: dict[int, dict[str, int]] = field(default_factory=dict)
     """Rank -> what the report counts for it, such as {"scaler_skips": 4}; -1: at least one."""
+    own_faults: int = 0
+    """So many errors of gpuwatch itself must have been recorded."""
     witness: str | None = None
     """What scripts/witness.py says of the fault, where that does not follow from the verdict; "": nothing at all."""
     preflight: bool = False
@@ -253,6 +255,15 @@ PLACES = [
         args=("--fault", "hidden"),
         evidence="compiled code was not looked into",
         witness="",
+    ),
+    Scenario(
+        "a leaf, and gpuwatch has failed to read what a module returned a batch before",
+        "places.py",
+        # what was not recorded cannot be excluded
+        _forward(1, "body.up", batch=2, certainty="supported"),
+        args=("--fault", "lazy"),
+        evidence="own forward hook has failed in batch 1 .*not computed yet",
+        own_faults=1,
     ),
     Scenario(
         "a process that leaves in a forward with exit code 0",
@@ -714,7 +725,10 @@ LESS_WATCHED = [
         {
             "kind": "overflow",
             "rank": None,
-            "phase": {"weight", "forward"},  # a device is asked after the next step: the weight may be bad because of it
+            "phase": {
+                "weight",
+                "forward",
+            },  # a device is asked after the next step: the weight may be bad because of it
             "module": "embed",
             "batch": 3,
             "certainty": "unknown",

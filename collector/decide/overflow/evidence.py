@@ -10,6 +10,7 @@ from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
+from ..own_faults import doubts_about
 from ..words import found_text, place_of, ranks_text
 from .order import before
 from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
@@ -28,10 +29,15 @@ def evidence_of(
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
     doubts: list[str] = []
-    if first.source in ("carried", "unread") or not first.sure or (odd is not None and odd.agreed_in is None and _made(first)):
+    if (
+        first.source in ("carried", "unread")
+        or not first.sure
+        or (odd is not None and odd.agreed_in is None and _made(first))
+    ):
         doubts.append("")
     if not first.from_page:
         doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
+    doubts += doubts_about(facts.ranks[first.attempt, first.rank])
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _unsettled(facts, first, diagnoses)
