@@ -100,6 +100,10 @@ class Judging:
         """A value was added to `page` whose numbers arrive later."""
         self._late[page.number] = page
 
+    def waits_for(self, page: int) -> bool:
+        """Whether numbers of the page of this number are outstanding."""
+        return page in self._late
+
     def suspects(self, page: OpenPage) -> bool:
         """Whether every further frame of a page must be judged."""
         return page.judged is not None and (_judged(page).suspicious or bool(_judged(page).so_far.masked))

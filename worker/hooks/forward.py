@@ -266,6 +266,7 @@ class Hooks:
             with self._lock:
                 self._graphs.take()
                 self.judging.collect()
+                self._gradients.let_go()
         except Exception as error:
             self._fault("before the optimizer step", error)
         return self._steps.before(optimizer, args, kwargs)
@@ -449,6 +450,7 @@ class Hooks:
             self._recorder.pause_page()
             self.rows.flush()
             self.judging.collect()
+            self._gradients.let_go()
             if page is not None:
                 self.judging.forward_ends(page)
                 if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
@@ -541,29 +543,32 @@ class Hooks:
                 break
 
     def _look_again(self, bad: NonFiniteRow) -> LookedAgain | None:
-        """A second look at the module of the first alarm; None if it is gone, or is no module."""
+        """A second look at the module of the first alarm; None if it is no module, or is gone and nothing is left."""
         root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
-        if module is None:
-            return None
+        graph = without_modes(self._graph_of, bad)
+        if module is None:  # the script has ended, and the numbers came after that
+            return LookedAgain(same_step=False, graph=graph) if graph else None
         found = look_again(root, module)
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
         changed = without_modes(self._changed_weights, bad.page.root) if same_step else []
-        graph = without_modes(self._graph_of, bad, module)
         return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step, graph=graph)
 
-    def _graph_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> list[GraphNode]:
+    def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
         """What has used the tensor whose gradient is bad; empty for other rows, and where it is not known."""
         if bad.frame.phase != "backward":
             return []
-        role = parse_role(bad.row.role)
-        graphs = [graph for graph in self._gradients.graphs if graph.calls.page == bad.page.number]
-        number = next((info.id for g in graphs for info, _, _ in g.calls.calls if info.ref() is module), None)
+        known = (*self._gradients.graphs, *self._gradients.held)
+        graphs = [graph for graph in known if graph.calls.page == bad.page.number]
+        named = (bad.frame.module, bad.frame.cls)
+        number = next((i.id for graph in graphs for i, _, _ in graph.calls.calls if (i.name, i.cls) == named), None)
         if number is None:
             return []
+        role = parse_role(bad.row.role)
         if role.kind is RoleKind.GRAD_OUTPUT:
-            return graph_users(graphs, number, None)
-        parameter = module._parameters.get(role.name)
+            return graph_users(graphs, number, None, now=self._sync or self.rows.device_buffer is None)
+        owned = ((held(), i.id, name) for held, i, name in list(self._roots.parameters.values()))
+        parameter = next((each for each, owner, name in owned if (owner, name) == (number, role.name)), None)
         return graph_users(graphs, number, parameter) if parameter is not None else []
 
     def _changed_weights(self, root: int) -> list[str]:
