@@ -131,6 +131,16 @@ class Judging:
         frame = self._own.frame(page, index)
         return PageSoFar().judge(frame) if frame is not None else Judgement()
 
+    def weights_up_to(self, page: OpenPage, index: int) -> dict[tuple[str, str], tuple[float, float, int]]:
+        """(module, role) -> (abs min, abs max, flags) of the finite weights in the frames of a page up to `index`."""
+        frames = [frame for each in range(index + 1) if (frame := self._own.frame(page, each)) is not None]
+        return {
+            (frame.module, row.role): (row.abs_min, row.abs_max, row.flags)
+            for frame in frames
+            for row in frame.weights
+            if row.finite and row.abs_min is not None and row.abs_max is not None
+        }
+
     def collect(self) -> bool:
         """Judge the frames whose numbers have arrived. True when no number is outstanding. Does not wait."""
         with self._progress.lock:

@@ -7,6 +7,7 @@ the training except the abort that the user asked for.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import threading
@@ -48,7 +49,7 @@ from ..record.rows import Row, Rows, version_of
 from ..record.selection import Selection
 from ..stats.device import is_on_device
 from ..stats.notable import Notable
-from ..stats.tensor_stats import TensorStats, measure
+from ..stats.tensor_stats import FLOATS, TensorStats, measure
 from ..without_modes import without_modes
 from .backward import Gradients
 from .collectives import Collectives
@@ -551,7 +552,7 @@ class Hooks:
         found = look_again(root, module)
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
-        changed = without_modes(self._changed_weights, bad.page.root) if same_step else []
+        changed = without_modes(self._changed_weights, bad) if same_step else []
         return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step, graph=graph)
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
@@ -571,24 +572,24 @@ class Hooks:
         parameter = next((each for each, owner, name in owned if (owner, name) == (number, role.name)), None)
         return graph_users(graphs, number, parameter) if parameter is not None else []
 
-    def _changed_weights(self, root: int) -> list[str]:
-        """Weights in host memory that are not what they were when they were last read, the first few of them."""
+    def _changed_weights(self, bad: NonFiniteRow) -> list[str]:
+        """Weights that are not what they were when they were last read, the first few of them. Waits for a device."""
         found: list[str] = []
+        shown = self.judging.weights_up_to(bad.page, bad.frame.index) if self.rows.device_buffer is not None else {}
         for reference, info, role in list(self._roots.parameters.values()):
             parameter = reference()
             known = self.rows.weights.get(id(parameter))
-            if info.root.id != root or parameter is None or known is None or known[0]() is not parameter:
+            if info.root.id != bad.page.root or parameter is None or known is None or known[0]() is not parameter:
                 continue
-            _, version, step, then = known
-            if not isinstance(then, TensorStats) or len(found) == _MOST_CHANGED:
+            _, version, step, numbers = known
+            then = _extremes(numbers) if isinstance(numbers, TensorStats) else shown.get((info.name, role))
+            if then is None or len(found) == _MOST_CHANGED or parameter.dtype not in FLOATS:
                 continue
             if (version, step) != (version_of(parameter), self.progress.step):  # a step that nobody looked at
                 continue
-            now = measure(parameter)
-            if (now.low, now.high, now.meta & 0xFF) != (then.low, then.high, then.meta & 0xFF):
-                before, after = (
-                    format_number(decode(each.high, each.meta >> 8 & 0xFF)).strip() for each in (then, now)
-                )
+            now = _extremes(measure(parameter))
+            if now != then:
+                before, after = (format_number(largest).strip() for _, largest, _ in (then, now))
                 found.append(f"{role} of {module_text(info.name, info.cls)}, abs max {before} then, {after} now")
         return found
 
@@ -720,6 +721,13 @@ class Hooks:
                 pass
         if self._faults == _MAX_FAULTS:
             self.detach()
+
+
+def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:
+    """(abs min, abs max, flags) of a tensor; None for nan, so that two of them can be compared."""
+    encoding = numbers.meta >> 8 & 0xFF
+    low, high = (decode(bits, encoding) for bits in (numbers.low, numbers.high))
+    return None if math.isnan(low) else low, None if math.isnan(high) else high, numbers.meta & 0xFF
 
 
 def _is_shape_inference() -> bool:
