@@ -126,8 +126,16 @@ def diagnosis_of_row(
         turned=turned,
         seen_in=frame.phase,
         cause=anomaly.cause,
-        notes=(*notes, *around(anomaly)),
+        notes=(*notes, *_of_scale(anomaly, phase), *around(anomaly)),
     )
+
+
+def _of_scale(anomaly: Anomaly, phase: str) -> tuple[str, ...]:
+    """The scale that gradients had from a GradScaler: it may be the only reason why they were inf."""
+    scale = anomaly.again.loss_scale if anomaly.again is not None else None
+    if scale is None or phase not in ("backward", "collective", "optimizer"):
+        return ()
+    return (f"a GradScaler had scaled the loss; its scale was {scale:g} when the alarm was raised",)
 
 
 def around(anomaly: Anomaly) -> tuple[str, ...]:

@@ -50,9 +50,16 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
 
 
 def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
-    if frame.phase == "collective":
-        return explain_reduced(page, frames, frame, row, anomaly)
-    return explain_gradient(page, frames, frame, row, anomaly)
+    if frame.phase != "collective":
+        return explain_gradient(page, frames, frame, row, anomaly)
+    found = explain_reduced(page, frames, frame, row, anomaly)
+    if isinstance(found, LocalDiagnosis):
+        return found
+    first = explain_gradient(page, frames, *found, anomaly)
+    note = (
+        "a GradScaler was to catch it, and the optimizer was called without it: scaler.step(optimizer) skips that step"
+    )
+    return replace(first, notes=(*first.notes, note))
 
 
 class _Forward:

@@ -651,6 +651,16 @@ EXPECTED = [
         args=("--fault", "always"),
         options=("--scaler-skips", "5"),
     ),
+    Scenario(
+        "a GradScaler that scales, and an optimizer that is stepped without it",
+        "scaler.py",
+        # 2**19 is inf in float16: the scale alone has made it, and nobody has skipped the step
+        {"kind": "overflow", "phase": "backward", "value": "+inf", "batch": 0},
+        args=("--fault", "bypassed"),
+        together={0: "", 1: ""},
+        evidence="GradScaler had scaled the loss; its scale was 524288",
+        witness="rank=0 phase=gradient module=upper class=Linear batch=0",
+    ),
     Scenario("uninitialised buffers", "uninitialised.py", CLEAN),
     Scenario("nan inside one module", "nan_inside.py", CLEAN),
     Scenario(

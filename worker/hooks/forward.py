@@ -553,7 +553,14 @@ class Hooks:
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
         changed = without_modes(self._changed_weights, bad) if same_step else []
-        return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step, graph=graph)
+        return msgspec.structs.replace(
+            found,
+            optimizer=last,
+            changed=changed,
+            same_step=same_step,
+            graph=graph,
+            loss_scale=self._scalers.scale_in_use(),
+        )
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
         """What has used the tensor whose gradient is bad; empty for other rows, and where it is not known."""
