@@ -136,6 +136,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
     graph: list[GraphNode] = []
     """Of a bad gradient: what has used that tensor. The first node has made it. Empty where that is not known."""
+    loss_scale: float | None = None
+    """The scale of the GradScaler that scaled a loss last; None if there was none."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):

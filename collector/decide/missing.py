@@ -6,11 +6,9 @@ from itertools import count, islice
 
 from ...core.text.ranks_text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
+from .own_faults import that_cost_frames
 from .words import doing, left_silently
 
-_HARMLESS = ("preflight", "hooks", "device note", "native frame writer", "stacks", "collectives")
-"""Parts whose faults cost no frame. `hooks`, `device note` and `native frame writer` are notes about how frames are
-read and written. Without `stacks` or `collectives` a hang is told with less."""
 _MOST_NAMED = 64
 """Ranks that were never heard are named up to this many."""
 
@@ -80,11 +78,9 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     if state.rows_lost:
         text = f"had no room for {_count(state.rows_lost, 'row')}"
         found.append((text, text))
-    for fault in rank.faults:
-        if fault.part not in _HARMLESS:
-            text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
-            found.append((text, text))
-            break
+    for fault in that_cost_frames(rank.faults)[:1]:
+        text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
+        found.append((text, text))
     return found
 
 

@@ -10,13 +10,14 @@ from ...core.records import Anomaly, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "changed", "weight", "skipped", "reduced", "received", "carried"]
+Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried"]
 """How the value came to the place that a diagnosis names.
 
 made        that place made it, out of finite values
 outside     the model, or its backward, was handed it
 changed     a weight was changed outside of forward, backward and step
 weight      it is in a weight, and no frame shows how it came there
+unread      that place returned it, of finite inputs, and nobody has looked at its weights
 skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
 received    collectives ran there, so it may have come from any rank
@@ -125,8 +126,16 @@ def diagnosis_of_row(
         turned=turned,
         seen_in=frame.phase,
         cause=anomaly.cause,
-        notes=(*notes, *around(anomaly)),
+        notes=(*notes, *_of_scale(anomaly, phase), *around(anomaly)),
     )
+
+
+def _of_scale(anomaly: Anomaly, phase: str) -> tuple[str, ...]:
+    """The scale that gradients had from a GradScaler: it may be the only reason why they were inf."""
+    scale = anomaly.again.loss_scale if anomaly.again is not None else None
+    if scale is None or phase not in ("backward", "collective", "optimizer"):
+        return ()
+    return (f"a GradScaler had scaled the loss; its scale was {scale:g} when the alarm was raised",)
 
 
 def around(anomaly: Anomaly) -> tuple[str, ...]:

@@ -50,9 +50,16 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
 
 
 def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
-    if frame.phase == "collective":
-        return explain_reduced(page, frames, frame, row, anomaly)
-    return explain_gradient(page, frames, frame, row, anomaly)
+    if frame.phase != "collective":
+        return explain_gradient(page, frames, frame, row, anomaly)
+    found = explain_reduced(page, frames, frame, row, anomaly)
+    if isinstance(found, LocalDiagnosis):
+        return found
+    first = explain_gradient(page, frames, *found, anomaly)
+    note = (
+        "a GradScaler was to catch it, and the optimizer was called without it: scaler.step(optimizer) skips that step"
+    )
+    return replace(first, notes=(*first.notes, note))
 
 
 class _Forward:
@@ -165,16 +172,28 @@ class _Forward:
             return self.explain(*earlier)
         between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
+        unread = () if received else self._unread_weights(frame)
         found = self._diagnosis(
             frame,
             output,
             frame.module,
             frame.cls,
-            source="received" if received else "made",
+            source="received" if received else "unread" if unread else "made",
             between=between,
-            notes=self._removed(frame, output),
+            notes=(*unread, *self._removed(frame, output)),
         )
         return replace(found, weights_read=self._looked_again(frame))
+
+    def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
+        """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""
+        again = self._anomaly.again
+        if again is None:
+            known = self._calls.children(frame) or any(other.weights for other in self._calls.frames)
+            return () if known else ("weights are not watched (--watch)",)
+        if frame.weights or frame.module != self._anomaly.module or again.same_step:
+            return ()
+        late = ", ".join(f"{name} was {found}" for name, found in again.weights.items())
+        return (f"weights are not watched (--watch): after a later step, {late}",) if late else ()
 
     def _looked_again(self, frame: Frame) -> bool:
         """Whether the weights of a call were read again when the alarm was raised, and were finite."""

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import math
 
-from ...core.frames import Frame, Page, Row, format_number
+from ...core.frames import Frame, Mark, Page, Row, format_number
+from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, OptimizerStep
 from ...core.roles import RoleKind
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .step_rules import KnownStep, can_make_non_finite
 
 
-def explain_reduced(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
-    """A gradient that was non-finite when the optimizer got it. Only all ranks together tell where it came from."""
+def explain_reduced(
+    page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly
+) -> LocalDiagnosis | tuple[Frame, Row]:
+    """A gradient that was non-finite when the optimizer got it; or the one of this rank's own that it came from.
+
+    Only all ranks together tell where it came from, unless a GradScaler was to catch this rank's own gradient.
+    """
     local = local_gradients(frames, frame, row.role)
     sure = bool(local)
     notes: tuple[str, ...] = ()
-    if any(not before.finite for before in local):  # a non-finite one that raised no alarm
-        sure, notes = (
-            False,
-            ("this rank's own gradient was non-finite before: a rule waives it, or a GradScaler was to catch it",),
-        )
+    bad = [before for before in local if not before.finite]
+    if any(before.mark & Mark.SCALED for before in bad):
+        first = first_expected_gradient(other for other in frames if other.index < frame.index)
+        if first is not None:
+            return first
+    if bad:  # a non-finite one that raised no alarm
+        sure, notes = False, ("this rank's own gradient was non-finite before: a rule waives it",)
     return diagnosis_of_row(
         page,
         frame,

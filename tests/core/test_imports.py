@@ -113,7 +113,7 @@ FLOORS = {
         "protocol report difference",
         "decide",
         "decide/overflow decide/hang",
-        "decide/words.py decide/verdict_model.py",
+        "decide/words.py decide/verdict_model.py decide/own_faults.py",
         "facts",
         "diagnose",
     ],

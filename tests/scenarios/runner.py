@@ -169,9 +169,9 @@ def _differing_beside(scenario: Scenario, ended: Ended, report: dict[str, Any]) 
             counted = ranks[rank].get(name, 0)
             if counted != number and not (number < 0 < counted):
                 yield f"rank {rank}: {name} is {counted}"
-    for rank, entry in ranks.items():
-        for fault in entry["faults"]:
-            yield f"rank {rank}: gpuwatch's own fault: {fault}"
+    faults = [f"rank {rank}: gpuwatch's own fault: {fault}" for rank, e in ranks.items() for fault in e["faults"]]
+    if len(faults) != scenario.own_faults:
+        yield from faults or ["gpuwatch has recorded no fault of its own"]
 
 
 def _text(verdict: dict[str, Any], origins: dict[int, str]) -> str:

@@ -37,6 +37,8 @@ class Scenario:
     """(rank, kind, module, role) of warnings that the report must have."""
     counts: dict[int, dict[str, int]] = field(default_factory=dict)
     """Rank -> what the report counts for it, such as {"scaler_skips": 4}; -1: at least one."""
+    own_faults: int = 0
+    """So many errors of gpuwatch itself must have been recorded."""
     witness: str | None = None
     """What scripts/witness.py says of the fault, where that does not follow from the verdict; "": nothing at all."""
     preflight: bool = False
@@ -253,6 +255,15 @@ PLACES = [
         args=("--fault", "hidden"),
         evidence="compiled code was not looked into",
         witness="",
+    ),
+    Scenario(
+        "a leaf, and gpuwatch has failed to read what a module returned a batch before",
+        "places.py",
+        # what was not recorded cannot be excluded
+        _forward(1, "body.up", batch=2, certainty="supported"),
+        args=("--fault", "lazy"),
+        evidence="own forward hook has failed in batch 1 .*not computed yet",
+        own_faults=1,
     ),
     Scenario(
         "a process that leaves in a forward with exit code 0",
@@ -640,6 +651,16 @@ EXPECTED = [
         args=("--fault", "always"),
         options=("--scaler-skips", "5"),
     ),
+    Scenario(
+        "a GradScaler that scales, and an optimizer that is stepped without it",
+        "scaler.py",
+        # 2**19 is inf in float16: the scale alone has made it, and nobody has skipped the step
+        {"kind": "overflow", "phase": "backward", "value": "+inf", "batch": 0},
+        args=("--fault", "bypassed"),
+        together={0: "", 1: ""},
+        evidence="GradScaler had scaled the loss; its scale was 524288",
+        witness="rank=0 phase=gradient module=upper class=Linear batch=0",
+    ),
     Scenario("uninitialised buffers", "uninitialised.py", CLEAN),
     Scenario("nan inside one module", "nan_inside.py", CLEAN),
     Scenario(
@@ -711,7 +732,17 @@ LESS_WATCHED = [
     Scenario(
         "activation's gradient, where neither gradients nor weights are watched",
         "zero_length.py",
-        {"kind": "overflow", "rank": None, "phase": "weight", "module": "embed", "batch": 3, "certainty": "unknown"},
+        {
+            "kind": "overflow",
+            "rank": None,
+            "phase": {
+                "weight",
+                "forward",
+            },  # a device is asked after the next step: the weight may be bad because of it
+            "module": "embed",
+            "batch": 3,
+            "certainty": "unknown",
+        },
         options=("--watch", "forward"),
         evidence="weights are not watched",
     ),

@@ -35,15 +35,18 @@ _SUMS = frozenset(("AddBackward0", "SubBackward0"))
 """They pass gradients on, unless they multiply by an alpha, or sum over what they have repeated (broadcasting)."""
 
 
-def graph_users(graphs: Sequence[Graph], module: int, parameter: torch.Tensor | None) -> list[GraphNode]:
+def graph_users(
+    graphs: Sequence[Graph], module: int, parameter: torch.Tensor | None, *, now: bool = True
+) -> list[GraphNode]:
     """What leads from a bad gradient to the gradients above it; empty if that is not known.
 
     The first node is the one that has made the tensor: an output of the module of this id, or `parameter`. Each node
-    names those that have used what it returned by their positions in the list. `graphs` are those of one batch.
+    names those that have used what it returned by their positions in the list. `graphs` are those of one batch. `now`:
+    the gradient is the one that is being made now. It is not if its numbers came later, from a device.
     """
-    now = torch._C._current_autograd_node()
+    running = torch._C._current_autograd_node() if now else None
     users = _Users(graphs)
-    made = users.of_parameter(parameter) if parameter is not None else users.of_output(module, now)
+    made = users.of_parameter(parameter) if parameter is not None else users.of_output(module, running)
     return users.towards_the_loss(made) if made is not None else []
 
 

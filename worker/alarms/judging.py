@@ -18,7 +18,7 @@ from ...core.judge import Judgement, Limits, PageSoFar, ZeroGradients, anomaly_a
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
-from ...core.records import Absorbed, Anomaly, Fault, Ignored, LookedAgain, OptimizerStep, ScalerSkip, Warned
+from ...core.records import Absorbed, Anomaly, Fault, Ignored, LookedAgain, OptimizerStep, ScalerSkip, Warned, Where
 from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
@@ -100,6 +100,10 @@ class Judging:
         """A value was added to `page` whose numbers arrive later."""
         self._late[page.number] = page
 
+    def waits_for(self, page: int) -> bool:
+        """Whether numbers of the page of this number are outstanding."""
+        return page in self._late
+
     def suspects(self, page: OpenPage) -> bool:
         """Whether every further frame of a page must be judged."""
         return page.judged is not None and (_judged(page).suspicious or bool(_judged(page).so_far.masked))
@@ -126,6 +130,16 @@ class Judging:
         """Judge one frame by itself, without recording anything. Its numbers must have arrived."""
         frame = self._own.frame(page, index)
         return PageSoFar().judge(frame) if frame is not None else Judgement()
+
+    def weights_up_to(self, page: OpenPage, index: int) -> dict[tuple[str, str], tuple[float, float, int]]:
+        """(module, role) -> (abs min, abs max, flags) of the finite weights in the frames of a page up to `index`."""
+        frames = [frame for each in range(index + 1) if (frame := self._own.frame(page, each)) is not None]
+        return {
+            (frame.module, row.role): (row.abs_min, row.abs_max, row.flags)
+            for frame in frames
+            for row in frame.weights
+            if row.finite and row.abs_min is not None and row.abs_max is not None
+        }
 
     def collect(self) -> bool:
         """Judge the frames whose numbers have arrived. True when no number is outstanding. Does not wait."""
@@ -200,7 +214,8 @@ class Judging:
             self._absorb(NonFiniteRow(page, nan.frame, nan.row), frame)
         if found.alarm is not None:
             if frame.phase == "optimizer" and not judged.alarmed:
-                self._asked("the weights of a step", self.on_bad_weight, page, frame, found.alarm.role)
+                where = self._progress.where_of(page, frame)
+                self._asked("the weights of a step", where, self.on_bad_weight, page, frame, found.alarm.role)
             self.alarm(NonFiniteRow(page, found.of or frame, found.alarm))
 
     # -- non-finite ---------------------------------------------------------------------------------------------
@@ -215,12 +230,14 @@ class Judging:
             cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
         stepped = (
-            self._asked("the step of a weight", self.optimizer_of, bad) if bad.frame.phase == "optimizer" else None
+            self._asked("the step of a weight", where, self.optimizer_of, bad)
+            if bad.frame.phase == "optimizer"
+            else None
         )
         again = None
         if not self._anomalies:
             self.first_alarmed = bad.page.number
-            again = self._asked("a second look", self.look_again, bad)
+            again = self._asked("a second look", where, self.look_again, bad)
         anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped, again=again)
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
@@ -230,13 +247,15 @@ class Judging:
         if anomaly.aborts and self.pending is None:
             self.pending = anomaly
 
-    def _asked(self, what: str, ask: Callable[_P, _T] | None, *args: _P.args, **named: _P.kwargs) -> _T | None:
-        """What a part of the worker says about an alarm. If it fails, the alarm is recorded without it."""
+    def _asked(
+        self, what: str, where: Where, ask: Callable[_P, _T] | None, *args: _P.args, **named: _P.kwargs
+    ) -> _T | None:
+        """What a part of the worker says about an alarm at `where`. If it fails, the alarm is recorded without it."""
         try:
             return ask(*args, **named) if ask is not None else None
         except Exception as error:
             message = f"the alarm is recorded without it: {type(error).__name__}: {error}"
-            self._recorder.append(Fault(self._progress.where(), what, message))
+            self._recorder.append(Fault(where, what, message))
             return None
 
     def _hide(self, bad: NonFiniteRow) -> None:

@@ -20,6 +20,7 @@ from ...core.recorder.writer import OpenPage
 from ..alarms.frames import Frames
 from ..alarms.judging import Judging
 from ..record.graph_calls import Graph, GraphCalls, running_graph
+from ..record.graph_hold import GraphHold
 from ..record.leaves import OUTPUTS, outputs_of
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo
@@ -29,6 +30,8 @@ from ..without_modes import without_modes
 _is_compiling = torch.compiler.is_compiling
 _MOST_GRAPHS = 64
 """Each stretch that a reentrant checkpoint runs again has a graph of its own."""
+_MOST_HELD = 4
+"""Graphs of earlier batches whose numbers are on their way: so many backwards the host may be ahead of the device."""
 _FEW = 256
 """Entries of freed parameters are purged only when there are more entries than this."""
 
@@ -111,7 +114,10 @@ class Gradients:
         self.scaled = False
         """A GradScaler checks the gradients of this backward."""
         self.graphs: list[Graph] = []
-        """The graphs of backwards that may still raise an alarm, of one batch, latest first."""
+        """The graphs of the backward that is running, latest first."""
+        self.held: list[Graph] = []
+        """Graphs of backwards that have ended and whose numbers have not arrived, latest first."""
+        self._hold = GraphHold()
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """Called with the module before a parameter's gradient is recorded: it writes a compiled backward's frames."""
 
@@ -122,7 +128,7 @@ class Gradients:
     def detach(self) -> None:
         """Remove the hooks of parameters. Those of outputs do nothing from now on and are freed with their graph."""
         self._attached = False
-        self.graphs = []
+        self.graphs, self.held = [], []
         for _, handle in self.parameters.values():
             handle.remove()
         self.parameters.clear()
@@ -186,7 +192,7 @@ class Gradients:
             self._on_fault("gradient hook", error)
 
     def backward_ends(self) -> None:
-        """Let go of the graph, unless numbers of its batch are outstanding. The next batch lets go of it anyway.
+        """Hold the graph until its numbers have arrived. The next batch lets go of it if it keeps memory.
 
         torch calls this when the backward of all modules is over, and what is queued later after what it then does
         itself: DDP waits for the gradients of all ranks.
@@ -194,10 +200,17 @@ class Gradients:
         try:
             self._progress.times.backward_ends()
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
-            if self._judging.collect():
-                self.graphs = []
+            ended, self.graphs = self.graphs, []
+            if not self._judging.collect():
+                self.held = [*(graph for graph in ended if not graph.kept), *self.held]
+            self.let_go()
         except Exception as error:
             self._on_fault("end of the backward", error)
+
+    def let_go(self) -> None:
+        """Let go of the graphs whose numbers have arrived."""
+        if self.held:
+            self.held = [graph for graph in self.held if self._judging.waits_for(graph.calls.page)]
 
     def of_output(self, info: ModuleInfo, role: str, page: OpenPage, gradient: torch.Tensor | None) -> None:
         """Record the gradient of a module's output. It is None if only other outputs of the operation have one."""
@@ -260,6 +273,12 @@ class Gradients:
         """A root's forward begins: the previous backward has ended."""
         self._page = None
         self.graphs = []
+        self.let_go()
+        if self.held:
+            # while a graph is captured none is held: nodes that collect gradients would be used again, on the stream
+            # of the backward before, and torch (2.13) cannot capture that
+            capturing = self._rows.is_capturing
+            self.held = [] if capturing else [g for g in self.held if self._hold.may_keep(g)][:_MOST_HELD]
         if len(self.local) > 4 * max(64, len(self.parameters)):  # zero_grad(set_to_none=True) makes new ones each step
             for gone in [key for key, known in self.local.items() if known[0]() is None]:
                 del self.local[gone]

@@ -7,6 +7,7 @@ the training except the abort that the user asked for.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import threading
@@ -48,7 +49,7 @@ from ..record.rows import Row, Rows, version_of
 from ..record.selection import Selection
 from ..stats.device import is_on_device
 from ..stats.notable import Notable
-from ..stats.tensor_stats import TensorStats, measure
+from ..stats.tensor_stats import FLOATS, TensorStats, measure
 from ..without_modes import without_modes
 from .backward import Gradients
 from .collectives import Collectives
@@ -266,6 +267,7 @@ class Hooks:
             with self._lock:
                 self._graphs.take()
                 self.judging.collect()
+                self._gradients.let_go()
         except Exception as error:
             self._fault("before the optimizer step", error)
         return self._steps.before(optimizer, args, kwargs)
@@ -450,6 +452,7 @@ class Hooks:
             self._recorder.pause_page()
             self.rows.flush()
             self.judging.collect()
+            self._gradients.let_go()
             if page is not None:
                 self.judging.forward_ends(page)
                 if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
@@ -543,49 +546,59 @@ class Hooks:
                 break
 
     def _look_again(self, bad: NonFiniteRow) -> LookedAgain | None:
-        """A second look at the module of the first alarm; None if it is gone, or is no module."""
+        """A second look at the module of the first alarm; None if it is no module, or is gone and nothing is left."""
         root, module = self._roots.find(bad.page.root, bad.frame.module, bad.frame.cls)
-        if module is None:
-            return None
+        graph = without_modes(self._graph_of, bad)
+        if module is None:  # the script has ended, and the numbers came after that
+            return LookedAgain(same_step=False, graph=graph) if graph else None
         found = look_again(root, module)
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
-        changed = without_modes(self._changed_weights, bad.page.root) if same_step else []
-        graph = without_modes(self._graph_of, bad, module)
-        return msgspec.structs.replace(found, optimizer=last, changed=changed, same_step=same_step, graph=graph)
+        changed = without_modes(self._changed_weights, bad) if same_step else []
+        return msgspec.structs.replace(
+            found,
+            optimizer=last,
+            changed=changed,
+            same_step=same_step,
+            graph=graph,
+            loss_scale=self._scalers.scale_in_use(),
+        )
 
-    def _graph_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> list[GraphNode]:
+    def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
         """What has used the tensor whose gradient is bad; empty for other rows, and where it is not known."""
         if bad.frame.phase != "backward":
             return []
-        role = parse_role(bad.row.role)
-        graphs = [graph for graph in self._gradients.graphs if graph.calls.page == bad.page.number]
-        number = next((info.id for g in graphs for info, _, _ in g.calls.calls if info.ref() is module), None)
+        known = (*self._gradients.graphs, *self._gradients.held)
+        graphs = [graph for graph in known if graph.calls.page == bad.page.number]
+        named = (bad.frame.module, bad.frame.cls)
+        number = next((i.id for graph in graphs for i, _, _ in graph.calls.calls if (i.name, i.cls) == named), None)
         if number is None:
             return []
+        role = parse_role(bad.row.role)
         if role.kind is RoleKind.GRAD_OUTPUT:
-            return graph_users(graphs, number, None)
-        parameter = module._parameters.get(role.name)
+            return graph_users(graphs, number, None, now=self._sync or self.rows.device_buffer is None)
+        owned = ((held(), i.id, name) for held, i, name in list(self._roots.parameters.values()))
+        parameter = next((each for each, owner, name in owned if (owner, name) == (number, role.name)), None)
         return graph_users(graphs, number, parameter) if parameter is not None else []
 
-    def _changed_weights(self, root: int) -> list[str]:
-        """Weights in host memory that are not what they were when they were last read, the first few of them."""
+    def _changed_weights(self, bad: NonFiniteRow) -> list[str]:
+        """Weights that are not what they were when they were last read, the first few of them. Waits for a device."""
         found: list[str] = []
+        shown = self.judging.weights_up_to(bad.page, bad.frame.index) if self.rows.device_buffer is not None else {}
         for reference, info, role in list(self._roots.parameters.values()):
             parameter = reference()
             known = self.rows.weights.get(id(parameter))
-            if info.root.id != root or parameter is None or known is None or known[0]() is not parameter:
+            if info.root.id != bad.page.root or parameter is None or known is None or known[0]() is not parameter:
                 continue
-            _, version, step, then = known
-            if not isinstance(then, TensorStats) or len(found) == _MOST_CHANGED:
+            _, version, step, numbers = known
+            then = _extremes(numbers) if isinstance(numbers, TensorStats) else shown.get((info.name, role))
+            if then is None or len(found) == _MOST_CHANGED or parameter.dtype not in FLOATS:
                 continue
             if (version, step) != (version_of(parameter), self.progress.step):  # a step that nobody looked at
                 continue
-            now = measure(parameter)
-            if (now.low, now.high, now.meta & 0xFF) != (then.low, then.high, then.meta & 0xFF):
-                before, after = (
-                    format_number(decode(each.high, each.meta >> 8 & 0xFF)).strip() for each in (then, now)
-                )
+            now = _extremes(measure(parameter))
+            if now != then:
+                before, after = (format_number(largest).strip() for _, largest, _ in (then, now))
                 found.append(f"{role} of {module_text(info.name, info.cls)}, abs max {before} then, {after} now")
         return found
 
@@ -717,6 +730,13 @@ class Hooks:
                 pass
         if self._faults == _MAX_FAULTS:
             self.detach()
+
+
+def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:
+    """(abs min, abs max, flags) of a tensor; None for nan, so that two of them can be compared."""
+    encoding = numbers.meta >> 8 & 0xFF
+    low, high = (decode(bits, encoding) for bits in (numbers.low, numbers.high))
+    return None if math.isnan(low) else low, None if math.isnan(high) else high, numbers.meta & 0xFF
 
 
 def _is_shape_inference() -> bool:

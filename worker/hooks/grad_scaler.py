@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
@@ -59,6 +60,13 @@ class Scalers:
         """id of an optimizer -> its skipped steps since the last one that was not skipped."""
         self._skips = 0
         self._unknown: list[_UnknownStep] = []
+        self._last: weakref.ref[Any] | None = None
+        """The scaler that scaled a loss last."""
+
+    def scale_in_use(self) -> float | None:
+        """The scale of the scaler that scaled a loss last; None without one. Waits for the device."""
+        scaler = self._last() if self._last is not None else None
+        return float(scaler.get_scale()) if scaler is not None else None
 
     def attach(self) -> None:
         """Wrap the methods."""
@@ -181,6 +189,8 @@ def _scale(original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any)
     if scaler.is_enabled():
         for watcher in Scalers._watchers:  # this scaler checks the gradients of the next backward
             watcher._gradients.scaled = True
+            if watcher._last is None or watcher._last() is not scaler:
+                watcher._last = weakref.ref(scaler)
     return original(scaler, *args, **kwargs)
 
 

@@ -75,6 +75,8 @@ class Graph(NamedTuple):
     calls: GraphCalls
     within: Any = None
     """The node whose own backward has begun it: that of a reentrant activation checkpoint."""
+    kept: bool = False
+    """The backward leaves it as it is, or a part of it: the script may go back through it again."""
 
 
 _ENGINE = getattr(torch_graph, "_engine_run_backward", None)
@@ -94,7 +96,10 @@ def running_graph(calls: GraphCalls) -> Graph | None:
         outputs = engine.f_locals.get("t_outputs", ())
         roots = tuple(each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None)
         around = _outwards(engine, _runs_a_backward)
-        return Graph(roots, calls, around.f_locals["ctx"] if around is not None else None) if roots else None
+        within = around.f_locals["ctx"] if around is not None else None
+        # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
+        kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
+        return Graph(roots, calls, within, kept) if roots else None
     finally:
         del frames  # this one is among them, and would keep what they hold
         engine = around = None

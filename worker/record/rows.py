@@ -450,6 +450,11 @@ class Rows:
         if buffer is not None:
             buffer.close()
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the user captures a graph on the current stream."""
+        return self.device_buffer is not None and self.device_buffer.is_capturing
+
     def flush(self) -> None:
         """Send the numbers that were read on a device to the recorder now."""
         if self.device_buffer is not None:

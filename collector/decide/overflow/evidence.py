@@ -10,6 +10,7 @@ from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
+from ..own_faults import doubts_about
 from ..words import found_text, place_of, ranks_text
 from .order import before
 from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
@@ -28,10 +29,15 @@ def evidence_of(
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
     doubts: list[str] = []
-    if first.source == "carried" or not first.sure or (odd is not None and odd.agreed_in is None and _made(first)):
+    if (
+        first.source in ("carried", "unread")
+        or not first.sure
+        or (odd is not None and odd.agreed_in is None and _made(first))
+    ):
         doubts.append("")
     if not first.from_page:
         doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, only the event")
+    doubts += doubts_about(facts.ranks[first.attempt, first.rank])
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _unsettled(facts, first, diagnoses)
@@ -89,6 +95,7 @@ _HANDED = {
     "made": "it was made there, later",
     "outside": "it was handed that from outside of its model",
     "weight": "nobody saw it become bad",
+    "unread": "its weights were not looked at",
     "changed": "a weight was changed there outside of forward, backward and step",
     "skipped": "that batch was skipped",
     "reduced": "it came out of a reduction over the ranks",
@@ -102,6 +109,11 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     seen = module_text(first.at[0], first.at[1])
     if first.source == "carried":
         return [f"{where}: {place_of(first)} was handed a non-finite value; its maker was not seen"]
+    if first.source == "unread":
+        return [
+            f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; "
+            "whether its weights were, nobody has looked"
+        ]
     if first.phase == "forward" and first.is_origin:
         if first.between is not None:
             return [f"{where}: no module call before it returned a non-finite value"]
@@ -223,7 +235,7 @@ def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiag
     ranks = facts.of_attempt(first.attempt)
     heard = {diagnosis.rank for diagnosis in diagnoses} | set(clean_peers(facts, first))
     # What a rank was handed could have been handed to all. There only a clean page of the same point clears a peer.
-    if first.source not in ("weight", "carried"):
+    if first.source not in ("weight", "unread", "carried"):
         heard |= {rank.rank for rank in ranks if rank.exit is not None}
     unheard = [rank.rank for rank in ranks if rank.rank not in heard]
     if unheard:

@@ -11,6 +11,7 @@ from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...diagnose.step_origin import local_gradients
 from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
+from ..own_faults import doubts_about
 from ..verdict_model import Verdict
 from ..words import cascade_of, found_text, place_of, ranks_text
 from .evidence import missing_ranks
@@ -36,6 +37,7 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Loca
         line = f"{ranks_text(fine)}: the same gradient, reduced as well, was finite before the step"
         return _own_step(facts, first, [line])
     evidence = [_line(other) for other in tier[:8]]
+    failed = [line for rank in ranks for line in doubts_about(rank)]
     settled = not unseen and not missing and len(ranks) > 1
     if settled:
         evidence.append(f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite before it was reduced")
@@ -52,9 +54,9 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Loca
     return overflow_at(
         first,
         statement=statement,
-        certainty="established" if settled else "unknown",
+        certainty="unknown" if not settled else "supported" if failed else "established",
         phase="collective",
-        evidence=[*evidence, *unseen_text, *missing, *first.notes],
+        evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
         next=next_steps(first, None),
         cascade=cascade_of(facts, first.attempt, {other.rank for other in diagnoses}),
     )
@@ -62,7 +64,8 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Loca
 
 def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Verdict:
     """The verdict where this rank's code between its backward and its step made it."""
-    host = facts.host(facts.ranks[first.attempt, first.rank])
+    rank = facts.ranks[first.attempt, first.rank]
+    host, failed = facts.host(rank), doubts_about(rank)
     cause = f" ({first.cause})" if first.cause else ""
     return overflow_at(
         first,
@@ -72,9 +75,14 @@ def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Ve
             f"step: {first.role} of {place_of(first)}, batch {first.batch}{cause}; what runs between the backward "
             "and the step did it (clipping, unscaling, the script's own code)."
         ),
-        certainty="established" if first.from_page else "supported",
+        certainty="established" if first.from_page and not failed else "supported",
         phase="optimizer",
-        evidence=[f"rank {first.rank}: the gradient was finite when the backward had made it", *evidence, *first.notes],
+        evidence=[
+            f"rank {first.rank}: the gradient was finite when the backward had made it",
+            *evidence,
+            *first.notes,
+            *failed,
+        ],
         next=[
             "Look at what the script does with gradients between backward() and step(): a norm of 0, a scale of inf."
         ],

@@ -18,7 +18,7 @@ _COMPILED = (
     "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "
     "(fullgraph=True tells what breaks it; for transformers: use_cache=False), or run without torch.compile."
 )
-_TIERS = (("made", "changed"), ("outside", "weight"), ("skipped",), ("reduced",), ("received",), ("carried",))
+_TIERS = (("made", "changed"), ("outside", "weight", "unread"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 
 
@@ -37,14 +37,14 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     alone = len(tier) == 1
     if first.source == "skipped":
         return _skipped(facts, tier, diagnoses) if alone else _unknown(tier)
-    if first.source == "received" or (not alone and all(d.source in ("weight", "carried") for d in tier)):
+    if first.source == "received" or (not alone and all(d.source in ("weight", "unread", "carried") for d in tier)):
         return _unknown(tier)
     rest = tier[1:]
     page = page_of(facts, first)
     rest += [  # each rank may have been fed it, unless one rank is fed what another has made
         d
         for d in level
-        if d not in tier and d.source in ("outside", "weight") and run_the_same_model(page, page_of(facts, d))
+        if d not in tier and d.source in ("outside", "weight", "unread") and run_the_same_model(page, page_of(facts, d))
     ]
     odd = (
         odd_weight(facts, first)

@@ -18,6 +18,7 @@ _WHOLE_BATCHES = (
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 _NO_STEP = "No optimizer step has run yet: "
+_UNREAD = "whether its weights were finite, nobody has looked"
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
 
 
@@ -62,6 +63,8 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
         )
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
+    if first.source == "unread":
+        return f"{who} had {first.value} in the {first.role} of {module} in {batch}, out of finite inputs; {_UNREAD}"
     if first.phase == "input":
         fed = f"{'were' if plural else 'was'} fed {first.value}"
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
@@ -159,6 +162,8 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
             f"{who} met {first.value} in {batch} {where}; collectives ran there, so it may have come from any rank"
             f"{cause}."
         )
+    if first.source == "unread":
+        return f"{who} met a non-finite value in {batch} at the same point ({found_text(first)}); {_UNREAD}{cause}."
     what = "a non-finite weight" if first.source == "weight" else "a non-finite value"
     if first.source == "weight" and first.seen_in == "optimizer":
         return (
@@ -222,6 +227,8 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         return [
             "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
         ]
+    if first.source == "unread":
+        return ["Watch the weights, too: --watch forward,grads,weights."]
     if first.phase == "input":
         return ["Look at the data loader of this rank: the value was in the batch."]
     if first.phase == "backward":

@@ -9,7 +9,7 @@ import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Mark
-from gpuwatch.core.records import NotLookedInto, OptimizerStep
+from gpuwatch.core.records import Fault, NotLookedInto, OptimizerStep
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -372,7 +372,8 @@ def test_the_verdict_names_where_a_neginf_came_in_and_what_turned_it_into_nan(ma
     batch = make.Batch(1, batch=2)
     x, mask = batch.tensor(), batch.tensor(make.NEGINF)
     batch.call("padding", "Padding", given=[x], returned=[mask])
-    batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)])
+    weights = {"weight": batch.tensor()}
+    batch.call("attend", "Attend", given=[x, mask], returned=[batch.tensor(make.NAN)], weights=weights)
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     verdict = judge(make, batch, before="finite")
     assert (verdict.module, verdict.role, verdict.value, verdict.phase) == ("padding", "output", "-inf", "forward")
@@ -545,7 +546,8 @@ def test_a_weight_that_has_grown_from_zero_is_not_wild(make):
 def test_compiled_code_that_was_not_looked_into_leaves_the_maker_open(make, hidden):
     batch = make.Batch(0, batch=2)
     x = batch.tensor()
-    batch.call("model", "LlamaModel", given=[x], returned=[batch.tensor(make.NAN)])
+    weights = {"weight": batch.tensor()}
+    batch.call("model", "LlamaModel", given=[x], returned=[batch.tensor(make.NAN)], weights=weights)
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.NAN)])
     bodies = [make.hello(nproc=1), *batch.messages()]
     if hidden:
@@ -554,3 +556,40 @@ def test_compiled_code_that_was_not_looked_into_leaves_the_maker_open(make, hidd
     assert (verdict.module, verdict.certainty) == ("model", "supported" if hidden else "established")
     assert any("compiled code was not looked into" in line for line in verdict.evidence) == hidden
     assert ("use_cache=False" in verdict.next[0]) == hidden
+
+
+# -- faults of gpuwatch's own -------------------------------------------------------------------------------------
+
+
+def judge_with_fault(make, batches, rank, part="forward hook", **place):
+    bodies = [make.hello(nproc=len(batches), host="alpha"), *(body for batch in batches for body in batch.messages())]
+    bodies.append(EventMessage(Fault(make.where(rank, **place), part, "RuntimeError: not computed yet")))
+    return decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+
+
+@pytest.mark.parametrize(
+    ("place", "part", "rank", "certainty"),
+    [
+        ({"batch": 1, "page": 0}, "forward hook", 1, "supported"),
+        ({"batch": 2, "page": 1}, "parameter hook", 1, "supported"),
+        ({"batch": -1, "page": -1}, "attach", 1, "supported"),
+        ({"batch": 3, "page": 2}, "forward hook", 1, "established"),
+        ({"batch": 1, "page": 0}, "collectives", 1, "established"),
+        ({"batch": 1, "page": 0}, "forward hook", 0, "established"),
+    ],
+)
+def test_what_gpuwatch_failed_to_record_before_the_place_is_not_excluded(make, place, part, rank, certainty):
+    batches = [backward(make, number, bad=make.NAN if number else 1.0, batch=2, page=1, seq=9) for number in (0, 1)]
+    verdict = judge_with_fault(make, batches, rank, part, **place)
+    assert (verdict.rank, verdict.module, verdict.certainty) == (1, "length", certainty)
+    said = [line for line in verdict.evidence if f"own {part} has failed" in line]
+    assert bool(said) == (certainty == "supported")
+    assert all("RuntimeError: not computed yet" in line for line in said)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sum_over_the_ranks_is_not_established_where_a_gradient_may_be_missing(make, rank):
+    batches = [reduced(make, number, got=make.INF, batch=2, page=1) for number in (0, 1)]
+    verdict = judge_with_fault(make, batches, rank, "gradient hook", batch=2, page=1)
+    assert (verdict.phase, verdict.certainty) == ("collective", "supported")
+    assert f"rank {rank}: gpuwatch's own gradient hook has failed in batch 2" in " ".join(verdict.evidence)

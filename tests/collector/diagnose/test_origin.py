@@ -333,7 +333,7 @@ def test_it_is_told_who_took_a_nan_away(make):
     batch = make.Batch()
     x = batch.tensor()
     batch.call("block.log", "Log", given=[x], returned=[batch.tensor(make.NAN)], parent="block")
-    batch.call("block", "Block", given=[x], returned=[batch.tensor()])
+    batch.call("block", "Block", given=[x], returned=[batch.tensor()], weights={"weight": batch.tensor()})
     batch.call("", "Net", given=[x], returned=[batch.tensor()])
     found = find(batch)
     assert (found.module, found.sure) == ("block.log", True)
@@ -370,7 +370,8 @@ def test_a_hidden_row_that_went_on_is_the_origin(make):
     x, hidden = batch.tensor(), batch.tensor(make.INF)
     marks = {"output": make.Mark.IGNORED}
     batch.call("probe", "Probe", given=[x], returned=[hidden], marks=marks)
-    batch.call("head", "Linear", given=[hidden], returned=[batch.tensor(make.INF)])
+    weights = {"weight": batch.tensor()}
+    batch.call("head", "Linear", given=[hidden], returned=[batch.tensor(make.INF)], weights=weights)
     batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
     found = find(batch)
     assert (found.module, found.is_origin) == ("probe", True)
@@ -546,3 +547,31 @@ def test_weights_that_are_not_watched_are_those_that_the_alarm_found(make, weigh
     found = find(batch)
     assert (found.module, found.phase, found.weights_read) == ("head", phase, True)
     assert says in " ".join(found.notes)
+
+
+def test_weights_that_nobody_watched_are_no_finite_ones_when_a_step_came_before_the_second_look(make):
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.NAN)
+    batch.call("head", "Linear", given=[x], returned=[y])
+    again = LookedAgain(weights={"weight": "nan"}, same_step=False)
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
+    found = find(batch)
+    assert (found.module, found.phase, found.source, found.role) == ("head", "forward", "unread", "output")
+    assert found.notes[0] == "weights are not watched (--watch): after a later step, weight was nan"
+
+
+def test_a_module_without_weights_has_made_it_however_late_the_second_look_came(make):
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.NAN)
+    batch.call("act", "Exp", given=[x], returned=[y])
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(same_step=False))
+    assert find(batch).source == "made"
+
+
+@pytest.mark.parametrize(("watched", "source"), [(True, "made"), (False, "unread")])
+def test_without_a_second_look_a_weight_somewhere_shows_that_weights_are_watched(make, watched, source):
+    batch = make.Batch()
+    x, h = batch.tensor(), batch.tensor()
+    batch.call("enter", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()} if watched else None)
+    batch.call("act", "Exp", given=[h], returned=[batch.tensor(make.INF)])
+    assert find(batch).source == source

@@ -7,7 +7,7 @@ import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
 from gpuwatch.collector.diagnose.origin import origin_in_page
 from gpuwatch.collector.diagnose.step_rules import KnownStep, can_make_non_finite
-from gpuwatch.core.records import OptimizerStep
+from gpuwatch.core.records import LookedAgain, OptimizerStep
 
 
 def trained(make, *, weight=1.0, local=1.0, **place):
@@ -153,6 +153,20 @@ def test_a_gradient_that_raised_no_alarm_and_went_into_the_step(make, hidden):
     batch.stepped("fc", "Linear", {"weight": make.NAN})
     found = find(batch)
     assert (found.module, found.phase, found.role, found.value) == ("fc", "backward", "grad weight", "+inf")
+
+
+def test_a_gradient_that_a_scaler_was_to_catch_and_that_the_optimizer_got(make):
+    """`scaler.scale(loss).backward(); optimizer.step()`"""
+    batch = trained(make, local=None)
+    batch.backward("fc", "Linear", "output", 1.0, mark=make.Mark.SCALED)
+    batch.backward("fc", "Linear", "weight", make.INF, mark=make.Mark.SCALED)
+    batch.got("fc", "Linear", {"weight": make.NAN})
+    again = LookedAgain(loss_scale=2.0**19)
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
+    found = find(batch)
+    assert (found.module, found.phase, found.role, found.value) == ("fc", "backward", "grad weight", "+inf")
+    assert "a GradScaler had scaled the loss; its scale was 524288 when the alarm was raised" in found.notes
+    assert any("the optimizer was called without it" in note for note in found.notes)
 
 
 def test_a_scalers_alarm_over_a_gradient_that_was_finite_here(make):

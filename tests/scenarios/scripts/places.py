@@ -3,7 +3,8 @@
 --fault data: a weight is set to nan through `.data` after the last step, which raises no version. --fault buffer: a
 buffer is nan, as one that nobody has initialised. --fault alike: the same overflow on all ranks. --fault wild: a
 weight upstream is 1e30 times too large. --fault hidden: `body` overflows inside of compiled code that runs within an
-uncompiled forward. --fault exit: the process ends with code 0 in a forward. --compile 1: the whole model is compiled.
+uncompiled forward. --fault exit: the process ends with code 0 in a forward. --fault lazy: `body` overflows, and a batch
+earlier `leave` returns a mapping that raises when it is read. --compile 1: the whole model is compiled.
 """
 
 import os
@@ -23,13 +24,21 @@ class Rotary(nn.Module):
         return x * self.inv_freq
 
 
+class Lazy(dict):
+    def __getitem__(self, key):
+        raise RuntimeError("not computed yet")
+
+    def compute(self):
+        return super().__getitem__("x")
+
+
 class Leave(nn.Module):
-    now = False
+    now = lazy = False
 
     def forward(self, x):
         if self.now:
             os._exit(0)
-        return x
+        return Lazy(x=x) if self.lazy else x
 
 
 class Net(nn.Module):
@@ -43,7 +52,8 @@ class Net(nn.Module):
         self.run = [torch.compile(self.body) if hidden else self.body]  # in a list: it is no module of its own
 
     def forward(self, x):
-        return self.head(self.run[0](self.leave(self.rotary(self.enter(x)))))
+        left = self.leave(self.rotary(self.enter(x)))
+        return self.head(self.run[0](left.compute() if isinstance(left, Lazy) else left))
 
 
 def main(fault, compile):
@@ -53,7 +63,8 @@ def main(fault, compile):
     for batch in range(4):
         x = torch.rand(4, 8) + 0.5
         here = batch == 2 and (dist.get_rank() == 1 or fault == "alike")
-        if here and fault in ("alike", "hidden"):
+        net.leave.lazy = fault == "lazy" and batch == 1 and dist.get_rank() == 1
+        if here and fault in ("alike", "hidden", "lazy"):
             x[1] = 3e38
         if here and fault == "data":
             net.head.weight.data[0, 3] = float("nan")

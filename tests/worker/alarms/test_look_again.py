@@ -125,7 +125,7 @@ def test_what_the_model_was_handed_can_be_found_again(watch):
     assert watched.faults == []
 
 
-def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch):
+def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch, path):
     watched = watch()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     for batch in range(2):
@@ -139,6 +139,17 @@ def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch):
     (changed,) = first.again.changed
     assert changed.startswith("weight of `0` (Linear), abs max ")
     assert changed.endswith(" then, 1.00e+37 now")
+
+
+def test_a_weight_that_has_been_nan_for_long_was_not_changed(watch, path):
+    watched = watch(ignore=("0:weight",))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].weight.fill_(math.nan)
+    for _ in range(2):
+        model(torch.ones(2, 4))
+    _settle(watched)
+    assert watched.anomalies[0].again.changed == []
 
 
 def _fail(*_args):

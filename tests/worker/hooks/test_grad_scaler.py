@@ -250,3 +250,18 @@ def test_a_scaler_can_be_pickled_and_saved_while_it_is_watched(watch):
     train(scaler, torch.optim.SGD(model.parameters(), lr=0.1), model, [1])
     assert pickle.loads(pickle.dumps(scaler)).get_scale() == scaler.get_scale()
     assert scaler.state_dict()["scale"] == 65536
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_scale_stands_beside_an_alarm(watch, enabled):
+    watched = watch()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**100, enabled=enabled)
+    scaler.scale(Times.apply(model(X), 1e30).sum()).backward()
+    with torch.no_grad():
+        model[0].weight.grad.fill_(INF)  # what a step without the scaler would use
+    optimizer.step()
+    first = watched.anomalies[0]
+    assert first.again.loss_scale == (2.0**100 if enabled else None)
+    assert watched.faults == []
