@@ -157,7 +157,10 @@ class _Launch:
         self._end_children()
         rescued = keep_rescued(self._scratch)
         if rescued is not None:
-            say(f"the runs' folder took no more: the store is in {rescued}, read it with: gpuwatch report {rescued}")
+            say(
+                f"the runs' folder took no more: the store and what was written beside it have moved from "
+                f"{self._scratch / RESCUED} to {rescued}; read it with: gpuwatch report {rescued}"
+            )
         remove_scratch(self._scratch)
 
     def _leave_torchrun(self) -> None:
