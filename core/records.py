@@ -423,6 +423,8 @@ class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Of the main thread, innermost call first; [] if it did not answer."""
     groups: list[GroupState] = []
     """Where it stands in its process groups."""
+    limit_s: float = 0.0
+    """How long it may rest where it stands; 0: not told."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):

@@ -30,6 +30,24 @@ _AROUND_COLLECTIVES = "/worker/hooks/collectives.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""
 
 
+_TAKES_LONG = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/torch/_inductor/async_compile.py",
+    "/torch/utils/cpp_extension.py",
+    "/triton/compiler/compiler.py",
+    "/torch/serialization.py",
+    "/torch/distributed/checkpoint/",
+    "/safetensors/",
+)
+"""A rank that compiles, or writes or reads a checkpoint, may take long for one step of it."""
+
+
+def takes_long(stack: list[StackLine]) -> bool:
+    """Whether a rank is where it may rest for longer than in other places."""
+    return any(part in line.file for line in stack for part in _TAKES_LONG)
+
+
 def is_users(shown: str) -> bool:
     """Whether a line of a stack (`StackLine.shown`) is neither of torch, of Python nor of gpuwatch."""
     place = shown.partition(" in ")[0]
