@@ -65,6 +65,30 @@ def stack_file_name(rank: int, attempt: int) -> str:
     return f"rank-{rank:05d}.attempt-{attempt:03d}.stack"
 
 
+_FATAL = "Fatal Python error: "
+_C_STACK = "C stack trace (most recent call first)"
+"""From Python 3.14 on."""
+_C_LINE = re.compile(r'  Binary file "(?P<file>[^"]*)", at (?P<function>[^+\s]+)\+0x[0-9a-f]+ ')
+_MOST_C_LINES = 8
+
+
+def parse_fatal(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> list[StackLine]:
+    """The last stack that faulthandler has written when a fatal signal came, innermost call first; [] if there is none.
+
+    The names of native functions come first, as far as they are known. Their lines are 0.
+    """
+    last = text.rfind(_FATAL)
+    if last < 0:
+        return []
+    python, _, native = text[last:].partition(_C_STACK)
+    found = [
+        StackLine(match["file"], 0, match["function"])
+        for line in native.splitlines()
+        if (match := _C_LINE.match(line)) is not None and "faulthandler" not in match["function"]
+    ]
+    return [*found[:_MOST_C_LINES], *parse_stack(python, source)]
+
+
 def parse_stack(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> list[StackLine]:
     """The last stack in what faulthandler has written, innermost call first; [] if there is none.
 
