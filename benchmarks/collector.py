@@ -22,7 +22,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import msgspec
 import psutil
@@ -78,7 +78,7 @@ class Figures:
 class Collector:
     """The product's collector process, with its folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_hang: Literal["report", "abort"] = "report") -> None:
         self.keys = derive_keys("a secret of the benchmark", JOB)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "gpuwatch.collector"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -96,6 +96,7 @@ class Collector:
                 keys.viewer.public.decode(),
                 str(folder),
                 JOB,
+                on_hang=on_hang,
             ),
         )
         bound = read_from_collector(self._child.stdout.readline())
@@ -143,12 +144,21 @@ class Collector:
 class Nodes:
     """All simulated nodes, in this process."""
 
-    def __init__(self, ranks: int, collector: Collector, folder: Path, model: Model) -> None:
+    def __init__(
+        self,
+        ranks: int,
+        collector: Collector,
+        folder: Path,
+        model: Model,
+        kind: type[SimulatedRank] = SimulatedRank,
+        hang_timeout_s: float = 0.0,
+    ) -> None:
         nodes = max(1, ranks // RANKS_PER_NODE)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, nodes + 16)
         self.agents: list[Agent] = []
         self.ranks: list[SimulatedRank] = []
+        self._pipes: list[io.BytesIO] = []
         for node in range(nodes):
             here = folder / f"node-{node}"
             here.mkdir(parents=True)
@@ -166,13 +176,19 @@ class Nodes:
                 {"gpuwatch": "benchmark"},
                 JOB,
                 agent=f"{node:08x}",
+                hang_timeout_s=hang_timeout_s,
             )
-            agent = Agent(config, io.BytesIO(), gpus=cast(GpuWatch, NoGpus()), context=self._context)
+            self._pipes.append(io.BytesIO())
+            agent = Agent(config, self._pipes[-1], gpus=cast(GpuWatch, NoGpus()), context=self._context)
             for local in range(RANKS_PER_NODE):
-                rank = SimulatedRank(model, node * RANKS_PER_NODE + local, local, ranks)
+                rank = kind(model, node * RANKS_PER_NODE + local, local, ranks)
                 self.ranks.append(rank)
                 agent._ranks[rank.rank, 0] = cast(RankWatch, rank)
             self.agents.append(agent)
+
+    def told(self, node: int) -> bytes:
+        """What an agent has told its launch."""
+        return self._pipes[node].getvalue()
 
     def turn(self) -> None:
         """Every agent takes a turn, as it does fifty times a second."""

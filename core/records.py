@@ -367,6 +367,29 @@ class GroupState(msgspec.Struct, frozen=True):
     """The last few, by number."""
 
 
+class StackLine(msgspec.Struct, frozen=True):
+    """One call of a stack. Line 0: of a native function."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+    """The source, where it could be read."""
+
+    @property
+    def shown(self) -> str:
+        """`/home/me/train.py:41 in main: dist.all_reduce(loss)`"""
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
+
+    @property
+    def short(self) -> str:
+        """`train.py:41 in main: dist.all_reduce(loss)`, `memcpy of libc.so.6`"""
+        name = self.file.rpartition("/")[2]
+        return (
+            f"{self.function} of {name}" if not self.line else self.shown.removeprefix(self.file[: -len(name) or None])
+        )
+
+
 class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
 
@@ -381,6 +404,10 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     memory_kills: int = 0
     """Of a rank that SIGKILL ended: so many processes of its node's memory cgroup the kernel has ended for lack of
     memory since the run began."""
+    stack: list[StackLine] = []
+    """Of a rank that a fatal signal ended: where the thread stood that it came to, innermost call first."""
+    shm_free: int = -1
+    """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
@@ -389,21 +416,6 @@ class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
     where: Where
     seconds: float
     limit_s: float
-
-
-class StackLine(msgspec.Struct, frozen=True):
-    """One call of a stack."""
-
-    file: str
-    line: int
-    function: str
-    text: str = ""
-    """The source, where it could be read."""
-
-    @property
-    def shown(self) -> str:
-        """`/home/me/train.py:41 in main: dist.all_reduce(loss)`"""
-        return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
 
 
 class RankLook(msgspec.Struct, frozen=True, tag="look"):
@@ -425,6 +437,8 @@ class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Of the main thread, innermost call first; [] if it did not answer."""
     groups: list[GroupState] = []
     """Where it stands in its process groups."""
+    limit_s: float = 0.0
+    """How long it may rest where it stands; 0: not told."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):

@@ -30,6 +30,24 @@ _AROUND_COLLECTIVES = "/worker/hooks/collectives.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""
 
 
+_TAKES_LONG = (
+    "/torch/_dynamo/convert_frame.py",
+    "/torch/_inductor/compile_fx.py",
+    "/torch/_inductor/async_compile.py",
+    "/torch/utils/cpp_extension.py",
+    "/triton/compiler/compiler.py",
+    "/torch/serialization.py",
+    "/torch/distributed/checkpoint/",
+    "/safetensors/",
+)
+"""A rank that compiles, or writes or reads a checkpoint, may take long for one step of it."""
+
+
+def takes_long(stack: list[StackLine]) -> bool:
+    """Whether a rank is where it may rest for longer than in other places."""
+    return any(part in line.file for line in stack for part in _TAKES_LONG)
+
+
 def is_users(shown: str) -> bool:
     """Whether a line of a stack (`StackLine.shown`) is neither of torch, of Python nor of gpuwatch."""
     place = shown.partition(" in ")[0]
@@ -45,6 +63,30 @@ def asking_signal() -> int | None:
 def stack_file_name(rank: int, attempt: int) -> str:
     """Name of a rank's file within its node's folder."""
     return f"rank-{rank:05d}.attempt-{attempt:03d}.stack"
+
+
+_FATAL = "Fatal Python error: "
+_C_STACK = "C stack trace (most recent call first)"
+"""From Python 3.14 on."""
+_C_LINE = re.compile(r'  Binary file "(?P<file>[^"]*)", at (?P<function>[^+\s]+)\+0x[0-9a-f]+ ')
+_MOST_C_LINES = 8
+
+
+def parse_fatal(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> list[StackLine]:
+    """The last stack that faulthandler has written when a fatal signal came, innermost call first; [] if there is none.
+
+    The names of native functions come first, as far as they are known. Their lines are 0.
+    """
+    last = text.rfind(_FATAL)
+    if last < 0:
+        return []
+    python, _, native = text[last:].partition(_C_STACK)
+    found = [
+        StackLine(match["file"], 0, match["function"])
+        for line in native.splitlines()
+        if (match := _C_LINE.match(line)) is not None and "faulthandler" not in match["function"]
+    ]
+    return [*found[:_MOST_C_LINES], *parse_stack(python, source)]
 
 
 def parse_stack(text: str, source: Callable[[str, int], str] = lambda file, line: "") -> list[StackLine]:

@@ -51,6 +51,9 @@ class Listener(Protocol):
     def stop_requested(self) -> bool:
         """The job cannot go on elsewhere."""
 
+    def attempt_is_over(self) -> bool:
+        """The ranks stand still: they are to end, and may be started again. Not after the next start."""
+
 
 def watched_agent_class(listener: Listener, backend: str) -> type:
     """A LocalElasticAgent that tells `listener`."""
@@ -75,6 +78,7 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
             ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
             self._gpuwatch_failed = ()
             self._gpuwatch_running = True
+            self._gpuwatch_told_to_stop = False
             listener.started(
                 self._gpuwatch_attempt,
                 {ranks[local_rank]: pid for local_rank, pid in pids.items()},
@@ -122,9 +126,10 @@ def watched_agent_class(listener: Listener, backend: str) -> type:
                 listener.notice(f"the store of the last attempt could not be cleared ({type(error).__name__}: {error})")
 
         def _monitor_workers(self, worker_group: Any) -> Any:
-            if listener.stop_requested() and not self._gpuwatch_told_to_stop:
-                self._gpuwatch_told_to_stop = True
+            if listener.stop_requested():
                 self._remaining_restarts = 0
+            if (listener.stop_requested() or listener.attempt_is_over()) and not self._gpuwatch_told_to_stop:
+                self._gpuwatch_told_to_stop = True
                 for pid in self._pcontext.pids().values():
                     try:
                         os.kill(pid, signal.SIGTERM)

@@ -113,6 +113,7 @@ class _Launch:
         self._collector: HeadCollector | None = None
         self._agent: NodeAgent | None = None
         self._stop = threading.Event()
+        self._end_attempt = threading.Event()
         self._any_started = False
         self._hurry = False
         self._ranks: list[psutil.Process] = []
@@ -271,9 +272,12 @@ class _Launch:
         )
         self._agent = NodeAgent(config, say, self._stop_ranks)
 
-    def _stop_ranks(self, reason: str) -> None:
+    def _stop_ranks(self, reason: str, restart: bool) -> None:
         say(f"stopping the ranks of this node: {reason}")
-        self._stop.set()
+        if restart:
+            self._end_attempt.set()
+        else:
+            self._stop.set()
 
     def _kill_ranks(self) -> None:
         """Only after a second signal has torn torchrun out of its own shutdown is there anything to do."""
@@ -323,6 +327,7 @@ class _Launch:
     def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
         """The ranks of this node run."""
         self._any_started = True
+        self._end_attempt.clear()
         self._unseen = []
         for pid in pids.values():
             try:
@@ -345,6 +350,10 @@ class _Launch:
     def stop_requested(self) -> bool:
         """The job cannot go on elsewhere."""
         return self._stop.is_set()
+
+    def attempt_is_over(self) -> bool:
+        """The ranks stand still."""
+        return self._end_attempt.is_set()
 
     def may_restart(self, attempt: int, ranks: list[int]) -> bool:
         """Not after an abort: the same overflow, or the same bad GPU, would only be met again."""

@@ -21,9 +21,10 @@ _TICK_S = 0.2
 
 
 class NodeAgent:
-    """Starts it. `say` is given sentences for the user, `stop` why the ranks of this node are to end."""
+    """Starts it. `say` is given sentences for the user, `stop` why the ranks of this node are to end, and
+    whether they may be started again."""
 
-    def __init__(self, config: AgentConfig, say: Callable[[str], object], stop: Callable[[str], object]) -> None:
+    def __init__(self, config: AgentConfig, say: Callable[[str], object], stop: Callable[[str, bool], object]) -> None:
         self.verdict: Verdict | None = None
         self._config = replace(config, agent=uuid.uuid4().hex)
         self._say = say
@@ -109,7 +110,7 @@ class NodeAgent:
         if isinstance(message, Notice):
             self._say(message.text)
         elif isinstance(message, StopRequest):
-            self._stop(message.reason)
+            self._stop(message.reason, message.restart)
         elif isinstance(message, Welcomed):
             self._config = replace(self._config, run=message.run)
         elif isinstance(message, Verdict):

@@ -1,4 +1,7 @@
-"""Lets the node agent ask this rank where it stands, whatever it waits for: see core/stalls.py."""
+"""Lets the node agent ask this rank where it stands, whatever it waits for, and where a fatal signal has ended it.
+
+See core/stalls.py.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from ..core.stalls import asking_signal, stack_file_name
 
 
 def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
-    """Register the handler; its file stays open. Raises OSError if the file cannot be made.
+    """Register the handlers; their file stays open. Raises OSError if the file cannot be made.
 
     Only the main thread's stack is written, as it is the one that is interrupted: another one could change meanwhile.
-    A handler that somebody else has for that signal stays.
+    A handler that somebody else has for that signal stays, and so does a faulthandler that is enabled already. What a
+    fatal signal does to the process stays as it is.
     """
     number = asking_signal()
     if number is None or signal.getsignal(number) is not signal.SIG_DFL:
@@ -22,3 +26,5 @@ def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(folder / stack_file_name(rank, attempt), flags, 0o600)
     faulthandler.register(number, file=file, all_threads=False, chain=False)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(file=file, all_threads=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core.records import Where
+from ...core.records import Where, WorkerExit
+from ...core.stalls import is_users
 from ..facts.facts import RankFacts, RunFacts
 from .hang.meetings import standing_at
 from .verdict_model import Cascade, Verdict
@@ -22,6 +23,13 @@ from .words import (
     signal_name,
 )
 
+_FATAL_TEXT = {
+    "SIGBUS": "SIGBUS comes of mapped memory that is not there: /dev/shm or a disk is full, or a mapped file was cut "
+    "short. In a container give /dev/shm more room (docker run --shm-size), or use fewer workers of data loaders.",
+    "SIGILL": "SIGILL is an instruction that this processor does not know: an extension was built for another one than "
+    "this host has. Compare the hosts' processors, and build it again.",
+}
+_MOST_CALLS = 6
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
 
@@ -180,12 +188,16 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         hints.append(
             f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
         )
+    elif name in _FATAL_TEXT:
+        hints.append(_FATAL_TEXT[name])
+    line = next((line for line in exit_.stack if is_users(line.shown) and line.line), None)
+    at = f", at {line.short}" if line is not None else ""
     inside = standing_at(exit_.groups) if name == "SIGABRT" else None
     if inside is not None:
         return _aborted_in_a_collective(facts, first, same)
     return Verdict(
         kind="lost",
-        statement=f"Rank {first.rank} on {host} was killed by {name} {place}{short}.",
+        statement=f"Rank {first.rank} on {host} was killed by {name} {place}{at}{short}.",
         certainty="established" if not same else "supported",
         rank=first.rank,
         host=host or None,
@@ -200,12 +212,24 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         signal=name,
         evidence=[
             f"torchrun saw rank {first.rank} (pid {pid_of(first)}) end with signal {-exit_.code}; "
-            f"its recorder says: {place}"
+            f"its recorder says: {place}",
+            *_fatal_lines(exit_),
         ],
         next=[*hints, f"Its last frames are in the report: gpuwatch report --rank {first.rank}"],
         concurrent=[],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
+
+
+def _fatal_lines(exit_: WorkerExit) -> list[str]:
+    """Where a fatal signal came, and what is known of its reason."""
+    lines = []
+    if exit_.stack:
+        calls = "; ".join(line.short for line in exit_.stack[:_MOST_CALLS])
+        lines.append(f"it stood there, innermost call first: {calls}")
+    if exit_.shm_free >= 0:
+        lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host when it had ended")
+    return lines
 
 
 def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:

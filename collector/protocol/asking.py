@@ -14,6 +14,8 @@ AGAIN_S = 60.0
 """A stall that is told within this time of a hang belongs to it."""
 _STILL_SHARE = 0.5
 """It is a hang only if every rank has rested for this share of the limit that one of them has passed."""
+_OWN_SHARE = 0.9
+"""And for this share of its own limit, which is longer before its first batch, and where it compiles or saves."""
 
 
 @dataclass
@@ -57,7 +59,7 @@ class AskedAll:
             return None
         self._open = False
         looks = list(self._looks.values())
-        if any(look.still_s < _STILL_SHARE * self._limit_s for look in looks):
+        if any(look.still_s < max(_STILL_SHARE * self._limit_s, _OWN_SHARE * look.limit_s) for look in looks):
             return None
         found = find_hang(looks, ended, world_size)
         if found is not None:
@@ -68,7 +70,7 @@ class AskedAll:
 def text_of(found: HangFinding, ends: bool, on_hang: str) -> str:
     """For the terminal, while the job stands still; `ends`: it is being ended for that."""
     if ends:
-        what = "ending the job"
+        what = "ending the ranks"
     elif on_hang == "abort":
         what = "the job is left as it is, as no rank is seen to wait for another"
     else:

@@ -127,7 +127,6 @@ class RunProtocol:
     _asking: AskedAll = field(default_factory=AskedAll)
     _over_since: float | None = None
     _launch_gone_at: float | None = None
-    _why_over: str = ""
     _ended: bool = False
     _finished: bool = False
 
@@ -286,10 +285,9 @@ class RunProtocol:
         if found is None:
             return []
         ends = self.on_hang == "abort" and found.may_end
-        if ends:
-            self._job_is_over(now - STOP_AFTER_S)
-            self._why_over = "no rank moves any more"
-        return [Tell(text_of(found, ends, self.on_hang))]
+        told: list[Action] = [Tell(text_of(found, ends, self.on_hang))]
+        stop = Stop("no rank moves any more", restart=True)
+        return told + [Send(agent, stop) for agent, node in self.nodes.items() if ends and not node.gone]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:
@@ -326,8 +324,6 @@ class RunProtocol:
         return actions
 
     def _why(self) -> str:
-        if self._why_over:
-            return self._why_over
         failed = [node.hello.host for node in self.nodes.values() if node.bye is not None and node.bye.outcome != "ok"]
         if failed:
             return f"the job has ended on {', '.join(sorted(set(failed)))}"

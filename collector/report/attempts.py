@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from ..decide.ending_verdict import ending_text
+from ..decide.hang.verdict import hang_verdict
 from ..decide.overflow.order import earliest
+from ..decide.verdict_model import Verdict
 from ..decide.words import found_text
 from ..facts.facts import RunFacts
 
@@ -15,6 +17,8 @@ class AttemptReport(msgspec.Struct, frozen=True):
 
     attempt: int
     statement: str
+    hang: Verdict | None = None
+    """Of an attempt that was ended because no rank moved: what the verdict was."""
 
 
 class EarlierLife(msgspec.Struct, frozen=True):
@@ -29,7 +33,14 @@ class EarlierLife(msgspec.Struct, frozen=True):
 def other_attempts(facts: RunFacts, attempt: int) -> list[AttemptReport]:
     """How every attempt but this one ended, in their order."""
     numbers = sorted({number for number, _ in facts.ranks} - {attempt})
-    return [AttemptReport(number, _statement(facts, number)) for number in numbers]
+    return [_report(facts, number) for number in numbers]
+
+
+def _report(facts: RunFacts, attempt: int) -> AttemptReport:
+    hang = hang_verdict(facts, attempt)
+    if hang is not None and not any(rank.diagnosis is not None for rank in facts.of_attempt(attempt)):
+        return AttemptReport(attempt, hang.statement, hang)
+    return AttemptReport(attempt, _statement(facts, attempt))
 
 
 def _statement(facts: RunFacts, attempt: int) -> str:

@@ -261,9 +261,11 @@ class LookAtRanks(msgspec.Struct, frozen=True, tag="look_at_ranks"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """End the job on this node, because it has ended elsewhere."""
+    """End the ranks of this node, because the job has ended elsewhere."""
 
     reason: str
+    restart: bool = False
+    """The job stands still: torchrun may start them again, if it was told to (`--max-restarts`)."""
 
 
 class Final(msgspec.Struct, frozen=True, tag="final"):

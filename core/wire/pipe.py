@@ -79,9 +79,11 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="stop"):
-    """The job cannot go on elsewhere: end the ranks of this node."""
+    """End the ranks of this node: the job cannot go on elsewhere."""
 
     reason: str
+    restart: bool = False
+    """It stands still: torchrun may start them again."""
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):

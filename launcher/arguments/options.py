@@ -176,8 +176,9 @@ def get_parser() -> argparse.ArgumentParser:
         group,
         "--on-hang",
         choices=["report", "abort"],
-        default="report",
-        help="when no rank moves any more: say so (the default), or end the job, too",
+        default="abort",
+        help="when no rank moves any more: say so and end the ranks, which --max-restarts may start again (the "
+        "default), or only say so",
     )
     add_option(
         group,

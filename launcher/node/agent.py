@@ -420,7 +420,7 @@ class Agent:
             elif isinstance(message, LookAtRanks):
                 self._stalls.look(self._ranks.values(), message.number, now)
             elif isinstance(message, Stop):
-                self._tell(StopRequest(message.reason))
+                self._tell(StopRequest(message.reason, message.restart))
             elif isinstance(message, Final):
                 self._final = message
                 self._try_send(encode(AgentMessage(0, Leaving())))

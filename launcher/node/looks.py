@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.records import StackLine
-from ...core.stalls import asking_signal, parse_stack, stack_file_name
+from ...core.stalls import asking_signal, parse_fatal, parse_stack, stack_file_name
 
 LOOK_S = 1.0
 """How long a rank has to answer, and over which its use of the processor is measured."""
@@ -57,6 +57,19 @@ class Look:
             return []
         linecache.checkcache()
         return parse_stack(text, linecache.getline)
+
+
+def fatal_stack(folder: Path, rank: int, attempt: int) -> list[StackLine]:
+    """Where a rank stood when a fatal signal ended it; [] where it left no stack."""
+    file = folder / stack_file_name(rank, attempt)
+    try:
+        with file.open("rb") as opened:
+            opened.seek(max(0, _size(file) - _MOST_BYTES))
+            text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return []
+    linecache.checkcache()
+    return parse_fatal(text, linecache.getline)
 
 
 def _ask(pid: int, file: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
 from .history import RankHistory
+from .looks import fatal_stack
 from .step_times import RankSteps
 
 PAGE_WAIT_S = 5.0
@@ -23,6 +26,8 @@ PAGE_WAIT_S = 5.0
 PAGE_SENDS = 5
 """How often a page may be sent while its rank runs: it is complete when the next batch begins, and in a pipeline its
 backward comes after that. At the end it is sent once more if it has grown."""
+_FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
+"""Signals after which a rank has written its stack."""
 LAST_PAGES = 8
 """Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
 
@@ -144,6 +149,9 @@ class RankWatch:
             seq=state.seq,
         )
         exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        if by == "itself" and code is not None and -code in _FATAL:
+            stack = fatal_stack(self._path.parent, self.rank, self.attempt)
+            exit_ = replace(exit_, stack=stack, shm_free=_shm_free() if -code == signal.SIGBUS else -1)
         times = self._steps.event(where)
         if times is not None:
             messages.append(EventMessage(times))
@@ -307,6 +315,14 @@ class RankWatch:
             return []
         self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
+
+
+def _shm_free() -> int:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return -1
+    return found.f_bavail * found.f_frsize
 
 
 def _pending_in_ring(reader: RecorderReader) -> int:

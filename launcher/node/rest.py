@@ -9,6 +9,8 @@ from __future__ import annotations
 
 LONGEST_REST_TIMES = 3.0
 BEFORE_FIRST_BATCH_TIMES = 4.0
+TAKES_LONG_TIMES = 4.0
+"""Where a rank compiles, or writes a checkpoint."""
 _SCRIPT = frozenset({"script", "forward", "backward", "optimizer", "finished", "raised"})
 """Phases in which a rank is expected to move, or to end. What a preflight waits for has deadlines of its own."""
 
@@ -36,10 +38,14 @@ class Rest:
             self._longest = max(self._longest, now - self._since)
         self._last, self._since, self._times_told, self._batch = movement, now, 0, batch
 
-    def limit_s(self, batch: int, timeout_s: float) -> float:
+    def limit_s(self, batch: int, timeout_s: float, *, takes_long: bool = False) -> float:
         """How long it may rest. `batch` is its newest one, -1 before the first."""
-        least = timeout_s * (BEFORE_FIRST_BATCH_TIMES if batch < 0 else 1.0)
-        return max(least, LONGEST_REST_TIMES * self._longest)
+        times = max(BEFORE_FIRST_BATCH_TIMES if batch < 0 else 1.0, TAKES_LONG_TIMES if takes_long else 1.0)
+        return max(timeout_s * times, LONGEST_REST_TIMES * self._longest)
+
+    def paused(self, seconds: float) -> None:
+        """Nobody has looked for so long, as the machine or all of the job stood still: that was no rest."""
+        self._since += seconds
 
     def is_told(self, phase: str, batch: int, timeout_s: float, now: float) -> bool:
         """True when a rest has become too long, and each time that it is twice as long as when it was last told of."""

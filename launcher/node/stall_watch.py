@@ -6,11 +6,14 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ...core.records import RankLook, Stalled
+from ...core.stalls import takes_long
 from .looks import Look
 from .ranks import RankWatch
 from .rest import Rest
 
 _EVERY_S = 1.0
+_PAUSED_S = 5.0
+"""The agent looks many times in a second. If it has not for so long, it stood still itself: Ctrl-Z, a laptop asleep."""
 
 
 class StallWatch:
@@ -22,9 +25,11 @@ class StallWatch:
         self._rests: dict[tuple[int, int], Rest] = {}
         self._looks: list[tuple[int, RankWatch, Look]] = []
         self._next = 0.0
+        self._looked = 0.0
 
     def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[Stalled]:
         """Ranks that have rested for too long, each once."""
+        self._notice_pause(now)
         if now < self._next or not self._timeout_s:
             return
         self._next = now + _EVERY_S
@@ -54,10 +59,11 @@ class StallWatch:
             state = watch.state()
             if state is None or watch.ended:
                 continue
+            rest = self._rest(watch, state.batch, now)
             yield RankLook(
                 where=watch.where(state),
                 number=number,
-                still_s=round(self._rest(watch, state.batch, now).seconds(now), 1),
+                still_s=round(rest.seconds(now), 1),
                 phase=state.phase,
                 module=state.module,
                 cls=state.cls,
@@ -65,7 +71,14 @@ class StallWatch:
                 busy=found.busy,
                 stack=found.stack,
                 groups=watch.groups(),
+                limit_s=round(rest.limit_s(state.batch, self._timeout_s, takes_long=takes_long(found.stack)), 1),
             )
+
+    def _notice_pause(self, now: float) -> None:
+        if self._looked and now - self._looked > _PAUSED_S:
+            for rest in self._rests.values():
+                rest.paused(now - self._looked)
+        self._looked = now
 
     def _rest(self, watch: RankWatch, batch: int, now: float) -> Rest:
         rest = self._rests.setdefault((watch.rank, watch.attempt), Rest(now))

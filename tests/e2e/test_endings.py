@@ -34,6 +34,31 @@ def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "line", "hint"),
+    [
+        ("SIGBUS", "memory[0] = 1", "/dev/shm or a disk is full"),
+        ("SIGSEGV", "ctypes.string_at(0)", "Its last frames"),
+        ("SIGILL", "os.kill(os.getpid(), getattr(signal, how))", "an extension was built for another one"),
+    ],
+)
+def test_a_rank_that_a_fatal_signal_ends_is_told_with_the_line_where_it_came(bench, name, line, hint):
+    run = bench.launch("killed.py", "--preflight", "off", args=(name,))
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"], verdict["signal"]) == (5, "lost", 1, name)
+    assert (
+        f"was killed by {name} in the forward of batch 2, in `middle.deadly` (Deadly), at killed.py:"
+        in (verdict["statement"])
+    )
+    assert f"in die: {line}" in verdict["statement"]
+    assert any("in forward: die(" in text for text in verdict["evidence"])
+    assert any("free in /dev/shm" in text for text in verdict["evidence"]) == (name == "SIGBUS")
+    assert any(hint in text for text in verdict["next"])
+
+
+@pytest.mark.slow
 def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
     group = next((path for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if path.is_dir()), None)
     limit = "memory.limit_in_bytes" if group is not None and group.name == "memory" else "memory.max"

@@ -1,9 +1,15 @@
 """A job that stands still: the rank that the others wait for is named, with the line where it stands."""
 
+import contextlib
+import signal
+import time
+
+import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
-ABORT = ("--hang-timeout", "10", "--on-hang", "abort", "--preflight", "off")
+ABORT = ("--hang-timeout", "10", "--preflight", "off")
+"""To end the ranks is the default."""
 
 
 @pytest.mark.sample(2, of="a rank that does not come")
@@ -39,21 +45,72 @@ def test_in_a_collective_of_the_scripts_own_it_is_established(bench):
     assert verdict["statement"].startswith("Rank 1 did not come to barrier, in which ranks 0, 2 have waited")
 
 
-@pytest.mark.sample(1, of="slow and healthy")
-@pytest.mark.parametrize("how", ["evaluates", "computes"])
-def test_what_is_slow_and_healthy_is_not_ended(bench, how):
-    """One rank evaluates for many times the limit, the others wait for it; or all compute what nobody sees."""
+@pytest.mark.sample(2, of="slow and healthy")
+@pytest.mark.parametrize("how", ["evaluates", "computes", "compiles", "saves", "first"])
+def test_what_is_slow_and_healthy_is_not_told(bench, how):
+    """For two or three times the limit one rank evaluates, compiles, saves a checkpoint or loads its first batch, and
+    the others wait for it; or all compute what nobody sees."""
     run = bench.launch("hang.py", *ABORT, nproc=2, args=("--how", how))
 
     assert run.code == 0
     assert run.verdict["kind"] == "clean"
     assert "did not come" not in run.stderr
+    assert "has not moved" not in run.stderr
+
+
+@pytest.mark.sample(2, of="slow and healthy")
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_job_that_was_stopped_and_goes_on_is_no_stall(bench, whole):
+    """A laptop that was asleep; Ctrl-Z. Or a debugger that has stopped all ranks, and nothing else."""
+    limit_s = 10
+    process = bench.start(
+        *("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", "--hang-timeout", str(limit_s)),
+        *("--preflight", "off", bench.script("hang.py"), "--how", "paused", "--batches", "30"),
+    )
+    assert process.stdout is not None
+    assert any("in the middle" in line for line in process.stdout)
+    stopped = bench.processes() if whole else bench.running("-mgpuwatch.worker")
+    assert len(stopped) >= (5 if whole else 2)
+    for one in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGSTOP)
+    time.sleep(2.5 * limit_s)
+    for one in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(signal.SIGCONT)
+    run = bench.finish(process)
+
+    assert run.code == 0
+    assert run.verdict["kind"] == "clean"
+    assert "moved for" not in run.stderr
+    assert "did not come" not in run.stderr
 
 
 def test_without_abort_the_job_goes_on_and_a_stall_that_passes_is_no_verdict(bench):
-    run = bench.launch("hang.py", "--hang-timeout", "10", "--preflight", "off", nproc=2, args=("--how", "sleeps"))
+    report = ("--hang-timeout", "10", "--on-hang", "report", "--preflight", "off")
+    run = bench.launch("hang.py", *report, nproc=2, args=("--how", "sleeps"))
 
     assert run.code == 0
     assert run.verdict["kind"] == "clean"
     assert "Rank 1 did not come to the backward's reduction of gradients" in run.stderr
     assert "to have it ended: --on-hang abort" in run.stderr
+
+
+def test_an_attempt_that_stood_still_is_ended_and_the_next_one_starts(bench):
+    """Its verdict is kept beside that of the attempt that went well."""
+    run = bench.launch("hang.py", *ABORT, "--max-restarts", "1", nproc=2, args=("--how", "data", "--only-first"))
+
+    assert (run.code, run.verdict["kind"], run.verdict["attempt"]) == (0, "clean", 1)
+    (before,) = run.report["attempts"]
+    assert before["attempt"] == 0
+    assert (before["hang"]["kind"], before["hang"]["rank"]) == ("hang", 1)
+    assert before["statement"].startswith("Rank 1 did not come to the backward's reduction of gradients")
+    assert before["statement"] in " ".join(run.stderr.split())
+
+
+@pytest.mark.sample(1, of="a rank that does not come")
+def test_where_each_attempt_stands_still_the_last_verdict_is_a_hang(bench):
+    run = bench.launch("hang.py", *ABORT, "--max-restarts", "1", nproc=2, args=("--how", "data"))
+
+    assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (5, "hang", 1)
+    assert [(before["attempt"], before["hang"]["rank"]) for before in run.report["attempts"]] == [(0, 1)]

@@ -123,7 +123,7 @@ class Node:
             versions={},
             rdzv_id="job",
         )
-        self.agent = NodeAgent(config, self.said.append, self.stops.append)
+        self.agent = NodeAgent(config, self.said.append, lambda reason, restart: self.stops.append(reason))
         self.ranks = [Rank(self.scratch, rank, world) for rank in ranks]
         pids = {rank.rank: 1 for rank in self.ranks}
         self.agent.tell(WorkersStarted(0, pids, {rank.rank: rank.rank for rank in self.ranks}))

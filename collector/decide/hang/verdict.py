@@ -12,13 +12,16 @@ from .finding import find_hang
 from .hang_finding import HangFinding
 
 
-def hang_verdict(facts: RunFacts) -> Verdict | None:
-    """None if no rank had stalled, if one has moved since, or if what the others waited for has told its own reason."""
-    ranks = facts.of_attempt(facts.last_attempt)
+def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
+    """None if no rank had stalled, if one has moved since, or if what the others waited for has told its own reason.
+
+    `attempt`: by default the last one; one before it has not gone well.
+    """
+    ranks = facts.of_attempt(facts.last_attempt if attempt is None else attempt)
     looks = last_looks(ranks)
     if (
         not looks
-        or _job_went_well(facts)
+        or (attempt in (None, facts.last_attempt) and _job_went_well(facts))
         or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks)
     ):
         return None
@@ -86,15 +89,13 @@ def verdict_of(
         device=device_of(named) if named is not None else None,
         module=look.module if look is not None else None,
         cls=look.cls if look is not None else None,
-        attempt=facts.last_attempt,
+        attempt=ranks[0].attempt,
         step=where.step if where is not None else None,
         batch=where.batch if where is not None and where.batch >= 0 else None,
         evidence=found.evidence,
         next=found.next,
         concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
-        cascade=cascade_of(
-            facts, facts.last_attempt, {rank for rank in (found.rank, *found.others) if rank is not None}
-        ),
+        cascade=cascade_of(facts, ranks[0].attempt, {rank for rank in (found.rank, *found.others) if rank is not None}),
     )
 
 

@@ -438,10 +438,11 @@ def stalled(rank, limit_s=300.0):
     return EventMessage(Stalled(Where(rank, batch=4), limit_s + 1, limit_s))
 
 
-def look(rank, function, *, still_s=300.0, number=1):
+def look(rank, function, *, still_s=300.0, number=1, limit_s=0.0):
     stack = [StackLine("/torch/distributed/distributed_c10d.py", 1, function)] if function else []
     stack.append(StackLine("/home/me/train.py", 7, "main", "work()"))
-    return EventMessage(RankLook(Where(rank, batch=4), number, still_s, "script", state="S", stack=stack))
+    where = Where(rank, batch=4)
+    return EventMessage(RankLook(where, number, still_s, "script", state="S", stack=stack, limit_s=limit_s))
 
 
 def asked(actions):
@@ -497,6 +498,17 @@ def test_while_one_of_them_still_moves_it_is_no_hang(make):
     cluster.say("a0", look(0, "barrier", still_s=600.0, number=2), 701.0)
     cluster.say("a1", look(1, "", still_s=290.0, number=2), 701.0)
     assert len(told(cluster.tick(701.1))) == 1
+
+
+def test_while_one_of_them_may_rest_for_longer_it_is_no_hang(make):
+    """Rank 1 compiles, saves a checkpoint or loads its first batch, the others wait for it."""
+    cluster = Cluster(make)
+    for number, (still_s, texts) in enumerate([(301.0, 0), (601.0, 0), (1201.0, 1)], 1):
+        at = 1000.0 * number
+        assert asked(cluster.say("a0", stalled(0), at)) == {"a0": number, "a1": number}
+        cluster.say("a0", look(0, "barrier", still_s=still_s, number=number, limit_s=300.0), at + 1)
+        cluster.say("a1", look(1, "", still_s=still_s - 2, number=number, limit_s=1200.0), at + 1)
+        assert len(told(cluster.tick(at + 1.1))) == texts
 
 
 def test_a_late_answer_to_an_earlier_question_counts_for_nothing(make):

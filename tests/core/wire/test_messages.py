@@ -51,6 +51,7 @@ EVENTS = [
     records.Fault(HERE, "forward hook", "KeyError: 1"),
     records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
     records.Stalled(HERE, 301.5, 300.0),
+    records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01"),
     records.RankLook(
         HERE,
         2,

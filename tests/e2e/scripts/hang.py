@@ -48,19 +48,48 @@ def save_checkpoint():
     time.sleep(10_000)
 
 
+class Slow:
+    """Takes long to be saved."""
+
+    def __reduce__(self):
+        time.sleep(30)
+        return (Slow, ())
+
+
+def compiles(graph, inputs):
+    """A backend of torch.compile that takes long."""
+    time.sleep(30)
+    return graph
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--how", required=True)
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--only-first", action="store_true", help="in the attempts after the first one nothing happens")
     options = parser.parse_args()
+    if options.only_first and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        options.how = "nothing"
     dist.init_process_group("gloo")
     me = dist.get_rank() == options.rank
     net = nn.Sequential(Block(), nn.Linear(16, 1))
     ddp = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    if me and options.how == "first":
+        time.sleep(18)
     for batch in range(options.batches):
         now = me and batch == 3
+        if now and options.how == "compiles":
+            torch.compile(lambda x: x + 1, backend=compiles)(torch.ones(2))
+        if options.how == "saves" and batch == 3:
+            if me:
+                torch.save({"model": net.state_dict(), "more": Slow()}, os.devnull)
+            dist.barrier()
+        if options.how == "paused" and batch == 3 and me:
+            print("in the middle", flush=True)
+        if options.how == "paused":
+            time.sleep(0.3)
         x = load_batch(now and options.how == "data")
         net[0].loops = now and options.how == "forward"
         net[0].loops_back = now and options.how == "backward"

@@ -1,11 +1,28 @@
-"""Rank 1 is killed by SIGKILL in the middle of the forward of `middle.deadly`, in batch 2."""
+"""Rank 1 is killed in the middle of the forward of `middle.deadly`, in batch 2: by SIGKILL, or as its argument says."""
 
+import ctypes
+import mmap
 import os
 import signal
+import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+
+def die(how):
+    if how == "SIGBUS":  # as of a full /dev/shm: memory of a mapped file that is not there
+        with tempfile.TemporaryFile() as file:
+            file.truncate(mmap.PAGESIZE)
+            memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+            file.truncate(0)
+            memory[0] = 1
+    elif how == "SIGSEGV":
+        ctypes.string_at(0)
+    else:
+        os.kill(os.getpid(), getattr(signal, how))
 
 
 class Deadly(nn.Module):
@@ -13,7 +30,7 @@ class Deadly(nn.Module):
 
     def forward(self, x):
         if dist.get_rank() == 1 and self.calls == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die(sys.argv[1] if len(sys.argv) > 1 else "SIGKILL")
         self.calls += 1
         return x
 

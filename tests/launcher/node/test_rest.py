@@ -1,6 +1,6 @@
 """How long a rank may rest. Time is a number that the test sets."""
 
-from gpuwatch.launcher.node.rest import BEFORE_FIRST_BATCH_TIMES, LONGEST_REST_TIMES, Rest
+from gpuwatch.launcher.node.rest import BEFORE_FIRST_BATCH_TIMES, LONGEST_REST_TIMES, TAKES_LONG_TIMES, Rest
 
 LIMIT_S = 100.0
 
@@ -76,3 +76,23 @@ def test_a_rank_that_does_not_end_is_told():
     for phase in ("finished", "raised"):
         rest = Rest(0.0)
         assert told(rest, 1e6, phase=phase)
+
+
+def test_where_it_compiles_or_saves_it_may_rest_longer():
+    rest = Rest(0.0)
+    rest.moved((1,), 5, 0.0)
+
+    assert rest.limit_s(5, LIMIT_S) == LIMIT_S
+    assert rest.limit_s(5, LIMIT_S, takes_long=True) == TAKES_LONG_TIMES * LIMIT_S
+    assert rest.limit_s(-1, LIMIT_S, takes_long=True) == BEFORE_FIRST_BATCH_TIMES * LIMIT_S
+
+
+def test_what_passed_while_nobody_looked_was_no_rest():
+    """The laptop was asleep, or the agent was stopped with all the others."""
+    rest = Rest(0.0)
+    rest.moved((1,), 5, 0.0)
+    rest.paused(500.0)
+
+    assert not told(rest, 590.0)
+    assert rest.seconds(590.0) == 90.0
+    assert told(rest, 601.0)

@@ -1,0 +1,63 @@
+"""What faulthandler writes, read again: text as it was written by Python 3.11 and 3.14."""
+
+from __future__ import annotations
+
+from gpuwatch.core.records import StackLine
+from gpuwatch.core.stalls import parse_fatal, parse_stack, takes_long
+
+ASKED = """Current thread 0x00007f01 (most recent call first):
+  File "/home/me/train.py", line 12 in load
+  File "/home/me/train.py", line 41 in <module>
+"""
+FATAL_3_11 = """Fatal Python error: Bus error
+
+Current thread 0x00007f02 (most recent call first):
+  File "/home/me/model.py", line 7 in forward
+  File "/home/me/train.py", line 41 in <module>
+
+Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
+"""
+FATAL_3_14 = """Fatal Python error: Segmentation fault
+
+Current thread 0x00007f02 [python] (most recent call first):
+  File "/home/me/model.py", line 7 in forward
+
+Current thread's C stack trace (most recent call first):
+  Binary file "/usr/bin/python3.14", at _Py_DumpStack+0x31 [0x5e10]
+  Binary file "/usr/lib/libc.so.6", at +0x45330 [0x7a]
+  Binary file "/site/torch/lib/libtorch_cpu.so", at _ZN2at6native4copyE+0x1f [0x7b]
+  <truncated rest of calls>
+
+Extension modules: torch._C (total: 1)
+"""
+MODEL = StackLine("/home/me/model.py", 7, "forward", "x = y")
+
+
+def source(file: str, line: int) -> str:
+    return "    x = y\n" if file.endswith("model.py") else ""
+
+
+def test_a_fatal_signals_stack_comes_after_those_that_were_asked_for():
+    assert parse_fatal(ASKED + FATAL_3_11, source) == [MODEL, StackLine("/home/me/train.py", 41, "<module>")]
+    assert parse_stack(ASKED)[0].line == 12
+
+
+def test_names_of_native_functions_come_first():
+    found = parse_fatal(FATAL_3_14, source)
+
+    assert found[-1] == MODEL
+    assert found[-2] == StackLine("/site/torch/lib/libtorch_cpu.so", 0, "_ZN2at6native4copyE")
+    assert found[-2].short == "_ZN2at6native4copyE of libtorch_cpu.so"
+    assert found[-1].short == "model.py:7 in forward: x = y"
+
+
+def test_without_one_there_is_none():
+    assert parse_fatal(ASKED) == parse_fatal("") == parse_fatal("Fatal Python error: ") == []
+
+
+def test_a_compiled_model_that_runs_does_not_compile():
+    runs = [StackLine("/site/torch/_dynamo/eval_frame.py", 700, "compile_wrapper")]
+
+    assert not takes_long(runs)
+    assert takes_long([*runs, StackLine("/site/torch/_dynamo/convert_frame.py", 1, "__call__")])
+    assert takes_long([StackLine("/site/torch/serialization.py", 900, "save")])
