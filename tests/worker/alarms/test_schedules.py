@@ -127,12 +127,18 @@ def run(path, fault: str, streams: list[int]) -> tuple[list[tuple[Any, ...]], li
         path.unlink()
 
 
+class Truth(dict[str, Any]):
+    """Fault -> what the host's own numbers tell. Short in the report of an example that fails."""
+
+    def __repr__(self) -> str:
+        return "Truth(...)"
+
+
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory, schedule):
-    """Fault -> what the host's own numbers tell."""
     schedule(None)
     folder = tmp_path_factory.mktemp("host")
-    return {fault: run(folder / f"{fault}.recorder", fault, []) for fault in FAULTS}
+    return Truth({fault: run(folder / f"{fault}.recorder", fault, []) for fault in FAULTS})
 
 
 def numbers(pages: list[list[Frame]]) -> list[list[tuple[Any, ...]]]:
