@@ -54,9 +54,15 @@ class HeadCollector:
     def end(self, timeout_s: float) -> None:
         """The job is over here: close its input and wait. After `timeout_s` it is left to itself, for other nodes."""
         self._ending.set()
-        code = self._child.end(timeout_s, kill=False)
-        if code is not None and code < 0 and isinstance(self.answer, Bound) and self._start_again():
-            self._child.end(timeout_s, kill=False)  # it was killed, and other nodes may not have the verdict yet
+        lives = Lives()
+        while (code := self._child.end(timeout_s, kill=False)) is not None and code < 0:
+            pause_s = lives.ended()  # it was killed, and other nodes may not have the verdict yet
+            if pause_s is None or not isinstance(self.answer, Bound):
+                break
+            time.sleep(pause_s)
+            lives.began()
+            if not self._start_again():
+                break
 
     def _first_word(self) -> Bound | CannotBind | None:
         timer = threading.Timer(_FIRST_WORD_S, self._child.kill)

@@ -45,7 +45,7 @@ def test_no_name_forges_a_line_or_reaches_the_terminal(make, place):
     report = report_of(make, place)
     text = render_text(report, width=2000)
     assert all(line.isprintable() for line in text.splitlines())
-    assert [line for line in text.splitlines() if line.startswith("VERDICT")] == ["VERDICT  overflow, established"]
+    assert [line for line in text.splitlines() if line.startswith("VERDICT")] == ["VERDICT  overflow, supported"]
     assert json.loads(to_json(report))["verdict"]["kind"] == "overflow"
 
 
