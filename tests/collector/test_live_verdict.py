@@ -41,7 +41,8 @@ def live():
 
 def overflow(make, rank, seq):
     batch = make.Batch(rank, seq=seq)
-    batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    given, weights = [batch.tensor()], {"weight": batch.tensor()}
+    batch.call("fc", "Linear", given=given, returned=[batch.tensor(make.INF)], weights=weights)
     return batch
 
 

@@ -16,7 +16,7 @@ from gpuwatch.core.wire.messages import AgentMessage, encode
 def overflow(make):
     batch = make.Batch(0)
     x, h, y = batch.tensor(), batch.tensor(2.0), batch.tensor(make.INF)
-    batch.call("fc1", "Linear", given=[x], returned=[h])
+    batch.call("fc1", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()})
     batch.call("fc2", "Linear", given=[h], returned=[y])
     return [make.hello(nproc=1), *batch.messages(), make.ended(0, 1)]
 

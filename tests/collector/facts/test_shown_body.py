@@ -83,7 +83,7 @@ def test_the_json_holds_no_control_character(make, place):
 
 def test_a_hostile_root_is_still_the_page_of_its_anomaly(make):
     report = report_of(make, "root")
-    assert report.verdict.certainty == "established"
+    assert report.verdict.certainty == "supported"  # a fault of gpuwatch's own is in it
     assert report.ranks[0].frames
 
 

@@ -84,7 +84,8 @@ def test_ranks_that_met_the_same_share_a_line(make):
 
     def alike(rank):
         batch = make.Batch(rank, seq=1)
-        batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+        given, weights = [batch.tensor()], {"weight": batch.tensor()}
+        batch.call("fc", "Linear", given=given, returned=[batch.tensor(make.INF)], weights=weights)
         return batch
 
     report = report_of(make, *map(alike, range(4)))
