@@ -14,6 +14,8 @@ _SETTINGS = "settings.json"
 _PROCESS = "process-{pid}.recorder"
 PROCESSES = _PROCESS.format(pid="*")
 RANKS = "rank-*.recorder"
+UNWATCHED = "unwatched-*"
+"""Why a Python process could not be watched."""
 
 
 def write_settings(folder: Path, settings: WorkerSettings) -> None:

@@ -27,10 +27,17 @@ _LAST_LINE_S = 2.0
 
 
 class Helpers:
-    """Of one node. `nproc` is how many ranks it has; 0: not known yet."""
+    """Of one node. `nproc` is how many ranks it has; 0: not known yet. `starter` is who starts them."""
 
     def __init__(
-        self, args: argparse.Namespace, plan: Plan, keys: JobKeys, nproc: int, command: list[str], job: Job | None
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        keys: JobKeys,
+        nproc: int,
+        command: list[str],
+        job: Job | None,
+        starter: str = "torchrun",
     ) -> None:
         self._args = args
         self._plan = plan
@@ -38,6 +45,7 @@ class Helpers:
         self._nproc = nproc
         self._command = command
         self._job = job
+        self._starter = starter
         self._collector: HeadCollector | None = None
         self._agent: NodeAgent | None = None
         self.run_dir: Path | None = None
@@ -154,6 +162,7 @@ class Helpers:
             check_only=self._args.check_only,
             job=job.on_the_wire if job is not None else None,
             hang_timeout_s=self._args.hang_timeout,
+            starter=self._starter,
         )
         self._agent = NodeAgent(config, say, stop)
 

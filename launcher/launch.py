@@ -26,6 +26,7 @@ from ..core.errors import UsageError
 from ..core.exits import ExitCode
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
+from ..core.run_folder import RUN_VARIABLE
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
     LaunchDone,
@@ -54,6 +55,11 @@ from .stuck import PATIENCE_S, watch_torchrun
 
 def launch(arguments: list[str]) -> int:
     """Run a job. Returns the exit code; raises UsageError when the options cannot work."""
+    if os.environ.get(RUN_VARIABLE):
+        raise UsageError(
+            "expected gpuwatch launch outside of gpuwatch run, found one inside the other, and both would watch the "
+            "ranks; write gpuwatch launch alone, or gpuwatch run -- torchrun with the same arguments"
+        )
     parser = get_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)

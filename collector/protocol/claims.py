@@ -21,6 +21,11 @@ class Claims:
     _node_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
     _ranks_of_node: dict[tuple[int, str], int] = field(default_factory=dict)
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks were spoken of."""
+        return len({rank for _, rank in self._node_of_rank})
+
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
         """Whether a node that said hello with so many ranks (0: with any number) may say this.
 

@@ -51,7 +51,14 @@ class Ranks:
         self._tell = tell
         self._told_end = ended
         self._ranks: dict[Path, _Rank] = {}
-        self._any_failed = False
+        self.any_failed = False
+        """A rank has ended badly."""
+        self.stopping = False
+        """The command has ended, or is being ended: its ranks end for that reason."""
+
+    def has(self, pid: int) -> bool:
+        """Whether a process is a rank."""
+        return any(rank.process is not None and rank.process.pid == pid for rank in self._ranks.values())
 
     @property
     def running(self) -> list[int]:
@@ -70,9 +77,9 @@ class Ranks:
                 self._start(path, header)
         if not self._ranks:
             self._adopt(lambda header: header.trains and header.world_size == 1)
-        for rank in self._ranks.values():
-            if not rank.ended and (rank.process is None or rank.process.has_ended()):
-                self._end(rank, own_codes)
+        ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank)]
+        for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
+            self._end(rank, code, rank.process is not None and rank.process.pid in own_codes)
 
     def last_look(self, own_codes: dict[int, int]) -> None:
         """The command has ended. If nothing became a rank for sure, what had a model was one."""
@@ -111,17 +118,26 @@ class Ranks:
         self._ranks[path] = _Rank(header.rank, header.attempt, process)
         self._tell(WorkersStarted(header.attempt, {header.rank: header.pid}, {header.rank: header.local_rank}))
 
-    def _end(self, rank: _Rank, own_codes: dict[int, int]) -> None:
-        code = None
-        if rank.process is not None:
-            code = own_codes.get(rank.process.pid)
-            code = rank.process.code() if code is None else code
+    def _code(self, rank: _Rank, own_codes: dict[int, int]) -> int | None:
+        if rank.process is None:
+            return None
+        code = own_codes.get(rank.process.pid)
+        return rank.process.code() if code is None else code
+
+    def _end(self, rank: _Rank, code: int | None, is_own: bool) -> None:
+        """Whoever started the ranks ends the others once one has failed: by SIGTERM, which nobody can tell from one
+        that came from elsewhere, and then by others."""
         rank.ended = True
-        # whoever started the ranks ends the others once one has failed
-        stopped = self._any_failed and code in (-signal.SIGTERM, -signal.SIGKILL)
-        self._any_failed = self._any_failed or bool(code)
+        stopped = code == -signal.SIGTERM and not is_own
+        stopped = stopped or ((self.any_failed or self.stopping) and code in (-signal.SIGKILL, -signal.SIGINT))
+        self.any_failed = self.any_failed or (bool(code) and not stopped)
         self._told_end(rank.attempt, rank.rank, code)
         self._tell(WorkersEnded(rank.attempt, {rank.rank: code}, [] if stopped else [rank.rank]))
+
+
+def _has_ended(rank: _Rank) -> bool:
+    """Whether it has since the last look."""
+    return not rank.ended and (rank.process is None or rank.process.has_ended())
 
 
 def _read(path: Path) -> _Header | None:

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
-from ...core.run_folder import RUN_VARIABLE, write_settings
+from ...core.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
 from ...core.wire.pipe import LaunchDone
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
@@ -61,7 +62,7 @@ class _Run:
     def __init__(self, args: argparse.Namespace, plan: Plan, command: list[str], job: Job | None) -> None:
         self._args = args
         self._job = job
-        self._helpers = Helpers(args, plan, job_keys(args, plan), 0, command, job)
+        self._helpers = Helpers(args, plan, job_keys(args, plan), 0, command, job, "the command")
         self._stop = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._ended_by: signal.Signals | None = None
@@ -103,8 +104,9 @@ class _Run:
             self._turn()
         own = {process.pid: process.returncode}
         self._ranks.last_look(own)
+        self._ranks.stopping = True
         self._wait_for_ranks(own)
-        return process.returncode
+        return int(process.returncode)
 
     def _turn(self) -> None:
         self._take_signal(_TICK_S)
@@ -124,6 +126,7 @@ class _Run:
         """First in a way that it can hear, then in one that it cannot."""
         if not self._kill_at:
             self._kill_at = now + _GRACE_S
+            self._ranks.stopping = True
             process.terminate()
         elif now >= self._kill_at:
             process.kill()
@@ -167,12 +170,9 @@ class _Run:
 
     def _finish(self, code: int) -> int:
         """Wait for the verdict, print it, and say what to exit with."""
-        by = self._ended_by
-        if by is not None and code != 0:
-            done = LaunchDone("signal", int(by))
-            say(f"got {by.name}; writing the report (Ctrl-C: leave at once)")
-        else:
-            done = LaunchDone("ok" if code == 0 else "failed")
+        done = self._outcome(code)
+        if self._ended_by is not None and done.outcome == "signal":
+            say(f"got {self._ended_by.name}; writing the report (Ctrl-C: leave at once)")
         self._helpers.tell(done)
         own = shell_code(code)
         if not self._wait_for_verdict():
@@ -184,6 +184,27 @@ class _Run:
             return self._exit_code(own, int(ExitCode.UNKNOWN), "unknown")
         print(verdict.text, file=sys.stderr, flush=True)
         return self._exit_code(own, verdict.exit_code, verdict.kind)
+
+    def _outcome(self, code: int) -> LaunchDone:
+        note = "" if self._ranks.heard else self._why_no_rank()
+        if code == 0:
+            return LaunchDone("ok", note=note)
+        if self._ended_by is not None:
+            return LaunchDone("signal", int(self._ended_by), note=note)
+        process = self._process
+        if code < 0 and process is not None and not self._ranks.has(process.pid) and not self._ranks.any_failed:
+            return LaunchDone("signal", -code, "it was sent to the command", note=note)
+        return LaunchDone("failed", note=note)
+
+    def _why_no_rank(self) -> str:
+        """What Python processes have left behind that could not be watched; else what it can be."""
+        for path in sorted(self._scratch.glob(UNWATCHED)):
+            with suppress(OSError):
+                return f"{path.read_text()[:500]}: install gpuwatch into that Python, too"
+        return (
+            "no Python below the command has imported torch and made a model or joined a process group, as far as can "
+            "be seen: python -S, -I and -E, env -i and containers hide it"
+        )
 
     def _wait_for_verdict(self) -> bool:
         """False if the user would not wait."""
