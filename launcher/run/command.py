@@ -61,6 +61,19 @@ def _prepare(blocked: Collection[int]) -> Callable[[], None]:
     return prepare
 
 
+def exit_code(own: int, verdict: int, kind: str, *, stopped: bool) -> int:
+    """What a run exits with: as its command has, unless there was an overflow, or the run has ended it (`stopped`).
+
+    `own` is the command's code as a shell has it, `verdict` and `kind` are the verdict's. The verdict's counts, too,
+    where the command itself has nothing to tell: it has left with 0, and something is wrong or not proven.
+    """
+    if kind in ("overflow", "preflight"):
+        return verdict
+    if kind == "interrupted":
+        return own
+    return verdict if own == 0 or (stopped and verdict) else own
+
+
 def shell_code(returncode: int) -> int:
     """The exit code that a shell would have for it."""
     return 128 - returncode if returncode < 0 else returncode

@@ -70,18 +70,18 @@ class Ranks:
         """Whether there was any."""
         return bool(self._ranks)
 
-    def look(self, own_codes: dict[int, int]) -> None:
-        """Find new ones, and those that have ended. `own_codes`: exit codes of our own child, by pid."""
+    def look(self, own_codes: dict[int, int | None]) -> None:
+        """Find new ones, and those that have ended. `own_codes`: those of commands, by pid; None for one that runs."""
         for path in sorted(self._folder.glob(RANKS)):
             if path not in self._ranks and (header := _read(path)) is not None:
                 self._start(path, header)
         if not self._ranks:
             self._adopt(lambda header: header.trains and header.world_size == 1)
-        ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank)]
+        ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
         for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
             self._end(rank, code, rank.process is not None and rank.process.pid in own_codes)
 
-    def last_look(self, own_codes: dict[int, int]) -> None:
+    def last_look(self, own_codes: dict[int, int | None]) -> None:
         """The command has ended. If nothing became a rank for sure, what had a model was one."""
         self.look(own_codes)
         if not self._ranks:
@@ -118,7 +118,7 @@ class Ranks:
         self._ranks[path] = _Rank(header.rank, header.attempt, process)
         self._tell(WorkersStarted(header.attempt, {header.rank: header.pid}, {header.rank: header.local_rank}))
 
-    def _code(self, rank: _Rank, own_codes: dict[int, int]) -> int | None:
+    def _code(self, rank: _Rank, own_codes: dict[int, int | None]) -> int | None:
         if rank.process is None:
             return None
         code = own_codes.get(rank.process.pid)
@@ -135,9 +135,11 @@ class Ranks:
         self._tell(WorkersEnded(rank.attempt, {rank.rank: code}, [] if stopped else [rank.rank]))
 
 
-def _has_ended(rank: _Rank) -> bool:
-    """Whether it has since the last look."""
-    return not rank.ended and (rank.process is None or rank.process.has_ended())
+def _has_ended(rank: _Rank, own_codes: dict[int, int | None]) -> bool:
+    """Whether it has since the last look; of a command, whoever has started it says so."""
+    if rank.ended or rank.process is None:
+        return not rank.ended
+    return own_codes.get(rank.process.pid, 0) is not None and rank.process.has_ended()
 
 
 def _read(path: Path) -> _Header | None:

@@ -171,7 +171,7 @@ def test_a_rank_is_killed(bench):
 def test_the_run_itself_is_killed(bench):
     process = started(bench, *waiting(bench))
     process.kill()
-    process.wait()
+    process.communicate(timeout=400)  # until nobody holds its output any more
     _, alive = psutil.wait_procs(bench.processes(), timeout=120)
 
     assert alive == []
