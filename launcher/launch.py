@@ -26,7 +26,7 @@ from ..core.errors import UsageError
 from ..core.exits import ExitCode
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.run_folder import RUN_VARIABLE
+from ..core.recorder.run_folder import RUN_VARIABLE
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
     LaunchDone,

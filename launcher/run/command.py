@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from ...core.run_folder import RUN_VARIABLE
+from ...core.recorder.run_folder import RUN_VARIABLE
 
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127

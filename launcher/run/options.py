@@ -16,7 +16,7 @@ def get_run_parser() -> argparse.ArgumentParser:
         prog="gpuwatch run",
         usage="gpuwatch run [options] -- COMMAND...",
         description="Runs a command as it stands and watches every process below it that becomes a rank, whatever "
-        "starts the ranks: accelerate, DeepSpeed, Lightning, mpirun, srun, torchrun, torch.multiprocessing.spawn.",
+        "starts the ranks: accelerate, DeepSpeed, Lightning, Ray, mpirun, torchrun, torch.multiprocessing.spawn.",
     )
     group = parser.add_argument_group("gpuwatch")
     add_watching_options(group)

@@ -12,7 +12,7 @@ import msgspec
 
 from ...core.recorder.layout import Field, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
-from ...core.run_folder import PROCESSES, RANKS
+from ...core.recorder.run_folder import PROCESSES, RANKS
 from ...core.wire.pipe import WorkersEnded, WorkersStarted
 from .other_process import OtherProcess
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
-from ...core.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
+from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
 from ...core.wire.pipe import LaunchDone
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import gpuwatch
 import psutil
 import pytest
-from gpuwatch.core.run_folder import RUN_VARIABLE
+from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
 from gpuwatch.launcher.run.command import PATH_FOLDER
 
 PYTHON = sys.executable

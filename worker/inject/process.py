@@ -19,8 +19,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.recorder.layout import Field, RankPhase, file_name
+from ...core.recorder.run_folder import RUN_VARIABLE, process_file, read_settings
 from ...core.records import Fault
-from ...core.run_folder import RUN_VARIABLE, process_file, read_settings
 from ...core.settings import WorkerSettings
 from ..imports import after_import
 from ..session import Session, open_session

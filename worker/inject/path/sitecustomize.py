@@ -7,7 +7,7 @@ imports nothing. A process that never looks for torch pays for no more than that
 import os
 import sys
 
-_VARIABLE = "GPUWATCH_RUN"  # core/run_folder.py
+_VARIABLE = "GPUWATCH_RUN"  # core/recorder/run_folder.py
 _finders: "list[object]" = sys.meta_path  # type: ignore[assignment]  # naming the right type needs imports
 _HERE = os.path.dirname(__file__)  # noqa: PTH120  # pathlib takes longer to import than all that is done here
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from .settings import WorkerSettings
+from ..settings import WorkerSettings
 
 RUN_VARIABLE = "GPUWATCH_RUN"
 """The scratch folder of the run. worker/inject/path/sitecustomize.py, which may import nothing, has it by this name."""
