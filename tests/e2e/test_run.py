@@ -57,6 +57,28 @@ def test_ranks_compute_the_same_bits(bench, command):
 
 
 @pytest.mark.slow
+def test_forks_of_a_process_that_was_watched_are_ranks(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("forked.py"), *RANK_1)
+
+    assert watched.code == 4
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["module"]) == ("overflow", 1, "block.widen")
+    assert [rank["rank"] for rank in watched.report["ranks"]] == [0, 1]
+
+
+@pytest.mark.slow
+def test_helpers_of_a_rank_are_no_ranks(bench):
+    script = bench.script("with_helpers.py")
+    command = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, *NEVER)
+    watched = bench.gpuwatch("run", "--", *command)
+
+    assert watched.code == 0
+    assert (watched.verdict["kind"], watched.verdict["certainty"]) == ("clean", "established")
+    ranks = [(rank["rank"], rank["attempt"], rank["batch"]) for rank in watched.report["ranks"]]
+    assert ranks == [(0, 0, 5), (1, 0, 5)]
+
+
+@pytest.mark.slow
 def test_ranks_that_a_shell_starts(bench, port):
     watched = bench.gpuwatch("run", "--", *by_hand(bench, port, *NEVER))
 
@@ -110,6 +132,14 @@ def test_an_overflow_that_was_asked_to_go_on_is_told(bench):
 
     assert watched.code == 4
     assert len(watched.stdout.splitlines()) == 4, "the script went on to its end"
+
+
+@pytest.mark.slow
+def test_a_script_that_swallows_the_abort_is_ended(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("alone.py"), "overflow", "swallow")
+
+    assert watched.code == 4
+    assert "stopping the command: another rank has aborted the job" in watched.stderr
 
 
 # -- what ends it -----------------------------------------------------------------------------------------------

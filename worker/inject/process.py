@@ -47,7 +47,7 @@ class Claim:
         if rank is None or size is None or rank >= size:
             return None
         local_rank = _number("LOCAL_RANK")
-        return cls(rank, local_rank or 0, size, local_rank is not None)
+        return cls(rank, local_rank or 0, size, local_rank is not None and not _is_child_of_a_rank())
 
 
 def begin(folder: str, path_folder: str) -> None:
@@ -147,10 +147,18 @@ class _Process:
         elif not self._is_sure:
             self._rename(self._session, rank, local_rank, world_size)
         else:
-            self._session.recorder.fields[Field.WORLD_SIZE] = world_size
+            self._join_again(self._session, rank, world_size)
             return
         self._is_sure = True
         self._clean_the_environment()
+
+    def _join_again(self, session: Session, rank: int, world_size: int) -> None:
+        """It has joined another group after its first. Its name in the report is that of the first."""
+        if rank != session.rank:
+            text = f"rank {session.rank} has joined a second group, of {world_size} ranks, as rank {rank}"
+            session.recorder.append(Fault(session.where(), "run", text))
+        else:
+            session.recorder.fields[Field.WORLD_SIZE] = world_size
 
     def _open_rank(self, rank: int, local_rank: int, world_size: int) -> None:
         for settings in self._attempts():
@@ -221,6 +229,16 @@ class _Process:
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "").strip()
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _is_child_of_a_rank() -> bool:
+    """Whether the parent is a Python that was given the same rank: its child may be a helper of that rank."""
+    try:
+        parent = Path("/proc", str(os.getppid()))
+        is_python = (parent / "exe").readlink().name.startswith("python")
+        return is_python and f"RANK={os.environ['RANK']}".encode() in (parent / "environ").read_bytes().split(b"\0")
+    except OSError:  # not on Linux, or another user's
+        return False
 
 
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
