@@ -104,8 +104,8 @@ def options_of(parser: argparse.ArgumentParser) -> LaunchOptions:
 
 def _check(parser: argparse.ArgumentParser, submission: Submission, verb: Verb) -> None:
     """What would only be found wrong once the job runs, hours later."""
-    from ..launcher.arguments.options import check_together
     from ..launcher.arguments.prepare import expect_script
+    from ..launcher.arguments.watching_options import check_together
 
     if verb == "launch" and not submission.script:
         raise UsageError("expected a script to run, found none: gpuwatch submit [options] train.py")

@@ -13,6 +13,7 @@ from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import HELP
 from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
+from gpuwatch.launcher.run.options import get_run_parser
 
 PAGE = Path(__file__).parent / "options.md"
 TOP = """\
@@ -30,6 +31,8 @@ def page() -> str:
         TOP,
         "## gpuwatch launch\n\nAll options of torchrun, and these. A default stands in parentheses.\n",
         table((flag(action), help_of(action)) for action in launch),
+        "## gpuwatch run\n\n`gpuwatch run [options] -- COMMAND...`\n",
+        table((flag(action), help_of(action)) for action in own_options(get_run_parser())),
         "## gpuwatch check\n\nAll options of torchrun, and these. It takes no script.\n",
         table((flag(action), help_of(action)) for action in check),
         "## gpuwatch submit\n",

@@ -16,23 +16,19 @@ from types import TracebackType
 
 import msgspec
 import psutil
-import zmq
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
-from ..core import host
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
+from ..core.recorder.run_folder import RUN_VARIABLE
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
-    AgentConfig,
-    Bound,
-    CollectorConfig,
     LaunchDone,
     PreflightOver,
     StageLine,
@@ -40,28 +36,30 @@ from ..core.wire.pipe import (
     WorkersEnded,
     WorkersStarted,
 )
-from .arguments.options import check_together, get_check_parser, get_parser
+from .arguments.job_keys import job_keys
+from .arguments.options import get_check_parser, get_parser
 from .arguments.plan import Plan, limit_rendezvous, make_plan
-from .arguments.prepare import expect_script, fill_in_from_job, job_keys, number_of_ranks
+from .arguments.prepare import expect_script, fill_in_from_job, number_of_ranks
+from .arguments.watching_options import check_together
 from .arguments.worker_settings import worker_settings
 from .elastic import run_torchrun
-from .head_collector import HeadCollector
+from .helpers import Helpers
 from .live_lines import live_lines
-from .node_agent import NodeAgent
 from .overflows import Overflows
 from .say import say
 from .scheduler.job import Job
-from .scratch import KEPT_ATTEMPTS, RESCUED, keep_rescued, make_scratch, remove_scratch
+from .scratch import KEPT_ATTEMPTS, keep_rescued, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
-
-_CHILD_END_S = 20.0
-_LAST_LINE_S = 2.0
-"""For the collector's last line, which was written before the verdict was sent."""
 
 
 def launch(arguments: list[str]) -> int:
     """Run a job. Returns the exit code; raises UsageError when the options cannot work."""
+    if os.environ.get(RUN_VARIABLE):
+        raise UsageError(
+            "expected gpuwatch launch outside of gpuwatch run, found one inside the other, and both would watch the "
+            "ranks; write gpuwatch launch alone, or gpuwatch run -- torchrun with the same arguments"
+        )
     parser = get_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)
@@ -110,16 +108,13 @@ class _Launch:
         self._nproc = nproc
         self._command = command
         self._job = job
-        self._collector: HeadCollector | None = None
-        self._agent: NodeAgent | None = None
+        self._helpers = Helpers(args, plan, keys, nproc, command, job)
         self._stop = threading.Event()
         self._end_attempt = threading.Event()
         self._any_started = False
-        self._hurry = False
         self._ranks: list[psutil.Process] = []
         self._unseen: list[psutil.Process] = []
         self._finishing = threading.Lock()
-        self._run_dir: Path | None = None
         self._live = live_lines(check_only=args.check_only)
 
     def run(self) -> int:
@@ -139,10 +134,11 @@ class _Launch:
         """Children up, and torchrun to its end. A signal ends both, and is told to the collector in every case."""
         try:
             with self._signals.held():  # an early one is in the report, too, and leaves no child behind
-                address = self._start_collector()
-                logs = self._run_dir / "logs" if self._run_dir is not None else self._scratch
+                address = self._helpers.start_collector(self._scratch, self._show)
+                run_dir = self._helpers.run_dir
+                logs = run_dir / "logs" if run_dir is not None else self._scratch
                 self.settings = worker_settings(self._args, self._scratch, logs)
-                self._start_agent(address)
+                self._helpers.start_agent(address, self._scratch, self._stop_ranks)
             say(self._what_runs())
             return self._run_torchrun()
         except TimeLimitNear:
@@ -155,13 +151,8 @@ class _Launch:
     def _clear_up(self) -> None:
         self._live.close()
         self._kill_ranks()
-        self._end_children()
-        rescued = keep_rescued(self._scratch)
-        if rescued is not None:
-            say(
-                f"the runs' folder took no more: the store and what was written beside it have moved from "
-                f"{self._scratch / RESCUED} to {rescued}; read it with: gpuwatch report {rescued}"
-            )
+        self._helpers.end()
+        keep_rescued(self._scratch, say)
         remove_scratch(self._scratch)
 
     def _leave_torchrun(self) -> None:
@@ -188,89 +179,12 @@ class _Launch:
 
     # -- the children -------------------------------------------------------------------------------------------
 
-    def _start_collector(self) -> str:
-        """Start the collector if it is ours to start. Returns the address for the node agent."""
-        plan = self._plan
-        if not plan.hosts:
-            return plan.connect
-        config = CollectorConfig(
-            bind=plan.bind,
-            public_key=self._keys.collector.public.decode(),
-            private_key=self._keys.collector.private.decode(),
-            agent_public_key=self._keys.agent.public.decode(),
-            viewer_public_key=self._keys.viewer.public.decode(),
-            runs_dir=str(Path(self._args.runs_dir).absolute()),
-            rdzv_id=plan.job,
-            max_frames=self._args.max_frames,
-            run_name=self._args.run_name or "",
-            on_hang=self._args.on_hang,
-            fallback=str(self._scratch / RESCUED),
-        )
-        self._collector = HeadCollector(config, say, self._show)
-        answer = self._collector.answer
-        if isinstance(answer, Bound):
-            self._run_dir = Path(answer.run_dir)
-            say(f"the report will be in {_relative(answer.run_dir)}")
-            return plan.connect or answer.address
-        if answer is None:
-            say("the collector did not start; training on, and this node's own records will be kept")
-        elif not answer.in_use:
-            raise UsageError(
-                f"expected to start a collector at {plan.bind}, found: {answer.reason}; "
-                "pass another --runs-dir DIR or --collector-port PORT"
-            )
-        self._end_collector()
-        if answer is not None and not (plan.may_join and self._is_our_collector(plan.connect)):
-            raise UsageError(
-                f"the port of {plan.bind.removeprefix('tcp://')} is in use by something that is not this run's "
-                "collector; pass a free one with --collector-port PORT, the same on every node"
-            )
-        return plan.connect
-
     def _show(self, line: StageLine | PreflightOver) -> None:
         """A line of the preflight."""
         if isinstance(line, StageLine):
             self._live.show(line)
         else:
             self._live.over(line)
-
-    def _is_our_collector(self, address: str) -> bool:
-        """Whether who listens at `address` has the private key of this job's collector: the handshake tells."""
-        context = zmq.Context()
-        probe = context.socket(zmq.DEALER)
-        try:
-            probe.linger = 0
-            probe.curve_serverkey = self._keys.collector.public
-            probe.curve_publickey, probe.curve_secretkey = self._keys.agent
-            monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            probe.connect(address)
-            return bool(monitor.poll(5000))
-        finally:
-            probe.disable_monitor()
-            probe.close(linger=0)
-            context.destroy(linger=0)
-
-    def _start_agent(self, address: str) -> None:
-        plan, job = self._plan, self._job
-        config = AgentConfig(
-            collector=address,
-            server_key=self._keys.collector.public.decode(),
-            public_key=self._keys.agent.public.decode(),
-            private_key=self._keys.agent.private.decode(),
-            recorder_dir=str(self._scratch),
-            spool_dir=str(Path(self._args.runs_dir).absolute()),
-            nproc=self._nproc,
-            min_nodes=plan.min_nodes,
-            max_nodes=plan.max_nodes,
-            command=self._command,
-            versions=host.versions(),
-            rdzv_id=plan.job,
-            trace_batches=self._args.trace_batches,
-            check_only=self._args.check_only,
-            job=job.on_the_wire if job is not None else None,
-            hang_timeout_s=self._args.hang_timeout,
-        )
-        self._agent = NodeAgent(config, say, self._stop_ranks)
 
     def _stop_ranks(self, reason: str, restart: bool) -> None:
         say(f"stopping the ranks of this node: {reason}")
@@ -286,17 +200,6 @@ class _Launch:
                 rank.kill()
             except psutil.Error:
                 pass
-
-    def _end_collector(self) -> None:
-        if self._collector is not None:
-            self._collector.end(0.0 if self._hurry else _CHILD_END_S)
-            self._collector = None
-
-    def _end_children(self) -> None:
-        if self._agent is not None:
-            self._agent.end(0.0 if self._hurry else _CHILD_END_S)
-            self._agent = None
-        self._end_collector()
 
     # -- torchrun -----------------------------------------------------------------------------------------------
 
@@ -360,8 +263,7 @@ class _Launch:
         return not any(_aborted(self._scratch / file_name(rank, attempt)) for rank in ranks)
 
     def _tell(self, message: msgspec.Struct) -> None:
-        if self._agent is not None:
-            self._agent.tell(message)
+        self._helpers.tell(message)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -376,30 +278,23 @@ class _Launch:
         fallback = {"ok": int(ExitCode.UNKNOWN), "failed": int(ExitCode.SCRIPT_FAILED)}.get(
             done.outcome, int(ExitCode.SIGNAL) + done.signal
         )
-        if self._agent is None:  # a second signal came before it was started
-            self._hurry = True
+        if not self._helpers.agent_started:  # a second signal came before it was
+            self._helpers.hurry = True
             return fallback
         try:
-            if self._agent is not None:
-                self._agent.wait()
-            if self._collector is not None:
-                self._collector.told_all.wait(_LAST_LINE_S)
+            self._helpers.wait()
         except (SignalException, KeyboardInterrupt):
-            if self._verdict is None:
-                self._hurry = True
+            if self._helpers.verdict is None:
+                self._helpers.hurry = True
                 return self._exit_code(fallback, "unknown")
         _ignore_signals()  # srun ends all others as soon as the first node has left with the answer that all have
         self._live.close()
-        verdict = self._verdict
+        verdict = self._helpers.verdict
         if verdict is None:
             say("no verdict: the node agent ended without one")
             return self._exit_code(fallback, "unknown")
         self._print(verdict)
         return self._exit_code(verdict.exit_code, verdict.kind)
-
-    @property
-    def _verdict(self) -> Verdict | None:
-        return self._agent.verdict if self._agent is not None else None
 
     def _with_reason(self, done: LaunchDone) -> LaunchDone:
         """With the scheduler's own word for a SIGTERM of its; one node is enough to ask."""
@@ -431,7 +326,9 @@ class _Launch:
             print(verdict.text, file=sys.stderr, flush=True)
         elif self._args.format == "text":
             print(verdict.text, flush=True)
-        elif self._run_dir is not None or self._args.collector is not None:  # of several nodes one: for one reader
+        elif (
+            self._helpers.run_dir is not None or self._args.collector is not None
+        ):  # of several nodes one: for one reader
             try:
                 print(Path(verdict.report).read_text(), flush=True)
             except OSError:
@@ -449,11 +346,6 @@ def _aborted(recorder: Path) -> bool:
     with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
         return reader[Field.ABORT] != 0
     return False
-
-
-def _relative(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
 
 
 def _torch_frames(trace: TracebackType | None) -> TracebackType | None:

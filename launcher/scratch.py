@@ -95,8 +95,8 @@ def remove_scratch(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def keep_rescued(scratch: Path) -> Path | None:
-    """Move what the runs' folder took no more of to where it stays; None if there is nothing."""
+def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: None) -> Path | None:
+    """Move what the runs' folder took no more of to where it stays, and say where; None if there is nothing."""
     source = scratch / RESCUED
     if not source.is_dir():
         return None
@@ -106,6 +106,10 @@ def keep_rescued(scratch: Path) -> Path | None:
             shutil.move(path, folder / path.name)
     except OSError:
         return None
+    say(
+        f"the runs' folder took no more: the store and what was written beside it have moved from {source} to "
+        f"{folder}; read it with: gpuwatch report {folder}"
+    )
     return folder
 
 

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import NoReturn
 
 from ..core.exits import ExitCode
 from ..core.recorder.layout import Field, RankPhase, file_name
-from ..core.recorder.writer import RecorderWriter
-from ..core.records import Fault, ScriptError, ScriptExit
+from ..core.records import Fault
 from ..core.settings import VARIABLE, WorkerSettings
 from .identity import Identity
 from .imports import after_import
-from .peer_failures import is_peer_failure
 from .preflight.run import run_preflight
 from .script import Target, run
-from .session import Session, make_current
-from .stack_file import answer_with_stacks
-
-_TRACEBACK_CHARACTERS = 16000
+from .session import Session, open_session
 
 
 def main(arguments: list[str]) -> None:
@@ -49,29 +43,19 @@ def main(arguments: list[str]) -> None:
         run(Target.parse(arguments), lambda error: None, lambda code: None)
     session.enter(RankPhase.SCRIPT)
     after_import("torch", session.attach_hooks)
-    run(Target.parse(arguments), lambda error: _raised(session, error), lambda code: _finished(session, code))
+    run(Target.parse(arguments), session.raised, session.finished)
 
 
 def _open_session(settings: WorkerSettings) -> Session | None:
     """The session of this rank. None if its recorder cannot be created: then the training goes on unwatched."""
     identity = Identity.from_environment()
+    path = Path(settings.recorder_dir) / file_name(identity.rank, settings.attempt)
     try:
-        recorder = RecorderWriter(
-            Path(settings.recorder_dir) / file_name(identity.rank, settings.attempt),
-            rank=identity.rank,
-            local_rank=identity.local_rank,
-            world_size=identity.world_size,
-            attempt=settings.attempt,
-        )
+        session = open_session(settings, path, identity.rank, identity.local_rank, identity.world_size)
     except OSError as error:
         print(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}", file=sys.stderr)
         return None
-    session = Session(settings, recorder, identity.rank)
-    make_current(session)
-    try:
-        answer_with_stacks(Path(settings.recorder_dir), identity.rank, settings.attempt)
-    except Exception as error:
-        recorder.append(Fault(session.where(), "stacks", f"{type(error).__name__}: {error}"))
+    session.answer_with_stacks()
     return session
 
 
@@ -85,7 +69,7 @@ def _end_check(session: Session | None) -> NoReturn:
     if session is None:
         print("gpuwatch: nothing was checked: the recorder of this rank could not be made", file=sys.stderr)
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
-    _finished(session, ExitCode.CLEAN)
+    session.finished(ExitCode.CLEAN)
     raise SystemExit(ExitCode.CLEAN)
 
 
@@ -103,37 +87,6 @@ def _preflight(session: Session, script: str) -> None:
         if Identity.from_environment().local_rank == 0:  # all ranks have the same sentence
             sys.stderr.write(f"gpuwatch: {sentence}\n")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
-
-
-def _raised(session: Session, error: BaseException) -> None:
-    if not session.is_ours:
-        return
-    session.settle()
-    text = "".join(traceback.format_exception(error))
-    hooks = session.hooks
-    try:
-        message = str(error)
-    except Exception:  # the exception's __str__ raises
-        message = ""
-    session.recorder.append(
-        ScriptError(
-            session.where(),
-            type(error).__name__,
-            message[:2000],
-            text[-_TRACEBACK_CHARACTERS:],
-            hooks.raised_in(error) if hooks is not None else None,
-            is_peer_failure(message),
-        )
-    )
-    session.enter(RankPhase.RAISED)
-
-
-def _finished(session: Session, code: int) -> None:
-    if not session.is_ours:
-        return
-    session.settle()
-    session.recorder.append(ScriptExit(session.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1))))
-    session.enter(RankPhase.FINISHED)
 
 
 if __name__ == "__main__":

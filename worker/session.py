@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core.recorder.layout import Field, HooksState, RankPhase
 from ..core.recorder.writer import RecorderWriter
-from ..core.records import Fault, Where
+from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
+from .peer_failures import is_peer_failure
 from .record.collectives import clock, issued
+from .stack_file import answer_with_stacks
 
 if TYPE_CHECKING:
     from .hooks.forward import Hooks
 
 
 _SETTLE_S = 2.0
+_TRACEBACK_CHARACTERS = 16000
 
 _current: Session | None = None
 """The session of this process, if it is a watched rank."""
@@ -31,6 +36,14 @@ def make_current(session: Session) -> None:
 def current_hooks() -> Hooks | None:
     """The hooks of the run that watches this process. None if there are none, as in a forked process."""
     return _current.hooks if _current is not None and _current.is_ours else None
+
+
+def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: int, world_size: int) -> Session:
+    """Make the recorder of this process, and the session of it. Raises OSError if there is no room or it exists."""
+    recorder = RecorderWriter(path, rank=rank, local_rank=local_rank, world_size=world_size, attempt=settings.attempt)
+    session = Session(settings, recorder, rank)
+    make_current(session)
+    return session
 
 
 class Session:
@@ -53,6 +66,15 @@ class Session:
         self.recorder.fields[Field.PHASE] = phase
         self.recorder.fields[Field.MOVED_NS] = time.monotonic_ns()
 
+    def become(self, settings: WorkerSettings, rank: int, local_rank: int, world_size: int) -> None:
+        """This process was watched before it was known which rank it is, in which attempt."""
+        self.settings, self.rank = settings, rank
+        if self.hooks is not None:
+            self.hooks.progress.settings, self.hooks.progress.rank = settings, rank
+        fields = self.recorder.fields
+        fields[Field.RANK], fields[Field.LOCAL_RANK] = rank, local_rank
+        fields[Field.WORLD_SIZE], fields[Field.ATTEMPT] = world_size, settings.attempt
+
     def where(self) -> Where:
         """The place in the run, for an event."""
         if self.hooks is not None:
@@ -70,6 +92,44 @@ class Session:
                 time.sleep(0.005)
         except Exception as error:
             self.recorder.append(Fault(self.where(), "settle", f"{type(error).__name__}: {error}"))
+
+    def raised(self, error: BaseException) -> None:
+        """The script has ended with this exception."""
+        if not self.is_ours:
+            return
+        self.settle()
+        text = "".join(traceback.format_exception(error))
+        hooks = self.hooks
+        try:
+            message = str(error)
+        except Exception:  # the exception's __str__ raises
+            message = ""
+        self.recorder.append(
+            ScriptError(
+                self.where(),
+                type(error).__name__,
+                message[:2000],
+                text[-_TRACEBACK_CHARACTERS:],
+                hooks.raised_in(error) if hooks is not None else None,
+                is_peer_failure(message),
+            )
+        )
+        self.enter(RankPhase.RAISED)
+
+    def finished(self, code: int) -> None:
+        """The script has come to its end, or has called sys.exit."""
+        if not self.is_ours:
+            return
+        self.settle()
+        self.recorder.append(ScriptExit(self.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1))))
+        self.enter(RankPhase.FINISHED)
+
+    def answer_with_stacks(self) -> None:
+        """Let the node agent ask where this rank stands. Never raises."""
+        try:
+            answer_with_stacks(self.recorder.path.parent, self.rank, self.settings.attempt)
+        except Exception as error:
+            self.recorder.append(Fault(self.where(), "stacks", f"{type(error).__name__}: {error}"))
 
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""

@@ -211,7 +211,7 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         batch=exit_.where.batch if exit_.where.batch >= 0 else None,
         signal=name,
         evidence=[
-            f"torchrun saw rank {first.rank} (pid {pid_of(first)}) end with signal {-exit_.code}; "
+            f"{facts.starter} saw rank {first.rank} (pid {pid_of(first)}) end with signal {-exit_.code}; "
             f"its recorder says: {place}",
             *_fatal_lines(exit_),
         ],
@@ -288,7 +288,7 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         next=[
             "Look for os._exit or sys.exit in what runs there."
             if left_silently(first)
-            else "The script failed by itself: the traceback is above, and as torchrun prints it in the job's output."
+            else "The script failed by itself: the traceback is above, and as it is printed in the job's output."
         ],
         cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in same)}),
     )
@@ -367,12 +367,13 @@ def interrupted_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def unexplained_verdict(facts: RunFacts) -> Verdict | None:
-    """torchrun failed, and nothing says why."""
+    """Who started the ranks has failed, and nothing says why."""
     if not _job_failed(facts):
         return None
+    starter = "torchrun" if facts.starter == "torchrun" else facts.starter.capitalize()
     return Verdict(
         kind="crash",
-        statement="torchrun failed, and no rank said why: see its own output.",
+        statement=f"{starter} failed, and no rank said why: see its own output.",
         certainty="unknown",
         attempt=facts.last_attempt,
         evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],

@@ -102,7 +102,8 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
     if silent > 0:
         found.append(f"{silent} of {_count(wanted, 'node')} {'was' if silent == 1 else 'were'} never heard")
     elif not any_rank:
-        found.append("no rank was heard")
+        notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
+        found.append("no rank was heard" + (f" ({notes[0]})" if notes else ""))
     return found
 
 

@@ -25,7 +25,7 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
         if error is not None:
             found.append(Cascade(rank.rank, f"raised {error.error} after {max(error.where.seq, 0)} collectives"))
         elif rank.exit is not None and rank.exit.code not in (0, None):
-            how = "was stopped by torchrun" if rank.exit.by == "torchrun" else f"ended with {rank.exit.code}"
+            how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else f"ended with {rank.exit.code}"
             found.append(Cascade(rank.rank, f"{how} {doing(rank.exit)}"))
     return found
 

@@ -151,6 +151,17 @@ class RunFacts:
         """There was no script: `gpuwatch check`."""
         return any(node.hello.check_only for node in self.nodes.values() if node.hello is not None)
 
+    @property
+    def announced_ranks(self) -> int:
+        """How many ranks the job has: as its nodes say, or its ranks where the nodes do not know it beforehand."""
+        said = sum(node.hello.nproc for node in self.nodes.values() if node.hello is not None)
+        return said or max((rank.state.world_size for rank in self.ranks.values() if rank.state is not None), default=0)
+
+    @property
+    def starter(self) -> str:
+        """Who has started the ranks, for a sentence: `torchrun`."""
+        return next((node.hello.starter for node in self.nodes.values() if node.hello is not None), "torchrun")
+
     def of_attempt(self, attempt: int) -> list[RankFacts]:
         """Its ranks in order."""
         return [facts for (number, _), facts in sorted(self.ranks.items()) if number == attempt]

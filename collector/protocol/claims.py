@@ -21,8 +21,16 @@ class Claims:
     _node_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
     _ranks_of_node: dict[tuple[int, str], int] = field(default_factory=dict)
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks were spoken of."""
+        return len({rank for _, rank in self._node_of_rank})
+
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
-        """Whether a node that said hello with so many ranks may say this. Binds ranks that nobody has spoken of."""
+        """Whether a node that said hello with so many ranks (0: with any number) may say this.
+
+        Binds ranks that nobody has spoken of.
+        """
         spoken_of = ranks_of(body)
         if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
             return False
@@ -30,7 +38,7 @@ class Claims:
             if (attempt, rank) in self._node_of_rank:
                 continue
             known = self._ranks_of_node.get((attempt, node), 0)
-            if attempt < 0 or rank < 0 or known >= num_ranks or len(self._node_of_rank) >= _MAX_CLAIMS:
+            if attempt < 0 or rank < 0 or 0 < num_ranks <= known or len(self._node_of_rank) >= _MAX_CLAIMS:
                 return False
             self._ranks_of_node[attempt, node] = known + 1
             self._node_of_rank[attempt, rank] = node

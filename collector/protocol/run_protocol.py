@@ -281,7 +281,8 @@ class RunProtocol:
 
     def _conclude_asking(self, now: float) -> list[Action]:
         """When all ranks have told where they stand, or had time enough to."""
-        found = self._asking.conclude(sum(node.hello.nproc for node in self.nodes.values() if not node.replaced), now)
+        announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
+        found = self._asking.conclude(announced or self.claims.num_ranks, now)
         if found is None:
             return []
         ends = self.on_hang == "abort" and found.may_end

@@ -32,6 +32,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     host: str
     pid: int
     nproc: int
+    """Ranks of the node; 0: not known beforehand."""
     min_nodes: int
     max_nodes: int
     command: list[str]
@@ -46,6 +47,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The scheduler's job that it runs in; None outside of one."""
     run: str = ""
     """The run that its launch was welcomed to before; "" at first. No other run's collector takes it."""
+    starter: str = "torchrun"
+    """Who starts the ranks, for a sentence."""
 
 
 class EventMessage(msgspec.Struct, frozen=True, tag="event"):
@@ -165,6 +168,8 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     outcome: str
     """ok, failed, or signal."""
     signal: int = 0
+    note: str = ""
+    """Why no rank was heard, where that is known."""
 
 
 def node_of(agent: str) -> str:

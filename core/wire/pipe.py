@@ -37,6 +37,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """A rank that has not moved for so long is told of; 0: never."""
     run: str = ""
     """The run that the agent before it was welcomed to."""
+    starter: str = "torchrun"
+    """Who starts the ranks, for a sentence. The agent ends them with its launch if that is no torchrun."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):
@@ -67,6 +69,8 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
     """Nodes of the job that the scheduler has lost."""
     told_by: str = ""
     """The scheduler's command that told so."""
+    note: str = ""
+    """Why no rank was heard, where that is known."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone

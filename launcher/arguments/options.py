@@ -4,182 +4,31 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import NoReturn, get_args
 
 from torch.distributed.run import get_args_parser
 
 from ...core.errors import UsageError
-from ...core.settings import Watched, WorkerSettings
-from . import parsers
-from .shared_options import add_collector_options, add_option, add_preflight_options
+from ...core.settings import WorkerSettings
+from .shared_options import SentenceParser, add_collector_options, add_option, add_preflight_options
+from .watching_options import add_watching_options
 
 LAUNCH_TIMEOUT_S = 300.0
 """For the ranks to arrive: on a cold shared file system the import of torch alone can take minutes."""
-HANG_TIMEOUT_S = 300.0
-"""Below the watchdog of NCCL (480 s) and the timeouts of process groups, which end a job and name nobody."""
 CHECK_TIMEOUT_S = 120.0
 """Somebody sits and waits for a check."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, where argparse prints two screens of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (all options: {self.prog} --help)")
-
-
-def check_together(args: argparse.Namespace) -> None:
-    """Options that are right each by itself and make no sense together. Raises UsageError."""
-    if args.measure_cost and args.every > 1:
-        raise UsageError(
-            "expected one of --measure-cost and --every, found both: --measure-cost leaves out every second batch by "
-            "itself; drop one of them"
-        )
-    if args.sync and args.on_overflow == "continue":
-        raise UsageError("expected --on-overflow abort with --sync, which raises where it finds one; found continue")
-    last = args.abort_after_batch
-    unreached = [batch for batch in args.trace_batches if last is not None and batch > last]
-    if unreached:
-        raise UsageError(
-            f"expected --trace-batches up to --abort-after-batch {last}, found {','.join(map(str, unreached))}"
-        )
 
 
 def get_parser() -> argparse.ArgumentParser:
     """torchrun's parser with a group "gpuwatch" of our options."""
     parser = get_args_parser()
-    parser.__class__ = _Parser
+    parser.__class__ = SentenceParser
     parser.prog = "gpuwatch launch"
     parser.description = (
         "Runs a training script under torchrun's elastic agent, watches every rank, and names the first rank and "
         "module to overflow. Every option of torchrun works as it does there; gpuwatch's own are in the last group."
     )
     group = parser.add_argument_group("gpuwatch")
-    add_option(
-        group,
-        "--on-overflow",
-        choices=["abort", "continue"],
-        default="abort",
-        help="when a rank finds inf or nan: end the job (the default), or record it and train on",
-    )
-    add_option(
-        group,
-        "--watch",
-        type=parsers.watched,
-        default=get_args(Watched),
-        metavar="WHAT,WHAT",
-        help="what to look at: forward (inputs and outputs), grads, weights (all three)",
-    )
-    add_option(
-        group,
-        "--modules",
-        action="append",
-        type=parsers.module_pattern,
-        default=[],
-        metavar="PATTERN",
-        help="give frames only to modules whose name matches, such as 'encoder.*'; may be given several times",
-    )
-    add_option(
-        group,
-        "--every",
-        type=parsers.at_least(1, "a number of batches"),
-        default=1,
-        metavar="N",
-        help="look at one batch of N (1); of the others only at what the model returns",
-    )
-    add_option(
-        group,
-        "--sync",
-        action="store_true",
-        help="look, and raise, in the failing module itself: the traceback shows the line; waits for the device",
-    )
-    add_option(
-        group,
-        "--guard-optimizer",
-        action="store_true",
-        help="look at all gradients before each optimizer step and let no non-finite one in; waits for the device",
-    )
-    add_option(
-        group,
-        "--ignore",
-        action="append",
-        type=parsers.row_pattern,
-        default=[],
-        metavar="PATTERN",
-        help="no alarm for modules whose name matches, or 'MODULE:ROLE' for one row; counted in the report",
-    )
-    add_option(
-        group,
-        "--near-overflow",
-        type=parsers.number(0, 64, "powers of two"),
-        default=1.0,
-        metavar="POWERS",
-        help="warn of an output within so many powers of two of its dtype's largest number (1; 0: never)",
-    )
-    add_option(
-        group,
-        "--underflow-share",
-        type=parsers.number(0, 1, "a share"),
-        default=0.1,
-        metavar="SHARE",
-        help="warn of a tensor of low precision with so large a share of subnormal numbers (0.1; 1: never)",
-    )
-    add_option(
-        group,
-        "--scaler-skips",
-        type=parsers.at_least(1, "a number of steps"),
-        default=12,
-        metavar="N",
-        help="after so many steps in a row that a GradScaler skipped, inf in gradients is an overflow (12)",
-    )
-    add_option(
-        group,
-        "--measure-cost",
-        action="store_true",
-        help="leave out every second batch and report what watching the others costs",
-    )
-    add_option(
-        group,
-        "--max-frames",
-        type=parsers.at_least(1, "a number of frames"),
-        default=21,
-        metavar="N",
-        help="frames that the report shows of each rank (21)",
-    )
-    add_option(
-        group,
-        "--trace-batches",
-        type=parsers.batches,
-        default=[],
-        metavar="N,N",
-        help="keep all frames of these batches (the first is 0) in the report",
-    )
-    add_option(
-        group,
-        "--abort-after-batch",
-        type=parsers.at_least(0, "a batch number"),
-        default=None,
-        metavar="N",
-        help="end the job, as a clean one, after this batch",
-    )
-    add_option(
-        group,
-        "--hang-timeout",
-        type=parsers.number(0, 1e6, "a number of seconds"),
-        default=HANG_TIMEOUT_S,
-        metavar="SECONDS",
-        help=f"when a rank has not moved for so long ({HANG_TIMEOUT_S:.0f}; 0: never), ask all ranks where they stand "
-        "and say which one the others wait for; four times as long before the first batch, and three times the longest "
-        "rest that a rank has come back from",
-    )
-    add_option(
-        group,
-        "--on-hang",
-        choices=["report", "abort"],
-        default="abort",
-        help="when no rank moves any more: say so and end the ranks, which --max-restarts may start again (the "
-        "default), or only say so",
-    )
+    add_watching_options(group)
     add_option(
         group,
         "--preflight",
@@ -238,7 +87,7 @@ def get_check_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _CheckParser(_Parser):
+class _CheckParser(SentenceParser):
     """Knows a script that was given by mistake."""
 
     def parse_args(  # type: ignore[override]  # the overloads of argparse are of no use here

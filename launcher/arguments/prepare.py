@@ -1,4 +1,4 @@
-"""What is found out before a launch starts anything: what is wrong in its options, its ranks, its keys."""
+"""What is found out before a launch starts anything: what is wrong in its options and its ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch
 from torch.distributed.run import determine_local_world_size
 
 from ...core.errors import UsageError
-from ...core.wire.keys import JobKeys, derive_keys, random_secret, read_secret
 from ..say import say
 from ..scheduler.cluster import read_job
 from ..scheduler.fill_in import fill_in, given_options
 from ..scheduler.job import Job
-from .plan import Plan, parse_nnodes
+from .plan import parse_nnodes
 
 _NAME_WAIT_S = 30.0
 """A node that was started for this job may be in the name service some seconds later."""
@@ -83,17 +82,3 @@ def number_of_ranks(args: argparse.Namespace) -> int:
     if nproc < 1:
         raise UsageError(f"--nproc-per-node: expected 1 or more, found {nproc}")
     return nproc
-
-
-def job_keys(args: argparse.Namespace, plan: Plan) -> JobKeys:
-    """From the job's secret; without one, made for this launch, or from what all nodes know."""
-    secret = read_secret(args.secret_file)
-    if secret is None and plan.local:
-        secret = random_secret()
-    elif secret is None:
-        say(
-            f"encrypting with keys derived from the rendezvous id {plan.job!r}; to keep others on this network out, "
-            "give every node the same GPUWATCH_SECRET or --secret-file"
-        )
-        secret = f"rendezvous id {plan.job}"
-    return derive_keys(secret, plan.job)

@@ -1,11 +1,20 @@
-"""What `gpuwatch launch` and `gpuwatch check` share: what the preflight tests, and where the report goes."""
+"""What the commands that start a job share: their parser, what the preflight tests, and where the report goes."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
 
+from ...core.errors import UsageError
 from . import parsers
+
+
+class SentenceParser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, where argparse prints two screens of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse."""
+        raise UsageError(f"{message} (all options: {self.prog} --help)")
 
 
 def add_option(group: argparse._ArgumentGroup, name: str, **settings: Any) -> None:

@@ -155,6 +155,7 @@ class Agent:
                 check_only=config.check_only,
                 job=config.job,
                 run=config.run,
+                starter=config.starter,
             )
         )
         self._take_over()
@@ -326,20 +327,28 @@ class Agent:
             self._worst = ExitCode.SCRIPT_FAILED
 
     def _launch_closed(self, now: float) -> None:
-        """The launch was killed. Its ranks may be running still; they are not ours to end."""
+        """The launch was killed. What torchrun has started ends with it; what a command leaves behind is ended."""
         if self._done is None:
             self._launch_gone = True
             adopt_scratch(self._folder)
+            if self._config.starter != "torchrun":
+                self._end_ranks()
             for watch in list(self._ranks.values()):
                 if not psutil.pid_exists(watch.pid):
                     self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
             self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
 
+    def _end_ranks(self) -> None:
+        for watch in self._ranks.values():
+            if not watch.ended:
+                with suppress(OSError):
+                    os.kill(watch.pid, signal.SIGTERM)
+
     def _say_goodbye(self, now: float) -> None:
         """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
-            self._put(Bye(self._done.outcome, self._done.signal))
+            self._put(Bye(self._done.outcome, self._done.signal, self._done.note))
 
     # -- the GPUs -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,18 @@ from msgspec.structs import replace
 
 from ...core.recorder.layout import FRAME, VALUE, Field, file_name
 from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
-from ...core.records import Anomaly, Definition, Fault, GroupState, Where, WorkerEvent, WorkerExit, split_label
+from ...core.records import (
+    Anomaly,
+    Definition,
+    Fault,
+    GroupState,
+    ScriptError,
+    ScriptExit,
+    Where,
+    WorkerEvent,
+    WorkerExit,
+    split_label,
+)
 from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
@@ -77,6 +88,8 @@ class RankWatch:
         """by number of the page, as long as the ring holds something of it"""
         self._anomaly_sent = False
         self._broken = False
+        self._script_ended = False
+        """Whether it has recorded how its script ended."""
         self._history = RankHistory(ranks)
         self._steps = RankSteps()
         self._asked = False
@@ -104,8 +117,10 @@ class RankWatch:
         definitions, events = reader.new_entries()
         messages += self._definitions(definitions)
         self._look_back(reader, definitions, now)
+        events = [self._of_this_rank(event) for event in events]
         messages += [EventMessage(event) for event in events]
         for event in events:
+            self._script_ended = self._script_ended or isinstance(event, ScriptExit | ScriptError)
             self._react(event, now)
         messages += self._due_pages(reader, now)
         return messages
@@ -148,6 +163,9 @@ class RankWatch:
             page=reader[Field.PAGE],
             seq=state.seq,
         )
+        if state.phase == "finished" and not self._script_ended and code is not None:
+            # its own Python could not tell the code that its script ended with (worker/inject/ending.py)
+            messages.append(EventMessage(ScriptExit(where, code)))
         exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         if by == "itself" and code is not None and -code in _FATAL:
             stack = fatal_stack(self._path.parent, self.rank, self.attempt)
@@ -156,6 +174,13 @@ class RankWatch:
         if times is not None:
             messages.append(EventMessage(times))
         return [*messages, *self._history_of(reader, code), Beat([state], {}), EventMessage(exit_)]
+
+    def _of_this_rank(self, event: WorkerEvent) -> WorkerEvent:
+        """What a process has recorded before it was known which rank it is, is this rank's."""
+        where = event.where
+        if (where.rank, where.attempt) == (self.rank, self.attempt):
+            return event
+        return replace(event, where=replace(where, rank=self.rank, attempt=self.attempt))
 
     def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> None:
         """The history and the times of steps decide nothing: without them, everything else goes on."""

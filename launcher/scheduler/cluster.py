@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .job import Job, Variable, nodes, port, read_facts, whole
+from .mpi import read_mpi_job
 from .slurm import SLURM
 
 _SCHEDULERS = (SLURM,)
@@ -34,6 +35,11 @@ def read_job(environ: Mapping[str, str]) -> Job | None:
             return scheduler.read(environ)
     facts = read_facts(_PLAIN, environ)
     return Job(None, **facts) if any(value is not None for value in facts.values()) else None
+
+
+def read_task(environ: Mapping[str, str]) -> Job | None:
+    """The same for a command of which each task is one process: mpirun may run inside of a scheduler's job."""
+    return read_mpi_job(environ) or read_job(environ)
 
 
 def variables(job: Job, fact: str) -> str:

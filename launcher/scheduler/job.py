@@ -83,6 +83,8 @@ class Job:
     """The most on any node."""
     ends: int | None = None
     """When the time limit is reached, in seconds since 1970."""
+    tasks_here: int = 1
+    """On this node."""
 
     @property
     def name(self) -> str:

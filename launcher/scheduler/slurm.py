@@ -72,6 +72,7 @@ _VARIABLES = {
     "gpus": Variable(("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"), _gpus),
     "visible_gpus": Variable(("CUDA_VISIBLE_DEVICES",), _devices, may_be_empty=True),
     "tasks_per_node": Variable(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), _tasks),
+    "tasks_here": Variable(("SLURM_GTIDS",), lambda text: len(text.split(","))),
     "ends": Variable(("SLURM_JOB_END_TIME",), whole),
 }
 
@@ -107,6 +108,7 @@ def read_slurm_job(environ: Mapping[str, str]) -> Job:
         in_step=in_step,
         tasks_per_node=(facts["tasks_per_node"] or 1) if in_step else 1,
         ends=facts["ends"],
+        tasks_here=(facts["tasks_here"] or facts["tasks_per_node"] or 1) if in_step else 1,
     )
 
 

@@ -189,8 +189,7 @@ def large_weight(page: KeptPage, until: int) -> tuple[str, str] | None:
 
 def number_of_ranks(facts: RunFacts, attempt: int) -> int:
     """How many ranks an attempt has: those that were heard, and those that the nodes have announced."""
-    announced = sum(node.hello.nproc for node in facts.nodes.values() if node.hello is not None)
-    return max(announced, len(facts.of_attempt(attempt)))
+    return max(facts.announced_ranks, len(facts.of_attempt(attempt)))
 
 
 def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks: int = 0) -> list[str]:
@@ -221,7 +220,7 @@ def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
     reasons: list[str] = []
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
-    missing = sum(hello.nproc for hello in hellos) - len(facts.of_attempt(attempt))
+    missing = facts.announced_ranks - len(facts.of_attempt(attempt))
     if len(hellos) < expected_nodes:
         reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard")
     if missing > 0:

@@ -32,13 +32,15 @@ class Net(nn.Module):
         return self.head(self.block(x))
 
 
-def main():
+def parse():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--batches", type=int, default=6)
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
+    return parser.parse_args()
+
+
+def train(args):
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -62,4 +64,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    train(parse())

@@ -1,0 +1,172 @@
+"""The collector and the node agent that stand beside a job: started, told, waited for and ended. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from ..core import host
+from ..core.errors import UsageError
+from ..core.wire.keys import JobKeys
+from ..core.wire.pipe import AgentConfig, Bound, CollectorConfig, PreflightOver, StageLine, Verdict
+from .arguments.plan import Plan
+from .head_collector import HeadCollector
+from .node_agent import NodeAgent
+from .say import say
+from .scheduler.job import Job
+from .scratch import RESCUED
+
+_CHILD_END_S = 20.0
+_LAST_LINE_S = 2.0
+"""For the collector's last line, which was written before the verdict was sent."""
+
+
+class Helpers:
+    """Of one node. `nproc` is how many ranks it has; 0: not known yet. `starter` is who starts them."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        keys: JobKeys,
+        nproc: int,
+        command: list[str],
+        job: Job | None,
+        starter: str = "torchrun",
+    ) -> None:
+        self._args = args
+        self._plan = plan
+        self._keys = keys
+        self._nproc = nproc
+        self._command = command
+        self._job = job
+        self._starter = starter
+        self._collector: HeadCollector | None = None
+        self._agent: NodeAgent | None = None
+        self.run_dir: Path | None = None
+        """Where the report will be, if the collector is of this node."""
+        self.hurry = False
+        """Do not wait for them at the end."""
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """None as long as there is none."""
+        return self._agent.verdict if self._agent is not None else None
+
+    @property
+    def agent_started(self) -> bool:
+        """Whether there is an agent."""
+        return self._agent is not None
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Tell the agent something."""
+        if self._agent is not None:
+            self._agent.tell(message)
+
+    def wait(self) -> None:
+        """Until the agent has a verdict or is given up, and the collector has said its last line."""
+        if self._agent is not None:
+            self._agent.wait()
+        if self._collector is not None:
+            self._collector.told_all.wait(_LAST_LINE_S)
+
+    def end(self) -> None:
+        """Both have nothing more to do. Twice does no harm."""
+        if self._agent is not None:
+            self._agent.end(0.0 if self.hurry else _CHILD_END_S)
+            self._agent = None
+        self._end_collector()
+
+    def _end_collector(self) -> None:
+        if self._collector is not None:
+            self._collector.end(0.0 if self.hurry else _CHILD_END_S)
+            self._collector = None
+
+    def start_collector(self, scratch: Path, show: Callable[[StageLine | PreflightOver], object]) -> str:
+        """Start the collector if it is ours to start. Returns the address for the node agent."""
+        plan = self._plan
+        if not plan.hosts:
+            return plan.connect
+        config = CollectorConfig(
+            bind=plan.bind,
+            public_key=self._keys.collector.public.decode(),
+            private_key=self._keys.collector.private.decode(),
+            agent_public_key=self._keys.agent.public.decode(),
+            viewer_public_key=self._keys.viewer.public.decode(),
+            runs_dir=str(Path(self._args.runs_dir).absolute()),
+            rdzv_id=plan.job,
+            max_frames=self._args.max_frames,
+            run_name=self._args.run_name or "",
+            on_hang=self._args.on_hang,
+            fallback=str(scratch / RESCUED),
+        )
+        self._collector = HeadCollector(config, say, show)
+        answer = self._collector.answer
+        if isinstance(answer, Bound):
+            self.run_dir = Path(answer.run_dir)
+            say(f"the report will be in {_relative(answer.run_dir)}")
+            return plan.connect or answer.address
+        if answer is None:
+            say("the collector did not start; training on, and this node's own records will be kept")
+        elif not answer.in_use:
+            raise UsageError(
+                f"expected to start a collector at {plan.bind}, found: {answer.reason}; "
+                "pass another --runs-dir DIR or --collector-port PORT"
+            )
+        self._end_collector()
+        if answer is not None and not (plan.may_join and self._is_our_collector(plan.connect)):
+            raise UsageError(
+                f"the port of {plan.bind.removeprefix('tcp://')} is in use by something that is not this run's "
+                "collector; pass a free one with --collector-port PORT, the same on every node"
+            )
+        return plan.connect
+
+    def _is_our_collector(self, address: str) -> bool:
+        """Whether who listens at `address` has the private key of this job's collector: the handshake tells."""
+        context = zmq.Context()
+        probe = context.socket(zmq.DEALER)
+        try:
+            probe.linger = 0
+            probe.curve_serverkey = self._keys.collector.public
+            probe.curve_publickey, probe.curve_secretkey = self._keys.agent
+            monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            probe.connect(address)
+            return bool(monitor.poll(5000))
+        finally:
+            probe.disable_monitor()
+            probe.close(linger=0)
+            context.destroy(linger=0)
+
+    def start_agent(self, address: str, scratch: Path, stop: Callable[[str, bool], object]) -> None:
+        """`stop` is told why the ranks of this node are to end, and whether torchrun may start them again."""
+        plan, job = self._plan, self._job
+        config = AgentConfig(
+            collector=address,
+            server_key=self._keys.collector.public.decode(),
+            public_key=self._keys.agent.public.decode(),
+            private_key=self._keys.agent.private.decode(),
+            recorder_dir=str(scratch),
+            spool_dir=str(Path(self._args.runs_dir).absolute()),
+            nproc=self._nproc,
+            min_nodes=plan.min_nodes,
+            max_nodes=plan.max_nodes,
+            command=self._command,
+            versions=host.versions(),
+            rdzv_id=plan.job,
+            trace_batches=self._args.trace_batches,
+            check_only=self._args.check_only,
+            job=job.on_the_wire if job is not None else None,
+            hang_timeout_s=self._args.hang_timeout,
+            starter=self._starter,
+        )
+        self._agent = NodeAgent(config, say, stop)
+
+
+def _relative(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

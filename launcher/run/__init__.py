@@ -1,0 +1,1 @@
+"""`gpuwatch run`: a command as it stands, and what becomes a rank below it."""

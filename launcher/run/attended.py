@@ -1,0 +1,112 @@
+"""The command while it runs: the signals that it is to get, and its end where the run asks for it.
+
+The signals are blocked in this process, and taken one by one: who has sent one tells whether the command has it, too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .command import environment_of_ranks, start_command
+
+TICK_S = 0.1
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+RELAYED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+GRACE_S = 30.0
+"""From SIGTERM to SIGKILL, as torchrun has it."""
+_IN_STEP_S = 5.0
+"""A scheduler sends a signal to all processes of a step. What hears SIGTERM twice may leave at once: the command gets
+it again only if it is still there."""
+_SENT_BY_KERNEL = 0x80
+"""si_code of a signal that the terminal sends, to all processes in front of it. (man 2 sigaction)"""
+
+
+def block_signals() -> set[int | signal.Signals]:
+    """To be called before any thread is started. Returns what was blocked before."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, {*RELAYED, signal.SIGCHLD})
+
+
+class AttendedCommand:
+    """`unblocked` is what `block_signals` has returned; `stopping` is called before it is ended from here."""
+
+    def __init__(
+        self, command: list[str], *, unblocked: set[int | signal.Signals], in_step: bool, stopping: Callable[[], None]
+    ) -> None:
+        self._command = command
+        self._unblocked = unblocked
+        self._in_step = in_step
+        self._stopping = stopping
+        self._process: subprocess.Popen[bytes] | None = None
+        self._relay_at: dict[signal.Signals, float] = {}
+        self._kill_at = 0.0
+        self.stop = threading.Event()
+        """Set it to have the command ended."""
+        self.ended_by: signal.Signals | None = None
+        """The signal that this run was to end by."""
+
+    @property
+    def pid(self) -> int:
+        """0 before it is started."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def codes(self) -> dict[int, int | None]:
+        """Its exit code by its process id, negative for a signal, None while it runs."""
+        return {self._process.pid: self._process.poll()} if self._process is not None else {}
+
+    def start(self, scratch: Path | None) -> None:
+        """With `scratch` as the folder of its ranks' recorders; None: unwatched. Raises OSError as exec does."""
+        environ = environment_of_ranks(scratch, os.environ) if scratch is not None else dict(os.environ)
+        self._process = start_command(self._command, environ, self._unblocked)
+
+    def turn(self) -> int | None:
+        """Wait a moment for what happens. Returns its exit code, negative for a signal; None while it runs."""
+        process = self._process
+        assert process is not None
+        self.take_signal()
+        now = time.monotonic()
+        for number, due in list(self._relay_at.items()):
+            if now >= due:
+                del self._relay_at[number]
+                process.send_signal(number)
+        if self.stop.is_set():
+            self._end_it(process, now)
+        return process.poll()
+
+    def take_signal(self) -> signal.Signals | None:
+        """Wait a moment for one; the command gets it, too, unless the terminal has sent it to all. Returns it."""
+        info = signal.sigtimedwait({*RELAYED, signal.SIGCHLD}, TICK_S)
+        if info is None or info.si_signo == signal.SIGCHLD:
+            return None
+        number = signal.Signals(info.si_signo)
+        if number in ENDING:
+            self.ended_by = number
+        if info.si_code != _SENT_BY_KERNEL:
+            self._relay_at.setdefault(number, time.monotonic() + (_IN_STEP_S if self._in_step else 0.0))
+        return number
+
+    def terminate(self) -> None:
+        """After an error of ours: it does not stay behind."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def _end_it(self, process: subprocess.Popen[bytes], now: float) -> None:
+        """First in a way that it can hear, then in one that it cannot."""
+        if not self._kill_at:
+            self._kill_at = now + GRACE_S
+            self._stopping()
+            process.terminate()
+        elif now >= self._kill_at:
+            process.kill()
+
+
+def leaves_at_once() -> bool:
+    """Wait a moment; True if the user does not want to wait for the report."""
+    info = signal.sigtimedwait({*ENDING}, TICK_S)
+    return info is not None and info.si_signo == signal.SIGINT

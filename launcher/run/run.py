@@ -1,0 +1,227 @@
+"""`gpuwatch run` from its options to its exit code. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from ...core.errors import UsageError
+from ...core.exits import ExitCode
+from ...core.host import host_name
+from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
+from ...core.wire.pipe import LaunchDone
+from ..arguments.job_keys import job_keys
+from ..arguments.plan import Plan
+from ..arguments.worker_settings import worker_settings
+from ..helpers import Helpers
+from ..overflows import Overflows
+from ..say import say
+from ..scheduler.cluster import read_task
+from ..scheduler.job import Job
+from ..scratch import keep_rescued, make_scratch, remove_scratch
+from .attended import GRACE_S, AttendedCommand, block_signals, leaves_at_once
+from .command import exit_code, shell_code, why_not_started
+from .guest import run_as_guest
+from .options import parse_run
+from .ranks import Ranks
+from .run_plan import run_plan
+from .tasks import Task, Tasks
+
+_USUAL_RANKS = 8
+"""So many recorders are looked for room for, as nobody says how many ranks there will be."""
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command. Returns the exit code; raises UsageError when the options cannot work."""
+    args = parse_run(arguments)
+    if os.environ.get(RUN_VARIABLE):
+        raise UsageError(
+            "expected one gpuwatch run, found one inside another: the outer one watches all ranks below it; "
+            "leave out one of them"
+        )
+    problem = why_not_started(args.command[0])
+    if problem is not None:
+        reason, code = problem
+        say(f"{args.command[0]}: {reason}")
+        return code
+    job = read_task(os.environ)
+    plan = run_plan(args, job)
+    tasks = _tasks(job, plan)
+    unblocked = block_signals()
+    in_step = job is not None and job.scheduler is not None
+    try:
+        if tasks is not None and not tasks.is_owner:
+            return run_as_guest(args.command, tasks, unblocked, in_step=in_step)
+        command = AttendedCommand(args.command, unblocked=unblocked, in_step=in_step, stopping=lambda: None)
+        return _Run(args, plan, ["gpuwatch", "run", *arguments], job, tasks, command).run()
+    finally:
+        if tasks is not None:
+            tasks.close()
+
+
+def _tasks(job: Job | None, plan: Plan) -> Tasks | None:
+    """The other tasks of this host, if the environment speaks of any."""
+    if job is None or job.tasks_here < 2:
+        return None
+    return Tasks(f"{plan.job} {job.node or host_name()}", job.tasks_here)
+
+
+class _Run:
+    """The one of this host that has the agent."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        words: list[str],
+        job: Job | None,
+        tasks: Tasks | None,
+        command: AttendedCommand,
+    ) -> None:
+        self._args = args
+        self._job = job
+        self._tasks = tasks
+        self._command = command
+        self._helpers = Helpers(args, plan, job_keys(args, plan), 0, words, job, "the command")
+
+    def run(self) -> int:
+        """Helpers up, the command, helpers down, exit code."""
+        self._scratch = make_scratch(_USUAL_RANKS, say)
+        self._overflows = Overflows(self._scratch)
+        self._ranks = Ranks(self._scratch, self._helpers.tell, self._rank_ended)
+        try:
+            address = self._helpers.start_collector(self._scratch, lambda line: None)
+            write_settings(self._scratch, worker_settings(self._args, self._scratch, self._scratch))
+            self._helpers.start_agent(address, self._scratch, self._stop)
+            code = self._until_it_ends()
+            return self._finish(code)
+        finally:
+            self._clear_up()
+
+    def _stop(self, reason: str, restart: bool) -> None:
+        """`restart` is for torchrun alone: nobody here starts a command again."""
+        say(f"stopping the command: {reason}")
+        self._ranks.stopping = True
+        self._command.stop.set()
+        if self._tasks is not None:
+            self._tasks.stop(reason)
+
+    def _rank_ended(self, attempt: int, rank: int, code: int | None) -> None:
+        self._overflows.look(attempt, {rank: code})
+
+    # -- the command --------------------------------------------------------------------------------------------
+
+    def _until_it_ends(self) -> int:
+        """The command, those of the other tasks, and their ranks. Returns its exit code, negative for a signal."""
+        command, tasks = self._command, self._tasks
+        command.start(self._scratch)
+        if tasks is not None:
+            tasks.share_scratch(self._scratch)
+            tasks.say(Task(command.pid))
+        while (code := command.turn()) is None:
+            self._ranks.look(self._codes)
+        while tasks is not None and not tasks.all_ended():
+            command.take_signal()
+            self._ranks.look(self._codes)
+        self._ranks.last_look(self._codes)
+        self._ranks.stopping = True
+        self._wait_for_ranks(code)
+        return code
+
+    @property
+    def _codes(self) -> dict[int, int | None]:
+        """Exit codes of this host's commands."""
+        others = self._tasks.commands() if self._tasks is not None else {}
+        return {**others, **self._command.codes}
+
+    def _wait_for_ranks(self, code: int) -> None:
+        """The command has ended. Ranks that it has left behind end with it if it was killed; else they may go on."""
+        ends = code < 0 or self._command.stop.is_set() or self._command.ended_by is not None
+        told = False
+        kill_at = time.monotonic() + GRACE_S
+        while self._ranks.running:
+            if ends and not told:
+                self._ranks.signal(signal.SIGTERM)
+            elif not told:
+                say(f"the command has ended, and {len(self._ranks.running)} of its ranks go on: waiting for them")
+            told = True
+            if ends and time.monotonic() >= kill_at:
+                self._ranks.signal(signal.SIGKILL)
+            taken = self._command.take_signal()
+            if taken is not None:
+                self._ranks.signal(taken)
+            self._ranks.last_look(self._codes)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _finish(self, code: int) -> int:
+        """Wait for the verdict, print it, and say what to exit with."""
+        done = self._outcome(code)
+        if self._command.ended_by is not None and done.outcome == "signal":
+            say(f"got {self._command.ended_by.name}; writing the report (Ctrl-C: leave at once)")
+        self._helpers.tell(done)
+        own = shell_code(code)
+        if not self._wait_for_verdict():
+            self._helpers.hurry = True
+            return self._exit_code(own, own, "unknown")
+        verdict = self._helpers.verdict
+        if self._tasks is not None:
+            self._tasks.share_verdict(verdict)
+        if verdict is None:
+            say("no verdict: the node agent ended without one")
+            return self._exit_code(own, int(ExitCode.UNKNOWN), "unknown")
+        if self._job is None or not self._job.node_rank:  # the output of all nodes is one: once is enough
+            print(verdict.text, file=sys.stderr, flush=True)
+        return self._exit_code(own, verdict.exit_code, verdict.kind)
+
+    def _outcome(self, code: int) -> LaunchDone:
+        """Of all commands of this host."""
+        note = "" if self._ranks.heard else self._why_no_rank()
+        others = self._tasks.results() if self._tasks is not None else []
+        if code == 0 and all(task.code == 0 for task in others):
+            return LaunchDone("ok", note=note)
+        signals = [int(self._command.ended_by or 0), *(task.ended_by for task in others)]
+        if any(signals):
+            return LaunchDone("signal", next(filter(None, signals)), note=note)
+        if code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
+            return LaunchDone("signal", -code, "it was sent to the command", note=note)
+        return LaunchDone("failed", note=note)
+
+    def _why_no_rank(self) -> str:
+        """What Python processes have left behind that could not be watched; else what it can be."""
+        for path in sorted(self._scratch.glob(UNWATCHED)):
+            with suppress(OSError):
+                return f"{path.read_text()[:500]}: install gpuwatch into that Python, too"
+        return (
+            "no Python below the command has imported torch and made a model or joined a process group, as far as can "
+            "be seen: python -S, -I and -E, env -i and containers hide it"
+        )
+
+    def _wait_for_verdict(self) -> bool:
+        """False if the user would not wait."""
+        waiting = threading.Thread(target=self._helpers.wait, daemon=True, name="gpuwatch-verdict")
+        waiting.start()
+        while waiting.is_alive():
+            if leaves_at_once():
+                return self._helpers.verdict is not None
+        return True
+
+    def _exit_code(self, own: int, code: int, kind: str) -> int:
+        """What a rank has said itself counts more than a verdict that knows nothing of it."""
+        overflow = self._overflows.sentence
+        if overflow and kind not in ("overflow", "preflight"):
+            say(f"{overflow}; no report has it: its event was lost on the way")
+            return int(ExitCode.OVERFLOW)
+        return exit_code(own, code, kind, stopped=self._command.stop.is_set())
+
+    def _clear_up(self) -> None:
+        self._command.terminate()
+        self._ranks.close()
+        self._helpers.end()
+        keep_rescued(self._scratch, say)
+        remove_scratch(self._scratch)

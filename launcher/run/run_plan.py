@@ -1,0 +1,43 @@
+"""Where the collector of a `gpuwatch run` is and who hosts it: from the options, and from what the environment says."""
+
+from __future__ import annotations
+
+import argparse
+
+from ...core.errors import UsageError
+from ..arguments.plan import C10D_DEFAULT_PORT, Plan, bracketed, make_plan, split_endpoint
+from ..scheduler.job import Job
+
+
+def run_plan(args: argparse.Namespace, job: Job | None) -> Plan:
+    """Completes `args` with what torchrun's parser would have of them. Raises UsageError where something is missing."""
+    nnodes = args.nnodes if args.nnodes is not None else _nodes(job)
+    node_rank = args.node_rank if args.node_rank is not None else job.node_rank if job is not None else None
+    args.nnodes = nnodes
+    args.node_rank = node_rank or 0
+    args.standalone = nnodes == "1"
+    args.rdzv_id = job.rdzv_id if job is not None and job.rdzv_id is not None else "none"
+    args.rdzv_backend, args.rdzv_conf, args.rdzv_endpoint = "static", "", ""
+    args.master_addr, args.master_port = "127.0.0.1", None
+    if not args.standalone and args.collector is None:
+        args.rdzv_endpoint = _head(args, job)
+        if node_rank is None:
+            raise UsageError(f"{nnodes} nodes, and nothing says which of them this is; pass --node-rank N")
+    return make_plan(args, lambda host: False)
+
+
+def _nodes(job: Job | None) -> str:
+    """One for each `gpuwatch run` that a scheduler starts on a node; else this one alone."""
+    if job is None or job.nodes is None or not job.in_step:
+        return "1"
+    least, most = job.nodes
+    return str(most) if least == most else f"{least}:{most}"
+
+
+def _head(args: argparse.Namespace, job: Job | None) -> str:
+    if args.head is not None:
+        host, port = split_endpoint(args.head, C10D_DEFAULT_PORT)
+        return f"{bracketed(host)}:{port}"
+    if job is None or not job.head:
+        raise UsageError(f"{args.nnodes} nodes need a place to meet: pass --head HOST[:PORT], the same on every node")
+    return f"{bracketed(job.head)}:{job.port if job.port is not None else C10D_DEFAULT_PORT}"

@@ -1,0 +1,215 @@
+"""The tasks of one host, each a `gpuwatch run` of its own: one of them has the node agent, for all.
+
+    /dev/shm/gpuwatch-1000-tasks-1f0c2b.../
+        owner             locked by the task that has the agent and the scratch folder, as long as it lives
+        scratch           the path of that folder, once the agent runs
+        task-4711         locked by that task as long as it lives; holds its command's process id, then its exit code
+        stop              why all commands of this host are to end
+        verdict           what all of them print and exit with
+
+`srun --ntasks-per-node 8` and `mpirun` start tasks. Each hears of the others through files alone, so that none waits
+for one that was killed: its locks go with it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ...core.errors import UsageError
+from ...core.wire.pipe import Verdict
+
+_SHARED_MEMORY = Path("/dev/shm")
+_COME_S = 60.0
+"""So long is waited for tasks that the environment speaks of and that have not come."""
+_LEAVE_S = 20.0
+_LOOK_S = 0.05
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a task says of its command."""
+
+    pid: int = 0
+    code: int | None = None
+    """Negative for a signal; None while it runs."""
+    ended_by: int = 0
+    """The signal that has ended this task's run; 0 for none."""
+
+
+class Tasks:
+    """Those of one host and job, seen by one of them. `number` is how many there are to be."""
+
+    def __init__(self, key: str, number: int) -> None:
+        """`key` is the same in all tasks of this host. Raises UsageError if the folder is somebody else's."""
+        base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        self._folder = base / f"gpuwatch-{os.getuid()}-tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        self._number = number
+        self._ended_s: float | None = None
+        while not self._enter():
+            pass  # tasks of an earlier life of this job were about to take the folder away
+
+    def _enter(self) -> bool:
+        """False if the folder was taken away meanwhile."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
+            raise UsageError(f"expected {self._folder} to be a folder of this user, found somebody else's; remove it")
+        try:
+            self._owner = self._open("owner")
+            self._mine = self._open(f"task-{os.getpid()}")
+        except FileNotFoundError:
+            return False
+        self.is_owner = _lock(self._owner)
+        fcntl.flock(self._mine, fcntl.LOCK_EX)
+        if not _is_at(self._owner, self._folder / "owner") or not _is_at(self._mine, self._path_of_mine):
+            os.close(self._mine)
+            os.close(self._owner)
+            return False
+        if self.is_owner:
+            for name in ("scratch", "stop", "verdict"):
+                (self._folder / name).unlink(missing_ok=True)
+        return True
+
+    @property
+    def _path_of_mine(self) -> Path:
+        return self._folder / f"task-{os.getpid()}"
+
+    # -- what all do --------------------------------------------------------------------------------------------
+
+    def say(self, task: Task) -> None:
+        """How this task's command is."""
+        os.pwrite(self._mine, msgspec.json.encode(task).ljust(200), 0)  # in place: the lock is on this file
+
+    def why_stop(self) -> str:
+        """Why the commands are to end; "" as long as they are not."""
+        with suppress(OSError):
+            return (self._folder / "stop").read_text()
+        return ""
+
+    def close(self) -> None:
+        """This task leaves. The owner takes the folder away once the others have left."""
+        if self.is_owner:
+            ends = time.monotonic() + _LEAVE_S
+            while self._others() and time.monotonic() < ends:
+                time.sleep(_LOOK_S)
+            for path in [path for path in self._folder.iterdir() if path.name != "owner"]:
+                path.unlink(missing_ok=True)
+            (self._folder / "owner").unlink(missing_ok=True)
+            with suppress(OSError):
+                self._folder.rmdir()
+        os.close(self._mine)
+        os.close(self._owner)
+
+    # -- the owner ----------------------------------------------------------------------------------------------
+
+    def share_scratch(self, scratch: Path) -> None:
+        """The agent runs: the others may begin."""
+        self._write("scratch", str(scratch).encode())
+
+    def stop(self, reason: str) -> None:
+        """Have all commands ended."""
+        self._write("stop", reason.encode())
+
+    def commands(self) -> dict[int, int | None]:
+        """The other tasks' commands: exit codes by process id, None for one of which its task will tell."""
+        return {task.pid: task.code for task, lives in self._heard() if task.pid and (lives or task.code is not None)}
+
+    def all_ended(self) -> bool:
+        """Whether every other task has come and its command has ended, or it was killed."""
+        heard = self._heard()
+        if any(task.code is None and lives for task, lives in heard):
+            self._ended_s = None
+            return False
+        if len(heard) >= self._number - 1:
+            return True
+        self._ended_s = self._ended_s or time.monotonic()
+        return time.monotonic() - self._ended_s > _COME_S
+
+    def results(self) -> list[Task]:
+        """How the other tasks ended; one that was killed has no code."""
+        return [task for task, _ in self._heard()]
+
+    def share_verdict(self, verdict: Verdict | None) -> None:
+        """The end, for all."""
+        self._write("verdict", msgspec.json.encode(verdict))
+
+    # -- the others ---------------------------------------------------------------------------------------------
+
+    def scratch(self) -> Path | None:
+        """Where the owner has its recorders; None as long as it has not begun, or where it never will."""
+        with suppress(OSError):
+            return Path((self._folder / "scratch").read_text())
+        return None
+
+    def owner_lives(self) -> bool:
+        """Whether the task that has the agent still does."""
+        if not _lock(self._owner):
+            return True
+        fcntl.flock(self._owner, fcntl.LOCK_UN)
+        return False
+
+    def verdict(self) -> Verdict | None:
+        """None as long as there is none."""
+        with suppress(OSError):
+            return msgspec.json.decode((self._folder / "verdict").read_bytes(), type=Verdict | None)
+        return None
+
+    # -- files --------------------------------------------------------------------------------------------------
+
+    def _open(self, name: str) -> int:
+        return os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Whole, or not at all."""
+        new = self._folder / f".{name}"
+        new.write_bytes(data)
+        new.replace(self._folder / name)
+
+    def _others(self) -> list[Path]:
+        """Of the other tasks, those that live."""
+        return [path for path in self._task_files() if _is_locked(path)]
+
+    def _task_files(self) -> list[Path]:
+        return [path for path in self._folder.glob("task-*") if path != self._path_of_mine]
+
+    def _heard(self) -> list[tuple[Task, bool]]:
+        """What the other tasks have said, and whether each still lives."""
+        found = []
+        for path in self._task_files():
+            lives = _is_locked(path)  # first: what it has said before it ended counts
+            with suppress(OSError, msgspec.DecodeError):
+                text = path.read_bytes().strip()
+                found.append((msgspec.json.decode(text, type=Task) if text else Task(), lives))
+        return found
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that has this name."""
+    with suppress(OSError):
+        return os.fstat(fd).st_ino == path.stat().st_ino
+    return False
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _lock(fd)
+    finally:
+        os.close(fd)

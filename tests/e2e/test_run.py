@@ -1,0 +1,282 @@
+"""`gpuwatch run`: a command as it stands, whatever starts the ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import gpuwatch
+import psutil
+import pytest
+from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
+from gpuwatch.launcher.run.command import PATH_FOLDER
+
+PYTHON = sys.executable
+NEVER = ("--rank", "-1", "--batch", "2")
+RANK_1 = ("--rank", "1", "--batch", "2")
+
+
+def torchrun(bench, *arguments):
+    return (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", bench.script("ddp_overflow.py"), *arguments)
+
+
+def spawn(bench, *arguments):
+    return (PYTHON, bench.script("spawned.py"), *arguments)
+
+
+def by_hand(bench, port, *arguments):
+    script = bench.script("ddp_overflow.py")
+    return ("sh", bench.script("two_ranks.sh"), str(port), PYTHON, script, *arguments)
+
+
+def plain(bench, *command):
+    done = subprocess.run(command, cwd=bench.cwd, env=bench.environment, capture_output=True, text=True, timeout=400)
+    return done.returncode, sorted(done.stdout.splitlines())
+
+
+def test_a_process_alone_is_rank_0_of_1(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("alone.py"))
+
+    assert (watched.code, sorted(watched.stdout.splitlines())) == plain(bench, PYTHON, bench.script("alone.py"))
+    assert (watched.verdict["kind"], watched.verdict["certainty"]) == ("clean", "established")
+    assert [(rank["rank"], rank["state"], rank["batch"]) for rank in watched.report["ranks"]] == [(0, "finished", 3)]
+    assert watched.report["run"]["command"][:3] == ["gpuwatch", "run", PYTHON]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [torchrun, spawn])
+def test_ranks_compute_the_same_bits(bench, command):
+    watched = bench.gpuwatch("run", "--", *command(bench, *NEVER))
+
+    assert (watched.code, sorted(watched.stdout.splitlines())) == plain(bench, *command(bench, *NEVER))
+    assert watched.code == 0
+    assert (watched.verdict["kind"], watched.verdict["certainty"]) == ("clean", "established")
+    assert [rank["state"] for rank in watched.report["ranks"]] == ["finished", "finished"]
+
+
+@pytest.mark.slow
+def test_forks_of_a_process_that_was_watched_are_ranks(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("forked.py"), *RANK_1)
+
+    assert watched.code == 4
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["module"]) == ("overflow", 1, "block.widen")
+    assert [rank["rank"] for rank in watched.report["ranks"]] == [0, 1]
+
+
+@pytest.mark.slow
+def test_helpers_of_a_rank_are_no_ranks(bench):
+    script = bench.script("with_helpers.py")
+    command = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, *NEVER)
+    watched = bench.gpuwatch("run", "--", *command)
+
+    assert watched.code == 0
+    assert (watched.verdict["kind"], watched.verdict["certainty"]) == ("clean", "established")
+    ranks = [(rank["rank"], rank["attempt"], rank["batch"]) for rank in watched.report["ranks"]]
+    assert ranks == [(0, 0, 5), (1, 0, 5)]
+
+
+@pytest.mark.slow
+def test_ranks_that_a_shell_starts(bench, port):
+    watched = bench.gpuwatch("run", "--", *by_hand(bench, port, *NEVER))
+
+    assert (watched.code, sorted(watched.stdout.splitlines())) == plain(bench, *by_hand(bench, port, *NEVER))
+    assert (watched.verdict["kind"], watched.verdict["certainty"]) == ("clean", "established")
+    assert [rank["rank"] for rank in watched.report["ranks"]] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [torchrun, spawn])
+def test_the_first_rank_and_module_are_named(bench, command):
+    watched = bench.gpuwatch("run", "--", *command(bench, *RANK_1))
+
+    assert watched.code == 4
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["module"]) == ("overflow", 1, "block.widen")
+    assert (verdict["batch"], verdict["value"], verdict["certainty"]) == (2, "+inf", "established")
+
+
+@pytest.mark.slow
+def test_the_first_of_ranks_that_a_shell_starts(bench, port):
+    watched = bench.gpuwatch("run", "--", *by_hand(bench, port, *RANK_1))
+
+    assert watched.code == 4
+    assert (watched.verdict["kind"], watched.verdict["rank"], watched.verdict["module"]) == (
+        "overflow",
+        1,
+        "block.widen",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "code", "kind", "words"),
+    [
+        ("raise", 1, "crash", "raised ValueError: as it was asked to"),
+        ("exit", 7, "crash", "ended with exit code 7"),
+        ("overflow", 4, "overflow", "`1`"),
+    ],
+)
+def test_the_exit_code_is_the_commands_own_but_for_an_overflow(bench, how, code, kind, words):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("alone.py"), how)
+
+    assert (watched.code, watched.verdict["kind"]) == (code, kind)
+    assert words in watched.verdict["statement"]
+
+
+@pytest.mark.slow
+def test_an_overflow_that_was_asked_to_go_on_is_told(bench):
+    watched = bench.gpuwatch("run", "--on-overflow", "continue", "--", PYTHON, bench.script("alone.py"), "overflow")
+
+    assert watched.code == 4
+    assert len(watched.stdout.splitlines()) == 4, "the script went on to its end"
+
+
+@pytest.mark.slow
+def test_a_script_that_swallows_the_abort_is_ended(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("alone.py"), "overflow", "swallow")
+
+    assert watched.code == 4
+    assert "stopping the command: another rank has aborted the job" in watched.stderr
+
+
+# -- what ends it -----------------------------------------------------------------------------------------------
+
+
+def started(bench, *command, **environment):
+    """A run whose two ranks are in their first batches, and wait there."""
+    process = bench.start("gpuwatch.cli.main", "run", "--", *command, **environment)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("batch 0"):
+            return process
+    raise AssertionError(process.communicate())
+
+
+def waiting(bench):
+    script = bench.script("ddp_overflow.py")
+    return (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, *NEVER, "--batches", "100000000")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_command_and_is_in_the_report(bench, number):
+    process = started(bench, *waiting(bench))
+    process.send_signal(number)
+    ended = bench.finish(process)
+
+    assert ended.code != 0
+    assert (ended.verdict["kind"], ended.verdict["signal"]) == ("interrupted", number.name)
+
+
+@pytest.mark.slow
+def test_the_command_is_killed(bench):
+    process = started(bench, *waiting(bench))
+    (command,) = [
+        child for child in psutil.Process(process.pid).children() if "torch.distributed.run" in child.cmdline()
+    ]
+    command.kill()
+    ended = bench.finish(process)
+
+    assert ended.code == 128 + signal.SIGKILL
+    assert (ended.verdict["kind"], ended.verdict["signal"]) == ("interrupted", "SIGKILL")
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed(bench):
+    process = started(bench, *waiting(bench))
+    rank = bench.running(bench.script("ddp_overflow.py"))
+    (victim,) = [one for one in rank if one.environ().get("RANK") == "1"]
+    victim.kill()
+    ended = bench.finish(process)
+
+    assert ended.code == 1, "as torchrun exits"
+    assert (ended.verdict["kind"], ended.verdict["rank"]) == ("lost", 1)
+    assert "was killed by SIGKILL" in ended.verdict["statement"]
+
+
+@pytest.mark.slow
+def test_the_run_itself_is_killed(bench):
+    process = started(bench, *waiting(bench))
+    process.kill()
+    process.communicate(timeout=400)  # until nobody holds its output any more
+    _, alive = psutil.wait_procs(bench.processes(), timeout=120)
+
+    assert alive == []
+    report = json.loads((bench.cwd / "gpuwatch-runs" / "latest" / "report.json").read_text())
+    assert report["verdict"]["kind"] == "interrupted"
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+
+
+# -- what cannot be ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "code", "words"),
+    [
+        (("run",), {}, 2, "expected a command to run, found none"),
+        (("run", "--", "no-such-command-anywhere"), {}, 127, "no-such-command-anywhere: command not found"),
+        (("run", "--", "./no-such-file"), {}, 127, "./no-such-file: no such file"),
+        (("run", "--", "/"), {}, 126, "/: is a directory"),
+        (("run", "--", "true"), {RUN_VARIABLE: "/dev/shm/some"}, 2, "found one inside another"),
+        (("launch", "train.py"), {RUN_VARIABLE: "/dev/shm/some"}, 2, "gpuwatch run -- torchrun"),
+        (("run", "--every", "0", "--", "true"), {}, 2, "--every"),
+        (("run", "--nnodes", "2", "--", "true"), {}, 2, "--head"),
+    ],
+)
+def test_what_it_refuses_it_says_in_one_sentence(refused, arguments, environment, code, words):
+    ended, stdout, stderr = refused(*arguments, **environment)
+
+    assert (ended, stdout) == (code, "")
+    assert words in stderr
+    assert len(stderr.splitlines()) == 1
+    assert not Path("gpuwatch-runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [(PYTHON, "-S"), (PYTHON, "-I"), ("env", "-i", PYTHON)])
+def test_ranks_that_cannot_be_seen_are_never_told_clean(bench, command):
+    watched = bench.gpuwatch("run", "--", *command, "-c", "print('trained')")
+
+    assert (watched.code, watched.verdict["kind"]) == (6, "unknown")
+    assert "no rank was heard (no Python below the command has imported torch" in watched.verdict["statement"]
+    assert watched.stdout == "trained\n"
+
+
+# -- what it leaves as it was -----------------------------------------------------------------------------------
+
+FACTS = "import sys, json; print(json.dumps([sorted(sys.modules), sys.path, [str(type(f)) for f in sys.meta_path]]))"
+
+
+def facts(folder, **environment):
+    """What a Python process finds at its start."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), **environment}
+    done = subprocess.run(
+        [PYTHON, "-c", FACTS], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_a_process_that_is_no_rank_finds_its_python_as_it_was(tmp_path):
+    modules, path, finders = facts(tmp_path)
+    with_us = facts(f"{PATH_FOLDER}{os.pathsep}{tmp_path}", **{RUN_VARIABLE: str(tmp_path)})
+
+    assert with_us[:2] == [modules, path]
+    assert [finder for finder in with_us[2] if finder not in finders] == ["<class 'sitecustomize._AtTorch'>"]
+
+
+def test_the_sitecustomize_that_was_there_runs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import json; json.was_here = __name__")
+    modules, path, _ = facts(tmp_path)
+    with_us = facts(f"{PATH_FOLDER}{os.pathsep}{tmp_path}", **{RUN_VARIABLE: str(tmp_path)})
+
+    assert with_us[:2] == [modules, path]
+    assert "sitecustomize" in modules
+
+
+def test_the_variable_has_one_name():
+    source = Path(gpuwatch.__file__).parent / "worker" / "inject" / "path" / "sitecustomize.py"
+    assert f'_VARIABLE = "{RUN_VARIABLE}"' in source.read_text()

@@ -1,0 +1,153 @@
+"""Launchers and frameworks as users run them, each below `gpuwatch run`, and what is asked of each."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PYTHON = sys.executable
+TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+LIMIT_S = 800.0
+OVERFLOW = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    package: str
+    shown: str
+    """What the user types."""
+    launcher: tuple[str, ...]
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: str = "block.widen"
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def command(self, rank: int) -> list[str]:
+        """`rank` is to overflow; -1: none."""
+        return [*self.launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+
+def _deepspeed(stage: int) -> Row:
+    return Row(
+        f"DeepSpeed, ZeRO {stage}",
+        "deepspeed",
+        "deepspeed --num_gpus 2 train.py",
+        (PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"),
+        "with_deepspeed.py",
+        ("--how", str(stage)),
+        environment={"DS_ACCELERATOR": "cpu"},
+    )
+
+
+ROWS = [
+    Row(
+        "accelerate",
+        "accelerate",
+        "accelerate launch --num_processes 2 train.py",
+        (PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        "with_accelerate.py",
+    ),
+    Row("accelerate", "accelerate", "torchrun train.py", TORCHRUN, "with_accelerate.py"),
+    Row(
+        "transformers' Trainer",
+        "accelerate",
+        "torchrun train.py",
+        TORCHRUN,
+        "with_trainer.py",
+        module="net.block.widen",
+    ),
+    Row(
+        "Lightning, ddp",
+        "lightning",
+        "python train.py",
+        (PYTHON,),
+        "with_lightning.py",
+        ("--how", "ddp"),
+        "net.block.widen",
+    ),
+    Row(
+        "Lightning, ddp_spawn",
+        "lightning",
+        "python train.py",
+        (PYTHON,),
+        "with_lightning.py",
+        ("--how", "ddp_spawn"),
+        "net.block.widen",
+    ),
+    _deepspeed(1),
+    _deepspeed(2),
+    _deepspeed(3),
+    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py"),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    losses: list[str]
+    """The lines of all ranks, bit for bit, sorted."""
+    first_s: float
+    """Until the first of them."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A row, tried: plainly, watched, and watched while rank 1 overflows."""
+
+    plain: Outcome
+    watched: Outcome
+    clean: dict[str, Any]
+    """The verdicts."""
+    overflowed: Outcome
+    overflow: dict[str, Any]
+
+
+def try_row(row: Row, folder: Path) -> Trial:
+    plain = run(row, row.command(-1), folder)
+    watched = run(row, [*gpuwatch("clean"), *row.command(-1)], folder)
+    overflowed = run(row, [*gpuwatch("overflow"), *row.command(1)], folder)
+    return Trial(plain, watched, verdict(folder, "clean"), overflowed, verdict(folder, "overflow"))
+
+
+def gpuwatch(name: str) -> list[str]:
+    return [PYTHON, "-m", "gpuwatch.cli.main", "run", "--run-name", name, "--"]
+
+
+def verdict(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / "gpuwatch-runs" / name / "report.json").read_text())["verdict"]
+
+
+def run(row: Row, command: list[str], folder: Path) -> Outcome:
+    told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **row.environment}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("GPUWATCH", "SLURM", "PET_"))}
+    began = time.monotonic()
+    with (folder / "errors").open("w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=folder, env={**clean, **told}, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        assert process.stdout is not None
+        first_s, lines = 0.0, []
+        try:
+            for line in process.stdout:
+                if line.startswith("rank "):
+                    first_s = first_s or time.monotonic() - began
+                    lines.append(line.strip())
+            code = process.wait(LIMIT_S)
+        finally:
+            process.kill()
+        errors.seek(0)
+        return Outcome(code, sorted(lines), first_s, errors.read())

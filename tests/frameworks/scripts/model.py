@@ -1,0 +1,51 @@
+"""What all of these scripts train, and where its numbers become too large: `block.widen`, on one rank in one batch."""
+
+import argparse
+
+import torch
+from torch import nn
+
+BATCHES = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.keep = nn.Linear(8, 8, bias=False)
+        self.widen = nn.Linear(8, 8, bias=False)
+        nn.init.eye_(self.keep.weight)
+        nn.init.eye_(self.widen.weight)
+        with torch.no_grad():
+            self.widen.weight.mul_(2)
+
+    def forward(self, x):
+        return self.widen(self.keep(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.block(x))
+
+
+def parse():
+    """`rank` that overflows, -1 for none."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, default=-1)
+    parser.add_argument("--local_rank", "--local-rank", default="")  # DeepSpeed gives it to its scripts
+    parser.add_argument("--how", default="", help="what else the script is to be told")
+    return parser.parse_args()
+
+
+def batches(rank, bad_rank, size=4):
+    """Of one rank; those of different ranks differ."""
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(BATCHES):
+        inputs = torch.rand(size, 8, generator=generator)
+        if (rank, number) == (bad_rank, 2):
+            inputs.fill_(3e38)  # finite; twice that is not, in float32
+        yield inputs

@@ -1,0 +1,26 @@
+"""DeepSpeed on the CPU; `--how` is the stage of ZeRO."""
+
+import deepspeed
+import torch
+from model import Net, batches, parse
+
+BAD, STAGE = parse().rank, int(parse().how)
+deepspeed.init_distributed("gloo")
+torch.manual_seed(0)
+model = Net()
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.SGD(model.parameters(), lr=1e-6),
+    config={
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": STAGE},
+        "zero_allow_untested_optimizer": True,
+    },
+)
+rank = torch.distributed.get_rank()
+for inputs in batches(rank, BAD):
+    loss = engine(inputs).mean()
+    engine.backward(loss)
+    engine.step()
+    print(f"rank {rank} loss {loss.item().hex()}", flush=True)
+torch.distributed.destroy_process_group()

@@ -1,0 +1,51 @@
+"""Lightning starts its own ranks: `--how ddp` by running the script again, `ddp_spawn` by multiprocessing."""
+
+import lightning
+import torch
+from model import BATCHES, Net, batches, parse
+
+BAD, STRATEGY = parse().rank, parse().how
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, inputs, number):
+        loss = self.net(inputs).mean()
+        print(f"rank {self.global_rank} loss {loss.item().hex()}", flush=True)
+        return loss
+
+    def validation_step(self, inputs, number):
+        self.net(inputs)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class Batches(torch.utils.data.IterableDataset):
+    def __init__(self, bad):
+        self.bad = bad
+
+    def __iter__(self):
+        rank = torch.distributed.get_rank()
+        yield from batches(rank, self.bad)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=STRATEGY,
+        max_epochs=1,
+        limit_train_batches=BATCHES,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=1,
+    )
+    load = torch.utils.data.DataLoader
+    trainer.fit(Module(), load(Batches(BAD), batch_size=None), load(Batches(-1), batch_size=None))

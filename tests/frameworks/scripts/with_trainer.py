@@ -1,0 +1,64 @@
+"""transformers' Trainer, with an evaluation and a checkpoint."""
+
+import tempfile
+
+import torch
+from model import Net, parse
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+BAD = parse().rank
+
+
+class Rows(Dataset):
+    """Of the third batch of two ranks, four rows each, the rows of rank `bad` are too large."""
+
+    def __init__(self, bad):
+        self.rows = torch.rand(32, 8, generator=torch.Generator().manual_seed(1))
+        if bad >= 0:
+            self.rows[16 + 4 * bad : 20 + 4 * bad] = 3e38
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return {"x": self.rows[number]}
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        return {"loss": self.net(x).mean()}
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args):
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        print(f"rank {self.args.process_index} loss {loss.item().hex()}", flush=True)
+        return loss
+
+
+torch.manual_seed(0)
+with tempfile.TemporaryDirectory() as folder:
+    arguments = TrainingArguments(
+        folder,
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        optim="sgd",
+        learning_rate=1e-6,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        label_names=[],
+        prediction_loss_only=True,
+    )
+    InOrder(Model(), arguments, train_dataset=Rows(BAD), eval_dataset=Rows(-1)).train()
+torch.distributed.destroy_process_group()

@@ -1,0 +1,36 @@
+"""The real packages, on the CPU: the same bits and exit codes as without gpuwatch, and the right rank and module."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
+
+from rows import OVERFLOW, ROWS, Row, try_row
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.shown}")
+def test_a_framework(row: Row, tmp_path):
+    if not row.is_installed:
+        pytest.skip(f"{row.package} is not installed")
+    trial = try_row(row, tmp_path)
+
+    assert trial.plain.code == trial.watched.code == 0, trial.watched.text
+    assert len(trial.plain.losses) == 8
+    assert trial.watched.losses == trial.plain.losses, "bit for bit"
+    assert (trial.clean["kind"], trial.clean["certainty"]) == ("clean", "established")
+    assert trial.overflowed.code == OVERFLOW, trial.overflowed.text
+    found = trial.overflow
+    assert (found["kind"], found["rank"], found["module"]) == ("overflow", 1, row.module)
+    assert (found["phase"], found["value"]) == ("forward", "+inf")
+
+
+def test_the_page_has_every_row():
+    page = PAGE.read_text()
+    for row in ROWS:
+        assert f"| {row.name} | `{row.shown}` |" in page

@@ -1,0 +1,250 @@
+"""One Python process below `gpuwatch run`, from the import of torch on: it may become a rank, or not.
+
+It is a rank for sure once it has joined a process group (`init_process_group`, with any backend, store or
+`init_method`), or when whoever started it has given it RANK, WORLD_SIZE and LOCAL_RANK, as torchrun does. Before that
+it may become one: it gets a recorder when it makes a model or calls one, under its process id. A process that does
+neither has none: a launcher, a DataLoader worker, a compile worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...core.recorder.layout import Field, RankPhase, file_name
+from ...core.recorder.run_folder import RUN_VARIABLE, process_file, read_settings
+from ...core.records import Fault
+from ...core.settings import WorkerSettings
+from ..imports import after_import
+from ..session import Session, open_session
+from .ending import tell_the_end
+
+_GROUPS = "torch.distributed.distributed_c10d"
+_MOST_ATTEMPTS = 1000
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the environment says of this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    is_sure: bool
+    """Whoever set it has started this very process as a rank."""
+
+    @classmethod
+    def from_environment(cls) -> Claim | None:
+        """None if it speaks of no rank."""
+        rank, size = _number("RANK"), _number("WORLD_SIZE")
+        if rank is None or size is None or rank >= size:
+            return None
+        local_rank = _number("LOCAL_RANK")
+        return cls(rank, local_rank or 0, size, local_rank is not None and not _is_child_of_a_rank())
+
+
+def begin(folder: str, path_folder: str) -> None:
+    """Called when somebody looks for torch. `path_folder` is what `gpuwatch run` has put on PYTHONPATH."""
+    settings = read_settings(Path(folder))
+    if settings is not None:
+        process = _Process(settings, path_folder)
+        after_import("torch", process.torch_is_imported)
+
+
+class _Process:
+    def __init__(self, settings: WorkerSettings, path_folder: str) -> None:
+        self._settings = settings
+        self._folder = Path(settings.recorder_dir)
+        self._path_folder = path_folder
+        self._session: Session | None = None
+        self._is_sure = False
+        self._handles: list[Any] = []
+        """Of the hooks that see a model for the first time."""
+
+    def torch_is_imported(self) -> None:
+        """Never raises."""
+        self._safely(self._begin)
+
+    def _begin(self) -> None:
+        after_import(_GROUPS, lambda: self._safely(self._watch_groups))
+        claim = Claim.from_environment()
+        if claim is None:
+            self._wait_for_a_model()
+        elif claim.is_sure:
+            self._become(claim.rank, claim.local_rank, claim.world_size)
+        else:
+            self._may_become(claim)
+
+    # -- what makes it a rank -----------------------------------------------------------------------------------
+
+    def _watch_groups(self) -> None:
+        """Hear of each default process group, however it was made."""
+        module = sys.modules[_GROUPS]
+        before: Callable[..., Any] = module._update_default_pg
+
+        @wraps(before)
+        def _update_default_pg(group: Any) -> Any:
+            result = before(group)
+            if group is not None and group is not module.GroupMember.NON_GROUP_MEMBER:
+                self._safely(lambda: self._become(group.rank(), None, group.size()))
+            return result
+
+        module.__dict__["_update_default_pg"] = _update_default_pg
+
+    def _wait_for_a_model(self) -> None:
+        """Until the first parameter of a module is made, or a module is called that was loaded whole."""
+        from torch.nn.modules import module as modules
+
+        self._handles = [
+            modules.register_module_parameter_registration_hook(lambda *_: self._has_a_model()),
+            modules.register_module_forward_pre_hook(self._calls_a_module),
+        ]
+
+    def _has_a_model(self) -> None:
+        if self._handles:
+            self._forget_the_wait()
+            self._safely(lambda: self._may_become(Claim.from_environment() or Claim(0, 0, 1, False)))
+
+    def _calls_a_module(self, module: Any, args: Any) -> None:
+        from torch.compiler import is_compiling
+        from torch.nn.modules import module as modules
+
+        if is_compiling() or not self._handles:
+            return
+        known = set(modules._global_forward_pre_hooks)
+        self._has_a_model()
+        for number, hook in list(modules._global_forward_pre_hooks.items()):
+            if number not in known:  # torch has made its list of this call's hooks already
+                hook(module, args)
+
+    def _forget_the_wait(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    # -- what it becomes ----------------------------------------------------------------------------------------
+
+    def _may_become(self, claim: Claim) -> None:
+        """It is watched from here on, under its process id."""
+        path = self._folder / process_file(os.getpid())
+        self._open(self._settings, path, claim.rank, claim.local_rank, claim.world_size)
+
+    def _become(self, rank: int, local_rank: int | None, world_size: int) -> None:
+        """It is a rank."""
+        self._forget_the_wait()
+        if local_rank is None:
+            local_rank = _local_rank(rank)
+        if self._session is None or not self._session.is_ours:  # a fork of a process that is watched is another one
+            self._is_sure = False
+            self._open_rank(rank, local_rank, world_size)
+        elif not self._is_sure:
+            self._rename(self._session, rank, local_rank, world_size)
+        else:
+            self._join_again(self._session, rank, world_size)
+            return
+        self._is_sure = True
+        self._clean_the_environment()
+
+    def _join_again(self, session: Session, rank: int, world_size: int) -> None:
+        """It has joined another group after its first. Its name in the report is that of the first."""
+        if rank != session.rank:
+            text = f"rank {session.rank} has joined a second group, of {world_size} ranks, as rank {rank}"
+            session.recorder.append(Fault(session.where(), "run", text))
+        else:
+            session.recorder.fields[Field.WORLD_SIZE] = world_size
+
+    def _open_rank(self, rank: int, local_rank: int, world_size: int) -> None:
+        for settings in self._attempts():
+            try:
+                self._open(settings, self._folder / file_name(rank, settings.attempt), rank, local_rank, world_size)
+            except FileExistsError:
+                continue
+            assert self._session is not None
+            self._session.answer_with_stacks()
+            return
+
+    def _rename(self, session: Session, rank: int, local_rank: int, world_size: int) -> None:
+        """What it has recorded under its process id is this rank's."""
+        recorder, before = session.recorder, session.recorder.path
+        for settings in self._attempts():
+            session.become(settings, rank, local_rank, world_size)
+            path = self._folder / file_name(rank, settings.attempt)
+            try:
+                path.hardlink_to(before)
+            except FileExistsError:
+                continue
+            recorder.path = path
+            before.unlink(missing_ok=True)
+            session.answer_with_stacks()
+            return
+
+    def _attempts(self) -> list[WorkerSettings]:
+        """The settings of the attempts that this may be, the first one that is free is it."""
+        first = _number("TORCHELASTIC_RESTART_COUNT") or 0
+        return [replace(self._settings, attempt=number) for number in range(first, first + _MOST_ATTEMPTS)]
+
+    def _open(self, settings: WorkerSettings, path: Path, rank: int, local_rank: int, world_size: int) -> None:
+        try:
+            session = open_session(settings, path, rank, local_rank, world_size)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            print(f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}", file=sys.stderr)
+            return
+        self._session = session
+        session.enter(RankPhase.SCRIPT)
+        session.attach_hooks()
+        tell_the_end(session)
+
+    def _clean_the_environment(self) -> None:
+        """The rank's own child processes are no ranks, and find the environment as it was."""
+        os.environ.pop(RUN_VARIABLE, None)
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        rest = [path for path in paths if path != self._path_folder]
+        if len(rest) != len(paths):
+            if rest:
+                os.environ["PYTHONPATH"] = os.pathsep.join(rest)
+            else:
+                os.environ.pop("PYTHONPATH", None)
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """An error of ours is told and goes no further."""
+        try:
+            step()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if self._session is not None and self._session.is_ours:
+                self._session.recorder.append(Fault(self._session.where(), "run", text))
+            else:
+                print(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}", file=sys.stderr)
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "").strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _is_child_of_a_rank() -> bool:
+    """Whether the parent is a Python that was given the same rank: its child may be a helper of that rank."""
+    try:
+        parent = Path("/proc", str(os.getppid()))
+        is_python = (parent / "exe").readlink().name.startswith("python")
+        return is_python and f"RANK={os.environ['RANK']}".encode() in (parent / "environ").read_bytes().split(b"\0")
+    except OSError:  # not on Linux, or another user's
+        return False
+
+
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+
+
+def _local_rank(rank: int) -> int:
+    """What the launcher says; without a word, all ranks are taken for this host's."""
+    told = [number for number in map(_number, _LOCAL_RANKS) if number is not None]
+    return told[0] if told else rank
