@@ -90,8 +90,8 @@ class Hooks:
         """Ids of the modules that may be roots; None: all."""
         self._handles: list[Any] = []
         self._stack: list[ModuleInfo] = []
-        self._not_looked_into: set[int] = set()
-        """Ids of modules that run compiled code which no frame shows."""
+        self._not_looked_into: set[tuple[str, str, bool]] = set()
+        """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
@@ -655,14 +655,20 @@ class Hooks:
 
     # -- compiled regions ---------------------------------------------------------------------------------------
 
-    def _may_open_region(self) -> bool:
-        """A compiled region is recorded when no module outside of it is running. Wrappers do not count."""
-        alone = all(info.is_wrapper for info in self._stack)
-        if not alone and self._stack[-1].id not in self._not_looked_into:
-            inner = self._stack[-1]
-            self._not_looked_into.add(inner.id)
-            self._recorder.append(NotLookedInto(self.where(), inner.name, inner.cls))
-        return alone and self._skipped_root is None
+    def _may_open_region(self, cls: str, known: bool) -> bool:
+        """Whether a compiled region is recorded: no module outside of it is running. Wrappers do not count.
+
+        `known`: a graph of this class is recorded already. The numbers of two could not be told apart.
+        """
+        skipped = self._skipped_root() if self._skipped_root is not None else None
+        if skipped is None and not known and all(info.is_wrapper for info in self._stack):
+            return True
+        inner = self._stack[-1] if self._stack else None
+        place = (inner.name, inner.cls, True) if inner is not None else ("", cls, skipped is not None)
+        if place not in self._not_looked_into:
+            self._not_looked_into.add(place)
+            self._recorder.append(NotLookedInto(self.where(), *place))
+        return False
 
     def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
         """The info of a module that is being traced."""
