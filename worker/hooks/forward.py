@@ -90,6 +90,8 @@ class Hooks:
         """Ids of the modules that may be roots; None: all."""
         self._handles: list[Any] = []
         self._stack: list[ModuleInfo] = []
+        self._depths: list[int] = []
+        """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
         self._not_looked_into: set[tuple[str, str, bool]] = set()
         """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
         self._thread = 0
@@ -345,6 +347,11 @@ class Hooks:
         info.first_node = next_node()
         if info.is_wrapper:
             info.entered = self._recorder.frame_count
+        position = len(stack)
+        if position == len(self._depths):
+            self._depths.append(0)
+        if position:
+            self._depths[position] = self._depths[position - 1] + (not stack[position - 1].is_wrapper)
         stack.append(info)
         self._fields[_MODULE] = info.id
 
@@ -419,7 +426,7 @@ class Hooks:
         if self._calls is not None:
             self._calls.calls.append((info, info.first_node, next_node()))
         writer, page = self.writer, self._recorder.page
-        depth = len(stack) - 1
+        position = len(stack) - 1
         if self.rows.device_buffer is not None and not self._is_sharded(stack[0]):
             without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
@@ -427,14 +434,23 @@ class Hooks:
                 with self._lock:
                     self._leave_wrapper(info, module, args, kwargs, output, raised)
             elif info.watched:
-                caller = stack[depth - 1]
-                parent = self._parent() if caller.is_wrapper or not depth else caller.id
+                caller = stack[position - 1]
+                parent = self._parent() if caller.is_wrapper or not position else caller.id
                 if (
                     writer is None
                     or output is None
                     or page is None
                     or not writer.frame(
-                        info, module, args, kwargs, output, page, parent, depth, self._phase, self.progress.step
+                        info,
+                        module,
+                        args,
+                        kwargs,
+                        output,
+                        page,
+                        parent,
+                        self._depths[position],
+                        self._phase,
+                        self.progress.step,
                     )
                 ):
                     with self._lock:
@@ -530,7 +546,13 @@ class Hooks:
                     self._put_before(info, arguments, returned, rows, first)
         rows[:0] = [self.rows.weight(info, role, parameter, self.progress.step) for role, parameter in later]
         self.frames.put(
-            page, info, self._phase, rows, parent=self._parent(), depth=len(self._stack) - 1, entered=info.seq
+            page,
+            info,
+            self._phase,
+            rows,
+            parent=self._parent(),
+            depth=self._depths[len(self._stack) - 1],
+            entered=info.seq,
         )
 
     def _read_weights_again(self, info: ModuleInfo, module: torch.nn.Module, rows: list[Row], weights: int) -> None:
@@ -700,7 +722,8 @@ class Hooks:
             return
         row = self.rows.leaf(info, "output", tensor)
         parent = self._stack[-1].id if inside else NOTHING
-        self.frames.put(page, info, Phase.FORWARD, [row], parent=parent, depth=len(self._stack))
+        depth = self._depths[len(self._stack) - 1] + 1 if inside else 0
+        self.frames.put(page, info, Phase.FORWARD, [row], parent=parent, depth=depth)
         if not inside:
             self._recorder.pause_page()
 
