@@ -228,11 +228,16 @@ class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
 
 
 class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
-    """A module in which compiled code runs that no frame shows: torch.compile broke its graph in the call around it."""
+    """A module in which compiled code runs that no frame shows.
+
+    torch.compile broke its graph in the call around it, or has compiled it again.
+    """
 
     where: Where
     module: str
     cls: str
+    around: bool = True
+    """A frame shows what goes in and comes out."""
 
 
 class Cost(msgspec.Struct, frozen=True, tag="cost"):

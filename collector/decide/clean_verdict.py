@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from ...core.frames import module_text
 from ..facts.facts import RankFacts, RunFacts
 from .missing import batches_of, missing, nothing_watched
 from .notices import warning_text, worst_first
 from .verdict_model import Verdict
-from .words import ranks_text
+from .words import COMPILED, ranks_text
 
 _MOST_EVIDENCE = 12
 
@@ -61,6 +62,10 @@ def _clean(facts: RunFacts) -> Verdict:
     else:
         finite = "every watched tensor finite"
     statement = f"No overflow{' seen' if idle else ''}: {scope}, {finite}{_exceptions(ranks)}."
+    hidden = sorted({module_text(each.module, each.cls) for rank in ranks for each in rank.not_looked_into})
+    if hidden:
+        more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
+        statement += f" Inside of {hidden[0]}{more}, compiled code was not looked into."
     warnings = worst_first([(rank.rank, warned) for rank in ranks for warned in rank.warned])
     if warnings:
         number, worst = warnings[0]
@@ -71,7 +76,10 @@ def _clean(facts: RunFacts) -> Verdict:
         statement=statement,
         certainty="established" if all(rank.script_exit is not None for rank in ranks) else "supported",
         attempt=facts.last_attempt,
-        next=["Look into every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else [],
+        next=[
+            *([COMPILED] if hidden else []),
+            *(["Look into every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else []),
+        ],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count, islice
 
+from ...core.frames import module_text
 from ...core.text.ranks_text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
 from .own_faults import that_cost_frames
@@ -77,6 +78,9 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
         found.append((text, text))
     if state.rows_lost:
         text = f"had no room for {_count(state.rows_lost, 'row')}"
+        found.append((text, text))
+    for hidden in [hidden for hidden in rank.not_looked_into if not hidden.around][:1]:
+        text = f"ran compiled code of {module_text(hidden.module, hidden.cls)} that was not looked into"
         found.append((text, text))
     for fault in that_cost_frames(rank.faults)[:1]:
         text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"

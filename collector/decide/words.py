@@ -11,6 +11,10 @@ from ..diagnose.local_diagnosis import LocalDiagnosis
 from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from .verdict_model import Cascade, SeenIn
 
+COMPILED = (
+    "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "
+    "(fullgraph=True tells what breaks it; for transformers: use_cache=False), or run without torch.compile."
+)
 _MOST_NAMED = 16
 """So many ranks are named one by one."""
 

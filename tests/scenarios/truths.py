@@ -137,6 +137,12 @@ FORWARD = [
         },
     ),
     Scenario("keywords and dicts", "kwargs_dict.py", _forward(0, "scores", "Scores", role="output.logits[0]", batch=1)),
+    Scenario(
+        "a head outside of DDP, whose weights differ by design",
+        "own_head.py",
+        _forward(1, "head", batch=2, certainty="established"),
+        statement="(?s)^(?!.*(bit flip|differs)).*$",
+    ),
     Scenario("shared module", "shared_module.py", _forward(0, "grow", batch=1)),
     Scenario("LSTM", "recurrent.py", _forward(1, "lstm", "LSTM", role="output[0]", value="nan", batch=2)),
     Scenario("module added late", "late_module.py", _forward(1, "adapters.late", batch=4)),

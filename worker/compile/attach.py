@@ -35,7 +35,7 @@ class Graphs:
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[], bool],
+        may_open: Callable[[str, bool], bool],
         progress: Progress,
         roots: Roots,
         rows: Rows,

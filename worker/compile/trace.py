@@ -214,13 +214,13 @@ class Regions:
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[], bool],
+        may_open: Callable[[str, bool], bool],
         gradients: bool,
     ) -> None:
         self._resolve = resolve
         """Returns the info of a module in a region. The region is None while it is being opened."""
         self._may_open = may_open
-        """Returns whether no module runs outside of the region that is being traced."""
+        """Given a class, and whether a graph of that class is known: whether a graph of it may be recorded."""
         self._gradients = gradients
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: Any = None
@@ -245,7 +245,7 @@ class Regions:
         compile_id = CompileContext.current_compile_id()
         if compile_id in self._by_compile:
             return self._by_compile[compile_id] is not None or compile_id == self._opening
-        if cls in self._classes or not self._may_open():
+        if not self._may_open(cls, cls in self._classes):
             self._by_compile[compile_id] = None
             return False
         self._by_compile[compile_id] = None  # until its root is entered

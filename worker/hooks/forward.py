@@ -90,8 +90,10 @@ class Hooks:
         """Ids of the modules that may be roots; None: all."""
         self._handles: list[Any] = []
         self._stack: list[ModuleInfo] = []
-        self._not_looked_into: set[int] = set()
-        """Ids of modules that run compiled code which no frame shows."""
+        self._depths: list[int] = []
+        """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
+        self._not_looked_into: set[tuple[str, str, bool]] = set()
+        """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
@@ -345,6 +347,11 @@ class Hooks:
         info.first_node = next_node()
         if info.is_wrapper:
             info.entered = self._recorder.frame_count
+        position = len(stack)
+        if position == len(self._depths):
+            self._depths.append(0)
+        if position:
+            self._depths[position] = self._depths[position - 1] + (not stack[position - 1].is_wrapper)
         stack.append(info)
         self._fields[_MODULE] = info.id
 
@@ -420,7 +427,7 @@ class Hooks:
         if self._calls is not None:
             self._calls.calls.append((info, info.first_node, next_node()))
         writer, page = self.writer, self._recorder.page
-        depth = len(stack) - 1
+        position = len(stack) - 1
         if self.rows.device_buffer is not None and not self._is_sharded(stack[0]):
             without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
@@ -428,14 +435,23 @@ class Hooks:
                 with self._lock:
                     self._leave_wrapper(info, module, args, kwargs, output, raised)
             elif info.watched:
-                caller = stack[depth - 1]
-                parent = self._parent() if caller.is_wrapper or not depth else caller.id
+                caller = stack[position - 1]
+                parent = self._parent() if caller.is_wrapper or not position else caller.id
                 if (
                     writer is None
                     or output is None
                     or page is None
                     or not writer.frame(
-                        info, module, args, kwargs, output, page, parent, depth, self._phase, self.progress.step
+                        info,
+                        module,
+                        args,
+                        kwargs,
+                        output,
+                        page,
+                        parent,
+                        self._depths[position],
+                        self._phase,
+                        self.progress.step,
                     )
                 ):
                     with self._lock:
@@ -532,7 +548,13 @@ class Hooks:
                     self._put_before(info, arguments, returned, rows, first)
         rows[:0] = [self.rows.weight(info, role, parameter, self.progress.step) for role, parameter in later]
         self.frames.put(
-            page, info, self._phase, rows, parent=self._parent(), depth=len(self._stack) - 1, entered=info.seq
+            page,
+            info,
+            self._phase,
+            rows,
+            parent=self._parent(),
+            depth=self._depths[len(self._stack) - 1],
+            entered=info.seq,
         )
 
     def _read_weights_again(self, info: ModuleInfo, module: torch.nn.Module, rows: list[Row], weights: int) -> None:
@@ -657,14 +679,20 @@ class Hooks:
 
     # -- compiled regions ---------------------------------------------------------------------------------------
 
-    def _may_open_region(self) -> bool:
-        """A compiled region is recorded when no module outside of it is running. Wrappers do not count."""
-        alone = all(info.is_wrapper for info in self._stack)
-        if not alone and self._stack[-1].id not in self._not_looked_into:
-            inner = self._stack[-1]
-            self._not_looked_into.add(inner.id)
-            self._recorder.append(NotLookedInto(self.where(), inner.name, inner.cls))
-        return alone and self._skipped_root is None
+    def _may_open_region(self, cls: str, known: bool) -> bool:
+        """Whether a compiled region is recorded: no module outside of it is running. Wrappers do not count.
+
+        `known`: a graph of this class is recorded already. The numbers of two could not be told apart.
+        """
+        skipped = self._skipped_root() if self._skipped_root is not None else None
+        if skipped is None and not known and all(info.is_wrapper for info in self._stack):
+            return True
+        inner = self._stack[-1] if self._stack else None
+        place = (inner.name, inner.cls, True) if inner is not None else ("", cls, skipped is not None)
+        if place not in self._not_looked_into:
+            self._not_looked_into.add(place)
+            self._recorder.append(NotLookedInto(self.where(), *place))
+        return False
 
     def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
         """The info of a module that is being traced."""
@@ -696,7 +724,8 @@ class Hooks:
             return
         row = self.rows.leaf(info, "output", tensor)
         parent = self._stack[-1].id if inside else NOTHING
-        self.frames.put(page, info, Phase.FORWARD, [row], parent=parent, depth=len(self._stack))
+        depth = self._depths[len(self._stack) - 1] + 1 if inside else 0
+        self.frames.put(page, info, Phase.FORWARD, [row], parent=parent, depth=depth)
         if not inside:
             self._recorder.pause_page()
 

@@ -7,17 +7,13 @@ from dataclasses import replace
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..verdict_model import Concurrent, Verdict
-from ..words import cascade_of, found_text, seen_in
+from ..words import COMPILED, cascade_of, found_text, seen_in
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .order import before, earliest
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 
-_COMPILED = (
-    "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "
-    "(fullgraph=True tells what breaks it; for transformers: use_cache=False), or run without torch.compile."
-)
 _TIERS = (("made", "changed"), ("outside", "weight", "unread"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 
@@ -86,7 +82,7 @@ def _named(
         between=first.between,
         evidence=evidence,
         next=[
-            *([_COMPILED] if is_compiled(facts, first) else []),
+            *([COMPILED] if is_compiled(facts, first) else []),
             *next_steps(first, blamed, large[0] if large is not None else ""),
         ],
         concurrent=[

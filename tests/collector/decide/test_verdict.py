@@ -7,7 +7,7 @@ import random
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.records import Fault, NodeSignal, Where
+from gpuwatch.core.records import Fault, NodeSignal, NotLookedInto, Where
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -338,6 +338,7 @@ def test_a_rank_without_a_recorder_keeps_a_run_from_being_clean(make):
     assert (verdict.kind, verdict.missing) == ("unknown", ["rank 1 had no recorder"])
 
 
+HIDDEN = EventMessage(NotLookedInto(Where(1), "", "Net", around=False))
 FAULT = EventMessage(Fault(Where(1), "hook", "TypeError: x"))
 
 
@@ -362,6 +363,10 @@ def empty_batch(make):
         (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 looked at no module in its batches"),
         (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had come back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
+        (
+            lambda make: [HIDDEN, *make.finished(1)],
+            "rank 1 ran compiled code of the root module (Net) that was not looked",
+        ),
         (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error of gpuwatch itself (hook: TypeError: x)"),
         (lambda make: make.finished(1, last={"world_size": 4}), "ranks 2, 3 were never heard"),
         (lambda make: make.finished(1, last={"world_size": (1 << 63) - 1}), "ranks 2-65 were never heard"),
@@ -371,6 +376,14 @@ def test_what_could_hold_an_overflow_and_was_not_heard_keeps_a_run_from_being_cl
     verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *end_of_rank_1(make), make.Bye("ok"))
     assert (verdict.kind, verdict.certainty) == ("unknown", "unknown")
     assert any(clause.startswith(lacking) for clause in verdict.missing), verdict.missing
+
+
+def test_a_clean_run_says_which_compiled_code_nobody_looked_into(make):
+    hidden = EventMessage(NotLookedInto(Where(0), "model", "LlamaModel"))
+    verdict = judge(make.hello(nproc=1), hidden, *make.finished(0), make.Bye("ok"))
+    assert verdict.kind == "clean"
+    assert verdict.statement.endswith("Inside of `model` (LlamaModel), compiled code was not looked into.")
+    assert "use_cache=False" in verdict.next[0]
 
 
 def test_a_node_that_was_never_heard_keeps_a_run_from_being_clean(make):

@@ -178,6 +178,7 @@ def test_a_few_schedules_give_one_verdict(tmp_path_factory, schedule, truth, fau
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)  # a second each
 @schedules
 @settings(max_examples=1000, **unlimited)
 def test_a_thousand_schedules_give_one_verdict(tmp_path_factory, schedule, truth, fault, seed, longest, streams):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from gpuwatch.core.recorder.layout import Field
-from gpuwatch.core.records import Ignored
+from gpuwatch.core.records import Ignored, NotLookedInto
 from gpuwatch.worker.compile import graph_op as graph_look
 from gpuwatch.worker.compile import trace as compiled
 from hypothesis import given, settings
@@ -351,3 +351,33 @@ def test_a_weight_that_something_else_has_changed_is_read_again(watch):
     watched.hooks.settle()
     anomaly = watched.anomalies[0]
     assert (anomaly.module, anomaly.role, anomaly.value) == ("block.up", "weight", "+inf")
+
+
+class Scaled(Plain):
+    """Dynamo compiles it again when its attribute changes."""
+
+    factor = 1
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+@pytest.mark.parametrize(
+    ("compiled_by", "around"),
+    [
+        (lambda model: torch.compile(model, backend="eager"), True),
+        (lambda model: torch.compile(lambda x: model(x), backend="eager"), False),
+    ],
+    ids=["a wrapper around it", "inside of a function"],
+)
+def test_a_graph_that_is_compiled_again_is_told_as_not_looked_into(watch, compiled_by, around):
+    watched = watch()
+    model = Scaled()
+    graph = compiled_by(model)
+    for batch in range(4):
+        model.factor = 1 + batch // 2
+        graph(torch.ones(4, 16)).sum().backward()
+    watched.hooks.settle()
+    (told,) = watched.of(NotLookedInto)
+    assert (told.module, told.cls, told.around) == ("", "Scaled", around)
+    assert watched.faults == []

@@ -16,6 +16,7 @@ from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
 from gpuwatch.worker.hooks import forward as hooks_module
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 
@@ -41,6 +42,24 @@ def titles(page) -> list[tuple[str, str, str | None, int]]:
 
 
 # -- frames -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_wrapper_around_a_block_does_not_put_it_into_the_call_after_it(watch, monkeypatch, native):
+    """As FSDP and activation checkpointing wrap blocks: the head is called after them, not around them."""
+    if not native:
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+    watched = watch()
+    model = net()
+    model[0] = checkpoint_wrapper(model[0])
+    model(X)
+    assert titles(watched.last) == [
+        ("0.fc1", "Linear", "0", 2),
+        ("0.fc2", "Linear", "0", 2),
+        ("0", "Block", "", 1),
+        ("1", "Linear", "", 1),
+        ("", "Sequential", None, 0),
+    ]
 
 
 def test_frames_are_in_the_order_in_which_calls_return_with_the_users_names(watch):
