@@ -47,6 +47,8 @@ from .arguments.worker_settings import worker_settings
 from .elastic import run_torchrun
 from .head_collector import HeadCollector
 from .live_lines import live_lines
+from .node.left_behind import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
+from .node.left_behind import tell_left_behind
 from .node_agent import NodeAgent
 from .overflows import Overflows
 from .say import say
@@ -155,6 +157,8 @@ class _Launch:
     def _clear_up(self) -> None:
         self._live.close()
         self._kill_ranks()
+        with suppress(Exception):  # it is only told
+            tell_left_behind(self._scratch, say, 0.0 if self._hurry else PATIENCE_LEFT_BEHIND_S)
         self._end_children()
         rescued = keep_rescued(self._scratch)
         if rescued is not None:
