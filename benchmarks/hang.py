@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -40,7 +40,8 @@ class RestingRank(SimulatedRank):
     """Waits in collective 7, or is the one that never began it."""
 
     comes = True
-    pid = os.getpid()
+    pid = -1
+    """Of a process that sleeps, as a rank does that waits."""
 
     def movement(self) -> tuple[int, ...]:
         return (BATCH,)
@@ -129,10 +130,20 @@ def main() -> None:
     options = parser.parse_args()
     print(f"a rank has {LOOK_S:.0f} s to answer; that is in the figures")
     print("| ranks | job ended, report with all stacks complete (s) |\n|---|---|")
-    for count in [int(number) for number in options.ranks.split(",")]:
+    sleeper = subprocess.Popen(["sleep", "infinity"])
+    RestingRank.pid = sleeper.pid
+    try:
+        _measure_all(options.ranks, options.limit)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def _measure_all(ranks: str, limit_s: float) -> None:
+    for count in [int(number) for number in ranks.split(",")]:
         folder = Path(tempfile.mkdtemp(prefix="gpuwatch-benchmark-"))
         try:
-            found = measure(count, options.limit, folder)
+            found = measure(count, limit_s, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         print(f"| {count} | {found:.1f} |", flush=True)

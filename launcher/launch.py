@@ -45,6 +45,8 @@ from .arguments.worker_settings import worker_settings
 from .elastic import run_torchrun
 from .helpers import Helpers
 from .live_lines import live_lines
+from .node.left_behind import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
+from .node.left_behind import tell_left_behind
 from .overflows import Overflows
 from .say import say
 from .scheduler.job import Job
@@ -151,6 +153,8 @@ class _Launch:
     def _clear_up(self) -> None:
         self._live.close()
         self._kill_ranks()
+        with suppress(Exception):  # it is only told
+            tell_left_behind(self._scratch, say, 0.0 if self._helpers.hurry else PATIENCE_LEFT_BEHIND_S)
         self._helpers.end()
         keep_rescued(self._scratch, say)
         remove_scratch(self._scratch)

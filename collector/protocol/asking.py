@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...core.records import RankLook, Stalled, WorkerExit
+from ...core.text.ranks_text import ranks_text
 from ..decide.hang.finding import find_hang
 from ..decide.hang.hang_finding import HangFinding
+from ..decide.hang.standing import QUIET
 
 ANSWER_S = 8.0
 """So long is waited for the ranks that have not told yet."""
@@ -16,6 +18,10 @@ _STILL_SHARE = 0.5
 """It is a hang only if every rank has rested for this share of the limit that one of them has passed."""
 _OWN_SHARE = 0.9
 """And for this share of its own limit, which is longer before its first batch, and where it compiles or saves."""
+
+
+_COMPUTES_TIMES = 4.0
+"""A rank that uses a core where the others wait for it has so many times the limit before the job is ended for it."""
 
 
 @dataclass
@@ -62,9 +68,25 @@ class AskedAll:
         if any(look.still_s < max(_STILL_SHARE * self._limit_s, _OWN_SHARE * look.limit_s) for look in looks):
             return None
         found = find_hang(looks, ended, world_size)
-        if found is not None:
-            self._again_at = now + AGAIN_S
-        return found
+        if found is None:
+            return None
+        self._again_at = now + AGAIN_S
+        return self._unless_it_computes(found)
+
+    def _unless_it_computes(self, found: HangFinding) -> HangFinding:
+        """What a rank computes while the others wait may come to its end: the job is not ended for that so soon."""
+        absent = {found.rank, *found.others}
+        patience_s = _COMPUTES_TIMES * self._limit_s
+        computes = sorted(
+            rank
+            for rank, look in self._looks.items()
+            if rank in absent and look.busy >= QUIET and look.still_s < _OWN_SHARE * patience_s
+        )
+        if not computes:
+            return found
+        who = ranks_text(computes)
+        why_not = f"{who} {'computes' if len(computes) == 1 else 'compute'}; after {patience_s:.0f} s it is ended"
+        return replace(found, may_end=False, why_not=why_not)
 
 
 def text_of(found: HangFinding, ends: bool, on_hang: str) -> str:
@@ -72,7 +94,7 @@ def text_of(found: HangFinding, ends: bool, on_hang: str) -> str:
     if ends:
         what = "ending the ranks"
     elif on_hang == "abort":
-        what = "the job is left as it is, as no rank is seen to wait for another"
+        what = f"the job is left as it is, as {found.why_not}"
     else:
         what = "the job is left as it is; to have it ended: --on-hang abort"
     return f"{found.statement} {'; '.join(found.evidence)} ({what})"

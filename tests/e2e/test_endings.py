@@ -59,6 +59,17 @@ def test_a_rank_that_a_fatal_signal_ends_is_told_with_the_line_where_it_came(ben
 
 
 @pytest.mark.slow
+def test_a_data_loaders_worker_that_outlives_its_rank_is_told_and_left_alone(bench):
+    run = bench.launch("stuck_loader.py", "--preflight", "off", nproc=1)
+    (left,) = bench.processes()
+    left.kill()
+
+    assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (5, "lost", 0)
+    assert "1 process that a rank had started has outlived it, such as a data loader's worker" in run.stderr
+    assert f"and may hold memory: kill {left.pid}\n" in run.stderr
+
+
+@pytest.mark.slow
 def test_a_rank_that_the_kernel_ends_for_lack_of_memory_is_told_so(bench):
     group = next((path for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")) if path.is_dir()), None)
     limit = "memory.limit_in_bytes" if group is not None and group.name == "memory" else "memory.max"

@@ -27,7 +27,7 @@ static void tell_fault(GroupWriter *self)
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
-    PyObject *done = value != NULL ? PyObject_CallOneArg(self->on_fault, value) : NULL;
+    PyObject *done = value != NULL && self->on_fault != NULL ? PyObject_CallOneArg(self->on_fault, value) : NULL;
     if (done == NULL)
         PyErr_Clear();
     Py_XDECREF(done);

@@ -68,6 +68,8 @@ static int find_slot(GroupWriter *self, PyObject *group)
     const int slot = slot_of(self, group);
     if (slot >= 0)
         return slot;
+    if (self->find_slot == NULL) /* the interpreter ends, and has cleared this object */
+        return -1;
     PyObject *found = PyObject_CallOneArg(self->find_slot, group);
     if (found == NULL)
         return -2;

@@ -22,3 +22,5 @@ class HangFinding:
     """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`; "" where none of them is known."""
     may_end: bool = True
     """Whether the job may be ended for it: some rank waits for others, and none goes on."""
+    why_not: str = "no rank is seen to wait for another"
+    """If it may not."""

@@ -438,11 +438,12 @@ def stalled(rank, limit_s=300.0):
     return EventMessage(Stalled(Where(rank, batch=4), limit_s + 1, limit_s))
 
 
-def look(rank, function, *, still_s=300.0, number=1, limit_s=0.0):
+def look(rank, function, *, still_s=300.0, number=1, limit_s=0.0, busy=0.0):
     stack = [StackLine("/torch/distributed/distributed_c10d.py", 1, function)] if function else []
     stack.append(StackLine("/home/me/train.py", 7, "main", "work()"))
     where = Where(rank, batch=4)
-    return EventMessage(RankLook(where, number, still_s, "script", state="S", stack=stack, limit_s=limit_s))
+    seen = RankLook(where, number, still_s, "script", state="S", busy=busy, stack=stack, limit_s=limit_s)
+    return EventMessage(seen)
 
 
 def asked(actions):
@@ -534,6 +535,21 @@ def test_the_job_is_ended_only_where_that_was_asked_for(make, on_hang, stops):
     assert [a.message.reason for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)] == [
         "no rank moves any more"
     ] * stops
+
+
+def test_what_computes_while_the_others_wait_is_told_and_ended_later(make):
+    """Rank 1 loops, or works on what only one rank does."""
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang = "abort"
+    for number, (still_s, stops) in enumerate([(300.0, 0), (600.0, 0), (1200.0, 2)], 1):
+        at = 1000.0 * number
+        cluster.say("a0", stalled(0), at)
+        cluster.say("a0", look(0, "barrier", still_s=still_s, number=number, busy=1.0), at + 1)
+        cluster.say("a1", look(1, "", still_s=still_s - 2, number=number, busy=0.9), at + 1)
+        actions = cluster.tick(at + 1.1)
+        (text,) = told(actions)
+        assert ("as rank 1 computes; after 1200 s it is ended" in text) == (not stops)
+        assert len([a for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]) == stops
 
 
 def test_a_collector_that_was_started_again_does_not_conclude_from_what_is_in_its_store(make):

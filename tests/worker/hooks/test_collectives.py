@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from gpuwatch.worker.hooks import collectives as hooks
 
 BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)
@@ -348,3 +350,43 @@ for native in (True, False):
     )
     assert native == python
     assert native[-1] == ("broadcast", "bfloat16", 2, 1)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), reason="torch before 2.8 has no such recorder"
+)
+@pytest.mark.slow
+def test_torchs_own_flight_recorder_has_the_same_operations_under_the_same_numbers(both, monkeypatch):
+    """Also of what C++ issues: our table counts those, and torch's recorder describes them."""
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
+    shown = both(
+        """
+from torch._C._distributed_c10d import _dump_fr_trace_json
+second = dist.new_group([0, 1])
+dist.all_reduce(x)
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+for _ in range(3):
+    net(x).sum().backward()
+    dist.broadcast(torch.zeros(3, dtype=torch.float64), src=1)
+    dist.all_reduce(torch.zeros(2, 5, dtype=torch.bfloat16), group=second)
+dist.all_gather([torch.zeros(2), torch.zeros(2)], torch.ones(2))
+dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+dist.barrier()
+table.notice()
+show("ours")
+shown["torchs"] = json.loads(_dump_fr_trace_json())["entries"]
+"""
+    )
+    dtypes = {"Float": "float32", "Double": "float64", "BFloat16": "bfloat16"}
+    for found in shown:
+        entries = [entry for entry in found["torchs"] if not entry["is_p2p"]]
+        for group in found["ours"]:
+            of_group = {e["collective_seq_id"]: e for e in entries if e["process_group"][0] == group["name"]}
+            assert group["begun"] == len(of_group) == max(of_group)
+            ours = [op for op in group["recent"] if op["number"] > 0]
+            assert len(ours) >= 3
+            for op in ours:
+                torchs = of_group[op["number"]]
+                assert torchs["profiling_name"].removeprefix("gloo:") == op["operation"]
+                assert [dtypes[dtype] for dtype in torchs["input_dtypes"][:1]] == [op["dtype"]] * bool(op["dtype"])
+                assert [math.prod(size) for size in torchs["input_sizes"][:1]] == [op["elements"]] * bool(op["dtype"])
