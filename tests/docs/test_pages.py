@@ -19,6 +19,7 @@ from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.report.model import RankReport, Report, RunInfo
 from gpuwatch.core.exits import EXIT_OF_KIND, ExitCode
 from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
+from gpuwatch.launcher.run.options import parse_run
 from gpuwatch.slurm.command_line import take_apart
 from msgspec.structs import fields
 
@@ -103,6 +104,8 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
     verb, arguments = words[0], [word for word in words[1:] if word not in (">", "gpuwatch.sbatch")]
     if verb == "launch":
         get_parser().parse_args(arguments or ["train.py"])
+    elif verb == "run":
+        parse_run(arguments)
     elif verb == "submit" or "--slurm" in arguments:
         parser = get_parser() if verb == "submit" else get_check_parser()
         submission = take_apart([word for word in arguments if word != "--slurm"], options_of(parser))
@@ -116,4 +119,5 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
 
 
 def test_commands_were_found():
-    assert {words[0] for _, words in COMMANDS} == {"launch", "check", "report", "runs", "diff", "submit", "collect"}
+    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "collect"}
+    assert {words[0] for _, words in COMMANDS} == verbs

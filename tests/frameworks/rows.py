@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 LIMIT_S = 800.0
+PORT = "PORT"
 OVERFLOW = 4
 
 
@@ -31,9 +32,10 @@ class Row:
     module: str = "block.widen"
     environment: dict[str, str] = field(default_factory=dict)
 
-    def command(self, rank: int) -> list[str]:
-        """`rank` is to overflow; -1: none."""
-        return [*self.launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
+    def command(self, rank: int, port: int) -> list[str]:
+        """`rank` is to overflow; -1: none. `port` is for a launcher that finds none for itself."""
+        launcher = [str(port) if word == PORT else word for word in self.launcher]
+        return [*launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
 
     @property
     def is_installed(self) -> bool:
@@ -45,7 +47,7 @@ def _deepspeed(stage: int) -> Row:
         f"DeepSpeed, ZeRO {stage}",
         "deepspeed",
         "deepspeed --num_gpus 2 train.py",
-        (PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", "2"),
+        (PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", PORT),
         "with_deepspeed.py",
         ("--how", str(stage)),
         environment={"DS_ACCELERATOR": "cpu"},
@@ -57,7 +59,7 @@ ROWS = [
         "accelerate",
         "accelerate",
         "accelerate launch --num_processes 2 train.py",
-        (PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+        (PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"),
         "with_accelerate.py",
     ),
     Row("accelerate", "accelerate", "torchrun train.py", TORCHRUN, "with_accelerate.py"),
@@ -116,10 +118,10 @@ class Trial:
     overflow: dict[str, Any]
 
 
-def try_row(row: Row, folder: Path) -> Trial:
-    plain = run(row, row.command(-1), folder)
-    watched = run(row, [*gpuwatch("clean"), *row.command(-1)], folder)
-    overflowed = run(row, [*gpuwatch("overflow"), *row.command(1)], folder)
+def try_row(row: Row, folder: Path, port: int) -> Trial:
+    plain = run(row, row.command(-1, port), folder)
+    watched = run(row, [*gpuwatch("clean"), *row.command(-1, port)], folder)
+    overflowed = run(row, [*gpuwatch("overflow"), *row.command(1, port)], folder)
     return Trial(plain, watched, verdict(folder, "clean"), overflowed, verdict(folder, "overflow"))
 
 

@@ -12,7 +12,7 @@ def line(row: Row) -> str:
     if not row.is_installed:
         return f"| {row.name} | `{row.shown}` | not installed here | | | | |"
     with tempfile.TemporaryDirectory() as folder:
-        trial = try_row(row, Path(folder))
+        trial = try_row(row, Path(folder), 29500)
     found = trial.overflow
     cells = [
         row.name,

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from ..ports import ports_of_this_test
+
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
 
 from rows import OVERFLOW, ROWS, Row, try_row
@@ -15,10 +17,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 @pytest.mark.slow
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.shown}")
-def test_a_framework(row: Row, tmp_path):
+def test_a_framework(row: Row, tmp_path: Path):
     if not row.is_installed:
         pytest.skip(f"{row.package} is not installed")
-    trial = try_row(row, tmp_path)
+    with ports_of_this_test((number,) for number in range(24000, 25000)) as (port,):
+        trial = try_row(row, tmp_path, port)
 
     assert trial.plain.code == trial.watched.code == 0, trial.watched.text
     assert len(trial.plain.losses) == 8

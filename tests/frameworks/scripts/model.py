@@ -1,6 +1,7 @@
 """What all of these scripts train, and where its numbers become too large: `block.widen`, on one rank in one batch."""
 
 import argparse
+import sys
 
 import torch
 from torch import nn
@@ -39,6 +40,12 @@ def parse():
     parser.add_argument("--local_rank", "--local-rank", default="")  # DeepSpeed gives it to its scripts
     parser.add_argument("--how", default="", help="what else the script is to be told")
     return parser.parse_args()
+
+
+def say(text):
+    """One line, in one write: ranks print at the same time."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def batches(rank, bad_rank, size=4):

@@ -4,7 +4,7 @@ import gc
 
 import torch
 from accelerate import Accelerator
-from model import Net, batches, parse
+from model import Net, batches, parse, say
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)
@@ -18,7 +18,7 @@ for inputs in batches(accelerator.process_index, parse().rank):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    print(f"rank {accelerator.process_index} loss {loss.item().hex()}", flush=True)
+    say(f"rank {accelerator.process_index} loss {loss.item().hex()}")
 del model, optimizer, loss
 gc.collect()
 accelerator.end_training()

@@ -2,7 +2,7 @@
 
 import deepspeed
 import torch
-from model import Net, batches, parse
+from model import Net, batches, parse, say
 
 BAD, STAGE = parse().rank, int(parse().how)
 deepspeed.init_distributed("gloo")
@@ -22,5 +22,5 @@ for inputs in batches(rank, BAD):
     loss = engine(inputs).mean()
     engine.backward(loss)
     engine.step()
-    print(f"rank {rank} loss {loss.item().hex()}", flush=True)
+    say(f"rank {rank} loss {loss.item().hex()}")
 torch.distributed.destroy_process_group()

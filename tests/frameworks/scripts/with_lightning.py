@@ -2,7 +2,7 @@
 
 import lightning
 import torch
-from model import BATCHES, Net, batches, parse
+from model import BATCHES, Net, batches, parse, say
 
 BAD, STRATEGY = parse().rank, parse().how
 
@@ -14,7 +14,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, inputs, number):
         loss = self.net(inputs).mean()
-        print(f"rank {self.global_rank} loss {loss.item().hex()}", flush=True)
+        say(f"rank {self.global_rank} loss {loss.item().hex()}")
         return loss
 
     def validation_step(self, inputs, number):

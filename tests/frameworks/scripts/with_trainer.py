@@ -3,7 +3,7 @@
 import tempfile
 
 import torch
-from model import Net, parse
+from model import Net, parse, say
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -40,7 +40,7 @@ class InOrder(Trainer):
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
-        print(f"rank {self.args.process_index} loss {loss.item().hex()}", flush=True)
+        say(f"rank {self.args.process_index} loss {loss.item().hex()}")
         return loss
 
 
