@@ -46,6 +46,7 @@ def test_a_process_alone_is_rank_0_of_1(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [torchrun, spawn])
 def test_ranks_compute_the_same_bits(bench, command):
     watched = bench.gpuwatch("run", "--", *command(bench, *NEVER))
@@ -88,6 +89,7 @@ def test_ranks_that_a_shell_starts(bench, port):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [torchrun, spawn])
 def test_the_first_rank_and_module_are_named(bench, command):
     watched = bench.gpuwatch("run", "--", *command(bench, *RANK_1))
@@ -111,6 +113,7 @@ def test_the_first_of_ranks_that_a_shell_starts(bench, port):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "code", "kind", "words"),
     [
@@ -161,6 +164,7 @@ def waiting(bench):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_command_and_is_in_the_report(bench, number):
     process = started(bench, *waiting(bench))
@@ -236,6 +240,7 @@ def test_what_it_refuses_it_says_in_one_sentence(refused, arguments, environment
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("command", [(PYTHON, "-S"), (PYTHON, "-I"), ("env", "-i", PYTHON)])
 def test_ranks_that_cannot_be_seen_are_never_told_clean(bench, command):
     watched = bench.gpuwatch("run", "--", *command, "-c", "print('trained')")

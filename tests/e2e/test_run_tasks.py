@@ -56,6 +56,7 @@ def test_an_overflow_is_the_exit_code_of_all(bench):
     assert (verdict["kind"], verdict["rank"], verdict["module"]) == ("overflow", 1, "block.widen")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_task_that_is_killed_leaves_nothing(bench, victim):
     """Its ranks end with it, whether it had the agent or not."""
