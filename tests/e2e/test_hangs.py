@@ -108,7 +108,7 @@ def test_an_attempt_that_stood_still_is_ended_and_the_next_one_starts(bench):
     assert before["statement"] in " ".join(run.stderr.split())
 
 
-@pytest.mark.sample(1, of="a rank that does not come")
+@pytest.mark.sample(2, of="a rank that does not come")
 def test_where_each_attempt_stands_still_the_last_verdict_is_a_hang(bench):
     run = bench.launch("hang.py", *ABORT, "--max-restarts", "1", nproc=2, args=("--how", "data"))
 

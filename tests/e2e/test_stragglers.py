@@ -7,7 +7,7 @@ pytestmark = pytest.mark.slow
 PLAIN = ("--preflight", "off")
 
 
-@pytest.mark.sample(2, of="a slow rank")
+@pytest.mark.sample(1, of="a slow rank")
 @pytest.mark.parametrize(
     ("how", "often", "part", "nproc", "rank"),
     [
