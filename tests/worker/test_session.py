@@ -10,7 +10,6 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import ScriptError, ScriptExit
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.__main__ import _finished, _raised
 from gpuwatch.worker.session import Session
 
 
@@ -39,7 +38,7 @@ def caught(error: BaseException) -> BaseException:
 
 
 def test_an_exception_is_recorded_with_its_traceback(session):
-    _raised(session, caught(ValueError("boom")))
+    session.raised(caught(ValueError("boom")))
     error, phase = events(session)
     assert isinstance(error, ScriptError)
     assert (error.error, error.message, error.module, error.peer_failure) == ("ValueError", "boom", None, False)
@@ -58,12 +57,12 @@ def test_an_exception_is_recorded_with_its_traceback(session):
     ],
 )
 def test_a_peer_that_went_away_is_told_apart(session, message):
-    _raised(session, caught(RuntimeError(message)))
+    session.raised(caught(RuntimeError(message)))
     assert events(session)[0].peer_failure
 
 
 def test_a_long_message_keeps_the_end_of_its_traceback(session):
-    _raised(session, caught(ValueError("x" * 100_000 + "END")))
+    session.raised(caught(ValueError("x" * 100_000 + "END")))
     error = events(session)[0]
     assert len(error.message) <= 2000
     assert len(error.traceback) <= 16000
@@ -81,13 +80,13 @@ class Unprintable(Exception):
     ids=["unprintable", "file name", "surrogate", "empty", "none"],
 )
 def test_any_exception_is_recorded_and_none_raises(session, error):
-    _raised(session, caught(error))
+    session.raised(caught(error))
     assert isinstance(events(session)[0], ScriptError)
 
 
 @pytest.mark.parametrize("code", [0, 3, -1, True, 1 << 70])
 def test_any_exit_code_is_recorded_and_none_raises(session, code):
-    _finished(session, code)
+    session.finished(code)
     event, phase = events(session)
     assert isinstance(event, ScriptExit)
     assert phase is RankPhase.FINISHED
@@ -96,7 +95,7 @@ def test_any_exit_code_is_recorded_and_none_raises(session, code):
 def test_a_process_that_the_script_has_forked_writes_nothing(session):
     child = os.fork()
     if child == 0:
-        _finished(session, 7)
+        session.finished(7)
         os._exit(0)
     os.waitpid(child, 0)
     assert events(session) == [RankPhase.STARTING]
