@@ -74,5 +74,6 @@ def test_a_task_that_is_killed_leaves_nothing(bench, victim):
     _, alive = psutil.wait_procs(bench.processes(), timeout=120)
 
     assert alive == []
+    assert not shared_folder(bench).exists()
     assert other.code not in (0, -signal.SIGKILL)
     assert len(list((bench.cwd / "gpuwatch-runs").glob("*/report.json"))) == 2
