@@ -90,6 +90,8 @@ class RankWatch:
         self._broken = False
         self._script_ended = False
         """Whether it has recorded how its script ended."""
+        self._script_code: int | None = None
+        """What it then ends with."""
         self._history = RankHistory(ranks)
         self._steps = RankSteps()
         self._asked = False
@@ -120,7 +122,9 @@ class RankWatch:
         events = [self._of_this_rank(event) for event in events]
         messages += [EventMessage(event) for event in events]
         for event in events:
-            self._script_ended = self._script_ended or isinstance(event, ScriptExit | ScriptError)
+            if isinstance(event, ScriptExit | ScriptError):
+                self._script_ended = True
+                self._script_code = event.code if isinstance(event, ScriptExit) else 1
             self._react(event, now)
         messages += self._due_pages(reader, now)
         return messages
@@ -166,6 +170,8 @@ class RankWatch:
         if state.phase == "finished" and not self._script_ended and code is not None:
             # its own Python could not tell the code that its script ended with (worker/inject/ending.py)
             messages.append(EventMessage(ScriptExit(where, code)))
+        if code is None and by == "itself":  # nobody could see it
+            code = self._script_code
         exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         if by == "itself" and code is not None and -code in _FATAL:
             stack = fatal_stack(self._path.parent, self.rank, self.attempt)

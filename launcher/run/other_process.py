@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import struct
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,19 +24,27 @@ class OtherProcess:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._fd = os.pidfd_open(pid)
+        self._status: int | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._wait, daemon=True, name=f"gpuwatch-{pid}").start()
 
     def has_ended(self) -> bool:
         """Whether it has."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return self._ended.is_set()
 
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None if that cannot be known any more."""
-        status = self._status_of_ended()
-        if status is None:
-            status = self._status_of_zombie()
-        return os.waitstatus_to_exitcode(status) if status is not None else None
+        return os.waitstatus_to_exitcode(self._status) if self._status is not None else None
+
+    def _wait(self) -> None:
+        """In a thread of its own: its parent may take the status away at once."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        poll.poll()
+        self._status = self._status_of_zombie()
+        if self._status is None:
+            self._status = self._status_of_ended()
+        self._ended.set()
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
@@ -43,8 +52,9 @@ class OtherProcess:
             signal.pidfd_send_signal(self._fd, number)
 
     def close(self) -> None:
-        """Let go of it."""
-        os.close(self._fd)
+        """Let go of it, if it has ended."""
+        if self._ended.is_set():
+            os.close(self._fd)
 
     def _status_of_ended(self) -> int | None:
         data = bytearray(_INFO.pack(_HAS_EXIT, *[0] * 13))

@@ -98,13 +98,18 @@ class Tasks:
             ends = time.monotonic() + _LEAVE_S
             while self._others() and time.monotonic() < ends:
                 time.sleep(_LOOK_S)
-            for path in [path for path in self._folder.iterdir() if path.name != "owner"]:
-                path.unlink(missing_ok=True)
-            (self._folder / "owner").unlink(missing_ok=True)
-            with suppress(OSError):
-                self._folder.rmdir()
+            self._remove()
+        elif _lock(self._owner) and _is_at(self._owner, self._folder / "owner") and not self._others():
+            self._remove()  # the owner was killed, and this is the last
         os.close(self._mine)
         os.close(self._owner)
+
+    def _remove(self) -> None:
+        for path in [path for path in self._folder.iterdir() if path.name != "owner"]:
+            path.unlink(missing_ok=True)
+        (self._folder / "owner").unlink(missing_ok=True)
+        with suppress(OSError):
+            self._folder.rmdir()
 
     # -- the owner ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
 """Several tasks of a host, each a `gpuwatch run`, as mpirun starts them: one agent, one report."""
 
+import hashlib
+import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -31,8 +34,9 @@ def tasks(bench, *arguments, number=2):
     ]
 
 
-def left():
-    return [folder for folder in Path("/dev/shm").glob("gpuwatch-*-tasks-*") if not (folder / "owner").exists()]
+def shared_folder(bench):
+    key = f"prterun-host-{bench.mark}@1 {socket.gethostname()}"
+    return Path("/dev/shm", f"gpuwatch-{os.getuid()}-tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
 
 
 def test_two_tasks_have_one_report(bench):
@@ -45,7 +49,7 @@ def test_two_tasks_have_one_report(bench):
     assert [rank["rank"] for rank in ended[0].report["ranks"]] == [0, 1]
     assert len(ended[0].report["nodes"]) == 1
     assert sum("VERDICT" in run.stderr for run in ended) == 1
-    assert left() == []
+    assert not shared_folder(bench).exists()
 
 
 def test_an_overflow_is_the_exit_code_of_all(bench):
@@ -63,11 +67,13 @@ def test_a_task_that_is_killed_leaves_nothing(bench, victim):
     both = tasks(bench, *NEVER, "--batches", "100000000")
     assert both[0].stdout is not None
     assert both[0].stdout.readline().startswith("batch 0")
+    assert shared_folder(bench).is_dir()
     both[victim].kill()
     other = bench.finish(both[1 - victim])
     both[victim].communicate(timeout=400)
     _, alive = psutil.wait_procs(bench.processes(), timeout=120)
 
     assert alive == []
+    assert not shared_folder(bench).exists()
     assert other.code not in (0, -signal.SIGKILL)
     assert len(list((bench.cwd / "gpuwatch-runs").glob("*/report.json"))) == 2
