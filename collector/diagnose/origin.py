@@ -187,10 +187,7 @@ class _Forward:
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
         """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""
         again = self._anomaly.again
-        if again is None:
-            known = self._calls.children(frame) or any(other.weights for other in self._calls.frames)
-            return () if known else ("weights are not watched (--watch)",)
-        if frame.weights or frame.module != self._anomaly.module or again.same_step:
+        if again is None or frame.weights or frame.module != self._anomaly.module or again.same_step:
             return ()
         late = ", ".join(f"{name} was {found}" for name, found in again.weights.items())
         return (f"weights are not watched (--watch): after a later step, {late}",) if late else ()

@@ -566,12 +566,3 @@ def test_a_module_without_weights_has_made_it_however_late_the_second_look_came(
     batch.call("act", "Exp", given=[x], returned=[y])
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(same_step=False))
     assert find(batch).source == "made"
-
-
-@pytest.mark.parametrize(("watched", "source"), [(True, "made"), (False, "unread")])
-def test_without_a_second_look_a_weight_somewhere_shows_that_weights_are_watched(make, watched, source):
-    batch = make.Batch()
-    x, h = batch.tensor(), batch.tensor()
-    batch.call("enter", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()} if watched else None)
-    batch.call("act", "Exp", given=[h], returned=[batch.tensor(make.INF)])
-    assert find(batch).source == source

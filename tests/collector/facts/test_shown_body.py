@@ -45,6 +45,7 @@ def test_no_name_forges_a_line_or_reaches_the_terminal(make, place):
     report = report_of(make, place)
     text = render_text(report, width=2000)
     assert all(line.isprintable() for line in text.splitlines())
+    # beside a fault of gpuwatch's own
     assert [line for line in text.splitlines() if line.startswith("VERDICT")] == ["VERDICT  overflow, supported"]
     assert json.loads(to_json(report))["verdict"]["kind"] == "overflow"
 
@@ -83,7 +84,7 @@ def test_the_json_holds_no_control_character(make, place):
 
 def test_a_hostile_root_is_still_the_page_of_its_anomaly(make):
     report = report_of(make, "root")
-    assert report.verdict.certainty == "supported"  # a fault of gpuwatch's own is in it
+    assert report.verdict.certainty == "supported", "there is a fault of gpuwatch's own"
     assert report.ranks[0].frames
 
 
