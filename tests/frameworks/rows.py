@@ -137,10 +137,12 @@ def run(row: Row, command: list[str], folder: Path) -> Outcome:
     told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **row.environment}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("GPUWATCH", "SLURM", "PET_"))}
     began = time.monotonic()
-    with (folder / "errors").open("w+") as errors:
-        process = subprocess.Popen(
+    with (
+        (folder / "errors").open("w+") as errors,
+        subprocess.Popen(
             command, cwd=folder, env={**clean, **told}, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        ) as process,
+    ):
         assert process.stdout is not None
         first_s, lines = 0.0, []
         try:
