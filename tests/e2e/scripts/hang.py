@@ -124,6 +124,9 @@ def main():
             dist.broadcast(torch.zeros(3), src=0)
     print("done", flush=True)
     dist.barrier()
+    # one that runs in this thread: a thread of gloo's that still holds the last operation while the interpreter ends
+    # can abort the process (https://github.com/pytorch/pytorch/pull/179291)
+    dist.monitored_barrier()
     dist.destroy_process_group()
     sys.exit(0)
 
