@@ -106,9 +106,7 @@ class _Launch:
         self._signals = signals
         self._args = args
         self._plan = plan
-        self._keys = keys
         self._nproc = nproc
-        self._command = command
         self._job = job
         self._helpers = Helpers(args, plan, keys, nproc, command, job)
         self._stop = threading.Event()

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from .command import environment_of_ranks, start_command
@@ -33,15 +32,12 @@ def block_signals() -> set[int | signal.Signals]:
 
 
 class AttendedCommand:
-    """`unblocked` is what `block_signals` has returned; `stopping` is called before it is ended from here."""
+    """`unblocked` is what `block_signals` has returned."""
 
-    def __init__(
-        self, command: list[str], *, unblocked: set[int | signal.Signals], in_step: bool, stopping: Callable[[], None]
-    ) -> None:
+    def __init__(self, command: list[str], *, unblocked: set[int | signal.Signals], in_step: bool) -> None:
         self._command = command
         self._unblocked = unblocked
         self._in_step = in_step
-        self._stopping = stopping
         self._process: subprocess.Popen[bytes] | None = None
         self._relay_at: dict[signal.Signals, float] = {}
         self._kill_at = 0.0
@@ -100,7 +96,6 @@ class AttendedCommand:
         """First in a way that it can hear, then in one that it cannot."""
         if not self._kill_at:
             self._kill_at = now + GRACE_S
-            self._stopping()
             process.terminate()
         elif now >= self._kill_at:
             process.kill()

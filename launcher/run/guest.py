@@ -13,7 +13,7 @@ from .tasks import Task, Tasks
 
 def run_as_guest(command: list[str], tasks: Tasks, unblocked: set[int | signal.Signals], *, in_step: bool) -> int:
     """Run the command. Returns the exit code."""
-    attended = AttendedCommand(command, unblocked=unblocked, in_step=in_step, stopping=lambda: None)
+    attended = AttendedCommand(command, unblocked=unblocked, in_step=in_step)
     scratch = None
     while scratch is None and tasks.owner_lives() and attended.ended_by is None:
         scratch = tasks.scratch()

@@ -57,7 +57,7 @@ def run(arguments: list[str]) -> int:
     try:
         if tasks is not None and not tasks.is_owner:
             return run_as_guest(args.command, tasks, unblocked, in_step=in_step)
-        command = AttendedCommand(args.command, unblocked=unblocked, in_step=in_step, stopping=lambda: None)
+        command = AttendedCommand(args.command, unblocked=unblocked, in_step=in_step)
         return _Run(args, plan, ["gpuwatch", "run", *arguments], job, tasks, command).run()
     finally:
         if tasks is not None:

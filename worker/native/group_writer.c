@@ -145,52 +145,62 @@ static int64_t what_of(int64_t operation, int64_t dtype, int64_t peer)
     return operation | dtype << 8 | (peer + 1) << 16;
 }
 
+/* What an operation that begins is about. */
+typedef struct {
+    int slot;
+    int64_t counted, dtype, elements;
+    int64_t *fields; /* the slot's integers, until PyBuffer_Release of `memory` */
+    Py_buffer memory;
+} Begun;
+
+/* 0 if its group is not shown; -1 with an exception set. Nothing is borrowed then. */
+static int look(GroupWriter *self, PyObject *group, PyObject *tensor, Begun *new)
+{
+    new->slot = find_slot(self, group);
+    if (new->slot < 0)
+        return new->slot + 1;
+    if (counted_by(self, group, &new->counted) < 0 || describe(self, tensor, &new->dtype, &new->elements) < 0)
+        return -1;
+    new->fields = borrow_slot(self, new->slot, &new->memory);
+    return new->fields == NULL ? -1 : 1;
+}
+
 int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t root, Place *place)
 {
-    Py_buffer memory;
-    int64_t counted, dtype, elements;
-    const int slot = find_slot(self, group);
-    if (slot < 0)
-        return slot + 1;
-    if (counted_by(self, group, &counted) < 0 || describe(self, tensor, &dtype, &elements) < 0)
-        return -1;
-    int64_t *fields = borrow_slot(self, slot, &memory);
-    if (fields == NULL)
-        return -1;
-    const int64_t unseen = counted - fields[G_COUNTED];
+    Begun new;
+    const int found = look(self, group, tensor, &new);
+    if (found <= 0)
+        return found;
+    int64_t *fields = new.fields;
+    const int64_t unseen = new.counted - fields[G_COUNTED];
     const int64_t number = fields[G_BEGUN] + 1 + (unseen > 0 ? unseen : 0);
     int64_t *recent = fields + (RECENT_AT + OPERATION_BYTES * (number % RECENT)) / 8;
-    fields[G_COUNTED] = counted + 1;
+    fields[G_COUNTED] = new.counted + 1;
     recent[0] = number;
-    recent[1] = what_of(operation, dtype, root);
-    recent[2] = elements;
+    recent[1] = what_of(operation, new.dtype, root);
+    recent[2] = new.elements;
     move(fields, number, GROUP_ISSUING, number);
-    PyBuffer_Release(&memory);
-    *place = (Place){slot, self->slots[slot].holders, number};
+    PyBuffer_Release(&new.memory);
+    *place = (Place){new.slot, self->slots[new.slot].holders, number};
     return 1;
 }
 
 int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, Place *place)
 {
-    Py_buffer memory;
-    int64_t counted, dtype, elements;
-    const int slot = find_slot(self, group);
-    if (slot < 0)
-        return slot + 1;
-    if (counted_by(self, group, &counted) < 0 || describe(self, tensor, &dtype, &elements) < 0)
-        return -1;
-    int64_t *fields = borrow_slot(self, slot, &memory);
-    if (fields == NULL)
-        return -1;
-    const int64_t unseen = counted - fields[G_COUNTED], number = -(fields[G_P2P] + 1);
+    Begun new;
+    const int found = look(self, group, tensor, &new);
+    if (found <= 0)
+        return found;
+    int64_t *fields = new.fields;
+    const int64_t unseen = new.counted - fields[G_COUNTED], number = -(fields[G_P2P] + 1);
     if (unseen > 0)
-        fields[G_COUNTED] = counted;
+        fields[G_COUNTED] = new.counted;
     fields[G_P2P] = -number;
-    fields[G_P2P_WHAT] = what_of(operation, dtype, peer);
-    fields[G_P2P_ELEMENTS] = elements;
+    fields[G_P2P_WHAT] = what_of(operation, new.dtype, peer);
+    fields[G_P2P_ELEMENTS] = new.elements;
     move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number);
-    PyBuffer_Release(&memory);
-    *place = (Place){slot, self->slots[slot].holders, number};
+    PyBuffer_Release(&new.memory);
+    *place = (Place){new.slot, self->slots[new.slot].holders, number};
     return 1;
 }
 
