@@ -45,13 +45,15 @@ from .report.text import render_text
 from .store import RunStore
 
 TICK_MS = 100
+_WRITING_TICK_MS = 5
+"""While the store is written: what has been written is acknowledged soon."""
 _LINGER_MS = 3000
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
 _BATCH = 512
-_BATCH_BYTES = 16 << 20
-"""So many messages, or so many bytes of them, are taken in one transaction of the store."""
+_BATCH_BYTES = 4 << 20
+"""So many messages, or so many bytes of them, are taken in one turn."""
 
 
 class ReportFailed(Exception):
@@ -90,6 +92,8 @@ class Server:
         self.malformed = 0
         self._lines = StageLines()
         self._credit = -1
+        self._handed_over: dict[str, int] = {}
+        """agent -> the number up to which the store has it all, or is writing it"""
 
     def run(
         self,
@@ -117,18 +121,19 @@ class Server:
         if end_fd is not None:
             poller.register(end_fd, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(TICK_MS))
+            if not store.has_room:
+                store.wait(TICK_MS / 1000)
+            ready = dict(poller.poll(_WRITING_TICK_MS if store.is_writing else TICK_MS))
             now = clock.now()
             if end_fd is not None and end_fd in ready:
                 poller.unregister(end_fd)
                 end_fd = None
                 on_end(now)
-            if self._socket in ready:
+            if self._socket in ready and store.has_room:
                 self._receive(store, run_protocol, now)
             self._verdict.tick()
             self._credit = run_protocol.credit
-            if store.commit():  # an acknowledgement means: it is on the disk
-                self._act(run_protocol.committed())
+            self._write(store, run_protocol)
             self._count_failed_handshakes()
             for line in self._lines.due():
                 self._tell(line)
@@ -149,8 +154,20 @@ class Server:
                 else:
                     self._act([action])
 
+    def _write(self, store: RunStore, run_protocol: RunProtocol) -> None:
+        """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
+        if store.written():
+            self._act(run_protocol.committed(self._handed_over))
+        if store.is_writing:
+            return
+        received = run_protocol.received
+        if not store.has_new:
+            self._act(run_protocol.committed(received))
+        elif store.begin():
+            self._handed_over = received
+
     def _messages(self) -> Iterator[tuple[str, AgentMessage, bytes]]:
-        """What has come, without what is malformed; a bounded number, so that the store is written in between."""
+        """What has come, without what is malformed; a bounded number, so that the rest gets its turn."""
         taken = 0
         for _ in range(_BATCH):
             if taken > _BATCH_BYTES:
@@ -206,7 +223,8 @@ class Server:
             "disbelieved": run_protocol.disbelieved,
         }
         store.set("counters", to_json(counters).decode())
-        store.commit()
+        if store.commit():
+            self._act(run_protocol.committed(run_protocol.received))
         made: Future[tuple[Report, Final]] = Future()
         Thread(target=_make, args=(made, paths, store, self._folded), name="gpuwatch-report").start()
         while not made.done():

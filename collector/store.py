@@ -3,8 +3,9 @@
 Ranks of one role define the same modules: each definition is stored once, and a message of definitions as the numbers
 of its entries.
 
-What was added is durable once `commit` has said so, and is acknowledged only then. A disk that fills up costs the run
-nothing: what cannot be written stays in memory, `commit` tries again, and once more in another folder.
+A thread writes, so that nothing waits for the disk: `begin` hands over what is new, `written` tells when it is durable,
+and it is acknowledged only then. A disk that fills up costs the run nothing: what cannot be written stays in memory and
+is tried again, and once more in another folder.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,11 +32,14 @@ from ..core.wire.messages import (
     WireError,
     decode_agent,
 )
+from .store_batch import Batch
 
 SCHEMA = 2
 """2: definitions are stored once. A store of schema 1 is read all the same."""
 MEMORY_BYTES = 256 << 20
 """What cannot be written may take so much memory; beyond it pages are dropped and counted, oldest first."""
+ROOM_BYTES = 32 << 20
+"""With so much that is not written yet, no more should be taken while the disk is at work."""
 _RETRY_S = 1.0
 
 _TABLES = """
@@ -50,12 +55,8 @@ CREATE TABLE IF NOT EXISTS message (
 CREATE TABLE IF NOT EXISTS definition (id INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
 CREATE TABLE IF NOT EXISTS beat (agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL) STRICT;
 """
-_ADD = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?)"
-_BEAT = "INSERT OR REPLACE INTO beat VALUES (?, ?, ?)"
-_DEFINE = "INSERT OR IGNORE INTO definition VALUES (?, ?)"
 _BODY = "SELECT body FROM message WHERE agent = ? AND n = ? AND kind = ?"
-_SET = "INSERT OR REPLACE INTO run VALUES (?, ?)"
-_Row = tuple[str, int, int, str, bytes]
+_SCHEMA = "INSERT OR REPLACE INTO run VALUES ('schema', ?)"
 
 _NAMES = "names"
 """The kind of a message of definitions that is stored by their numbers."""
@@ -94,22 +95,22 @@ class RunStore:
         """Pages that were neither written nor kept."""
         self._fallback = fallback
         self._say = say or (lambda sentence: None)
-        self._new: dict[tuple[str, int], _Row] = {}
-        self._new_bytes = 0
-        self._new_beats: dict[str, tuple[str, int, bytes]] = {}
-        self._facts: dict[str, str] = {}
-        self._unsynced = False
+        self._new = Batch()
+        self._in_hand = Batch()
+        """What the thread is writing."""
+        self._thread: ThreadPoolExecutor | None = None
+        self._result: Future[Exception | None] | None = None
         self._failed = False
         self._tried_at = 0.0
         self._numbers: dict[Definition, int] = {}
         """Of every definition in the file, and of those that are to be written with the next commit."""
         self._next_number = 0
-        self._new_definitions: list[tuple[int, bytes]] = []
         self._older: list[sqlite3.Connection] = []
         """Stores that could not be written any more; what they hold is still read."""
         if not create and not path.exists():
             raise GpuwatchError(f"expected a run store, found no file {path}")
         self._db = self._open_either() if create else self._open(path, False)
+        self._reader = _reader(self._db, self.path) if create else self._db
         if create:
             known = _definitions(self._db)
             self._numbers = {entry: number for number, entry in known.items()}
@@ -143,7 +144,7 @@ class RunStore:
     @property
     def unwritten(self) -> int:
         """Messages that are in memory only."""
-        return len(self._new) if self._failed else 0
+        return len(self._in_hand.messages) + len(self._new.messages) if self._failed else 0
 
     def _open(self, path: Path, create: bool) -> sqlite3.Connection:
         try:
@@ -154,7 +155,7 @@ class RunStore:
             if create:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.executescript(_TABLES)
-                db.execute(_SET, ("schema", str(SCHEMA)))
+                db.execute(_SCHEMA, (str(SCHEMA),))
             else:
                 row = db.execute("SELECT value FROM run WHERE key = 'schema'").fetchone()
                 _expect_schema(path, row[0] if row else "0")
@@ -171,21 +172,18 @@ class RunStore:
 
     def set(self, key: str, value: str) -> None:
         """Store a fact about the run, with the next commit."""
-        self._facts[key] = value
+        self._new.facts[key] = value
 
     def add(self, agent: str, message: AgentMessage, data: bytes) -> None:
-        """Take a numbered message, once; `commit` writes it."""
+        """Take a numbered message, once; the next `begin` or `commit` writes it."""
         key = (agent, message.n)
-        if key in self._new:
+        if key in self._new.messages or key in self._in_hand.messages:
             return
         kind = str(message.body.__struct_config__.tag)
         if isinstance(message.body, Definitions):
             kind, data = _NAMES, self._by_number(message, message.body)
-        self._new[key] = (agent, message.n, time.time_ns(), kind, data)
-        self._new_bytes += len(data)
-        self._unsynced |= isinstance(message.body, EventMessage)
-        if self._new_bytes > MEMORY_BYTES:
-            self._drop_pages()
+        self._new.add((agent, message.n, time.time_ns(), kind, data), isinstance(message.body, EventMessage))
+        self._keep_memory_bounded()
 
     def _by_number(self, message: AgentMessage, body: Definitions) -> bytes:
         """The message with the numbers of its entries. Entries that are new are written with the next commit."""
@@ -195,70 +193,84 @@ class RunStore:
             if number is None:
                 number = self._numbers[entry] = self._next_number
                 self._next_number += 1
-                self._new_definitions.append((number, msgspec.msgpack.encode(entry)))
+                self._new.definitions.append((number, msgspec.msgpack.encode(entry)))
             if runs and number == sum(runs[-1]):
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
                 runs.append((number, 1))
         return msgspec.msgpack.encode(_StoredNames(body.rank, body.attempt, message.after, runs))
 
-    def _drop_pages(self) -> None:
-        for key, row in list(self._new.items()):
-            if self._new_bytes <= MEMORY_BYTES // 2:
-                return
-            if row[3] in ("page", "history"):
-                del self._new[key]
-                self._new_bytes -= len(row[4])
-                self.dropped += 1
+    def _keep_memory_bounded(self) -> None:
+        if self._new.bytes > MEMORY_BYTES:
+            self.dropped += self._new.drop_pages(MEMORY_BYTES // 2)
 
     def beat(self, agent: str, data: bytes) -> None:
         """Keep the last beat of an agent."""
-        self._new_beats[agent] = (agent, time.time_ns(), data)
+        self._new.beats[agent] = (agent, time.time_ns(), data)
 
-    def commit(self) -> bool:
-        """Make durable what was added: only when it is True may it be acknowledged.
+    @property
+    def has_new(self) -> bool:
+        """Whether something waits to be handed over."""
+        return bool(self._new)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more should be taken now. While the disk fails it is: memory is bounded in its own way."""
+        return self._failed or self._in_hand.bytes + self._new.bytes < ROOM_BYTES
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the thread has something in hand that `written` has not told of."""
+        return self._result is not None
+
+    def wait(self, seconds: float) -> None:
+        """Until the thread has written what it has in hand, or the time is over."""
+        if self._result is not None:
+            wait([self._result], seconds)
+
+    def begin(self) -> bool:
+        """Hand over what is new to the thread; False if it is at work, or the disk has just failed.
 
         While the disk fails it is tried once a second, first here, then in the other folder.
         """
-        if not (self._new or self._new_beats or self._facts):
-            return True
         now = time.monotonic()
-        if self._failed and now - self._tried_at < _RETRY_S:
+        if self.is_writing or not self._new or (self._failed and now - self._tried_at < _RETRY_S):
             return False
         self._tried_at = now
-        error = self._write()
-        if error is not None and self._move():
-            error = self._write()
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "gpuwatch-store")
+        self._in_hand, self._new = self._new, Batch()
+        self._result = self._thread.submit(self._in_hand.write, self._db)
+        return True
+
+    def written(self) -> bool | None:
+        """Whether what was handed over is durable: only when it is True may it be acknowledged. None: not known yet."""
+        if self._result is None or not self._result.done():
+            return None
+        error, self._result = self._result.result(), None
         if error is None:
+            self._in_hand = Batch()
             if self._failed:
                 self._say(f"the run's store can be written again: {self.path}")
             self._failed = False
-            self._new.clear()
-            self._new_bytes = 0
-            self._new_definitions.clear()
-            self._new_beats.clear()
-            self._facts.clear()
-            self._unsynced = False
+            return True
+        self._new, self._in_hand = self._in_hand.followed_by(self._new), Batch()
+        self._keep_memory_bounded()
+        if self._move():
+            self._failed = False
+            self._tried_at = 0.0
         elif not self._failed:
             self._failed = True
             self._say(f"the run's store {self.path} cannot be written ({error}); what comes is kept in memory")
-        return error is None
+        return False
 
-    def _write(self) -> Exception | None:
-        """All that is new, in one transaction; an event is on the disk itself before this returns."""
-        try:
-            self._db.execute(f"PRAGMA synchronous={'FULL' if self._unsynced else 'NORMAL'}")
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(_SET, list(self._facts.items()))
-            self._db.executemany(_DEFINE, self._new_definitions)
-            self._db.executemany(_ADD, list(self._new.values()))
-            self._db.executemany(_BEAT, list(self._new_beats.values()))
-            self._db.execute("COMMIT")
-        except (sqlite3.Error, OverflowError) as error:
-            with suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            return error
-        return None
+    def commit(self) -> bool:
+        """Write all that is new and wait for it. True when everything is durable."""
+        while self.is_writing or self.begin():
+            assert self._result is not None
+            wait([self._result])
+            self.written()
+        return not self._new
 
     def _move(self) -> bool:
         """Go on in the other folder, once. Copies nothing: what is in the first file is read from there."""
@@ -272,18 +284,22 @@ class RunStore:
             return False
         with suppress(sqlite3.Error):
             for key, value in older.execute("SELECT key, value FROM run").fetchall():
-                self._facts.setdefault(key, value)
+                self._new.facts.setdefault(key, value)
+        if self._reader is not older:
+            self._reader.close()
+        self._reader = _reader(self._db, self.path)
         self._older.append(older)
-        self._new_definitions = [(number, msgspec.msgpack.encode(entry)) for entry, number in self._numbers.items()]
+        self._new.definitions = [(number, msgspec.msgpack.encode(entry)) for entry, number in self._numbers.items()]
         return True
 
     # -- reading ------------------------------------------------------------------------------------------------
 
     def get(self, key: str) -> str | None:
         """A fact about the run; None if it is not known, or cannot be read."""
-        if key in self._facts:
-            return self._facts[key]
-        for db in (self._db, *self._older):
+        for batch in (self._new, self._in_hand):
+            if key in batch.facts:
+                return batch.facts[key]
+        for db in (self._reader, *self._older):
             with suppress(sqlite3.Error, UnicodeDecodeError):
                 row = db.execute("SELECT value FROM run WHERE key = ?", (key,)).fetchone()
                 if row and isinstance(row[0], str):
@@ -294,8 +310,9 @@ class RunStore:
         """Everything that was received, by agent and number, beats last. What cannot be read is left out."""
         seen: set[tuple[str, int]] = set()
         query = "SELECT agent, n, body, kind FROM message ORDER BY agent, n"
-        sources = [(_definitions(db), _rows(db, query)) for db in (*self._older, self._db)]
-        new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data) in sorted(self._new.items()))
+        sources = [(_definitions(db), _rows(db, query)) for db in (*self._older, self._reader)]
+        unwritten = sorted({**self._in_hand.messages, **self._new.messages}.items())
+        new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data) in unwritten)
         sources.append(({number: entry for entry, number in self._numbers.items()}, new))
         for definitions, source in sources:
             for agent, n, data, kind in source:
@@ -305,9 +322,9 @@ class RunStore:
                     if body is not None:
                         yield agent, n, body
         beats: dict[str, bytes] = {}
-        for db in (*self._older, self._db):
+        for db in (*self._older, self._reader):
             beats.update((agent, data) for agent, _, data, _ in _rows(db, "SELECT agent, 0, body, 'beat' FROM beat"))
-        beats.update((agent, data) for agent, _, data in self._new_beats.values())
+        beats.update((agent, data) for agent, _, data in {**self._in_hand.beats, **self._new.beats}.values())
         for agent, data in sorted(beats.items()):
             with suppress(WireError):
                 yield agent, 0, decode_agent(data).body
@@ -321,9 +338,9 @@ class RunStore:
         return next((body for body in self._bodies(agent, n, "history") if isinstance(body, History)), None)
 
     def _bodies(self, agent: str, n: int, kind: str) -> Iterator[AgentBody]:
-        new = self._new.get((agent, n))
+        new = self._new.messages.get((agent, n)) or self._in_hand.messages.get((agent, n))
         found = [new[4]] if new is not None else []
-        for db in (self._db, *self._older) if not found else ():
+        for db in (self._reader, *self._older) if not found else ():
             with suppress(sqlite3.Error):
                 found += [row[0] for row in db.execute(_BODY, (agent, n, kind))]
         for data in found:
@@ -334,8 +351,21 @@ class RunStore:
         """Write what is left, if that can be, and close the file."""
         with suppress(sqlite3.Error):
             self.commit()
-        for db in (self._db, *self._older):
+        if self._thread is not None:
+            self._thread.shutdown()
+        for db in {self._reader, self._db, *self._older}:
             db.close()
+
+
+def _reader(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+    """A connection that does not wait for the one that writes: with a write-ahead log each reads what was committed.
+
+    Where the file system has no such log, both would lock each other out, and the one is used for both.
+    """
+    with suppress(sqlite3.Error):
+        if db.execute("PRAGMA journal_mode").fetchone() == ("wal",):
+            return sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    return db
 
 
 def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> AgentBody | None:

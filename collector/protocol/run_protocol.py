@@ -1,13 +1,13 @@
 """What the collector does about what it hears: pure decisions, time is an argument, no socket.
 
-hear(agent, message, now) -> actions        committed() -> acknowledgements        tick(now) -> actions
+hear(agent, message, now) -> actions        committed(numbers) -> acknowledgements        tick(now) -> actions
 
 A helper that is silent never ends the job: only a rank's own end, the user or the scheduler does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -179,12 +179,18 @@ class RunProtocol:
         echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
         return Ack(node.stored if node is not None else 0, echo_ns=echo)
 
-    def committed(self) -> list[Send]:
-        """All that was kept is durable now: acknowledge it."""
+    @property
+    def received(self) -> dict[str, int]:
+        """agent -> the number up to which everything of it was heard"""
+        return {agent: node.received for agent, node in self.nodes.items()}
+
+    def committed(self, numbers: Mapping[str, int]) -> list[Send]:
+        """All that was kept up to these numbers is durable now: acknowledge it."""
         found = []
-        for agent, node in self.nodes.items():
-            if node.stored < node.received:
-                node.stored = node.received
+        for agent, number in numbers.items():
+            node = self.nodes[agent]
+            if node.stored < number:
+                node.stored = number
                 found.append(Send(agent, Ack(node.stored)))
         return found
 

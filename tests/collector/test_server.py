@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sqlite3
 import threading
 import time
 
@@ -119,6 +120,25 @@ def say_goodbye(agent) -> Final:
         pass
     agent.send(encode(AgentMessage(0, Leaving())))
     return message
+
+
+def test_while_the_store_is_being_written_everybody_is_heard_and_nothing_is_acknowledged(running, connect, make):
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=1))))
+    receive(agent)
+    assert acknowledged(agent) == 1
+    with contextlib.closing(sqlite3.connect(running.paths.store, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # as a slow disk does: whoever writes waits
+        agent.send(encode(AgentMessage(2, make.raised(0), 1)))
+        agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=1))))
+        answer = receive(agent)
+        assert isinstance(answer, Ack)
+        assert (answer.n, answer.received, answer.echo_ns) == (1, 2, 1)
+        other.execute("ROLLBACK")
+    assert acknowledged(agent) == 2
+    store = RunStore(running.paths.store)
+    assert [n for _, n, _ in store.messages()] == [1, 2, 0]
+    store.close()
 
 
 def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, connect, make):

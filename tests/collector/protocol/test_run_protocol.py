@@ -97,7 +97,7 @@ def test_a_hello_is_kept_welcomed_and_acknowledged(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     message = AgentMessage(1, make.hello())
     assert run_protocol.hear("a0", message, 0) == [Keep("a0", message), Send("a0", Welcome("run", "/runs/run"))]
-    assert run_protocol.committed() == [Send("a0", Ack(1))]
+    assert run_protocol.committed(run_protocol.received) == [Send("a0", Ack(1))]
 
 
 def test_an_agent_of_another_job_is_refused_and_counted(make):
@@ -145,7 +145,7 @@ def test_what_a_node_says_of_another_nodes_rank_is_not_believed(two, make):
     two.beat(STOP_AFTER_S + 1, "a0", "a1")
     assert two.tick(STOP_AFTER_S + 1) == []
     assert sent(two.say("a1", anomaly(rank=1)), Want) != [], "it goes on being heard"
-    assert two.run_protocol.committed()[-1] == Send("a1", Ack(3))
+    assert two.run_protocol.committed(two.run_protocol.received)[-1] == Send("a1", Ack(3))
 
 
 def test_a_node_speaks_of_no_more_ranks_than_it_said_hello_with(two, make):
@@ -179,18 +179,18 @@ def test_a_replayed_hello_of_an_earlier_agent_does_not_take_the_place_of_a_later
 
 
 def test_a_message_is_acknowledged_once_it_is_durable_and_not_before(two):
-    two.run_protocol.committed()
+    two.run_protocol.committed(two.run_protocol.received)
     assert [type(action) for action in two.say("a0", event())] == [Keep]
     beat = AgentMessage(0, Beat([], {}))
     assert two.run_protocol.hear("a0", beat, 0)[1] == Send("a0", Ack(1))
     again = AgentMessage(2, event(), after=1)
     assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(1))]
-    assert two.run_protocol.committed() == [Send("a0", Ack(2))]
-    assert two.run_protocol.committed() == []
+    assert two.run_protocol.committed(two.run_protocol.received) == [Send("a0", Ack(2))]
+    assert two.run_protocol.committed(two.run_protocol.received) == []
 
 
 def test_a_gap_is_not_kept_and_asked_for_again(two):
-    two.run_protocol.committed()
+    two.run_protocol.committed(two.run_protocol.received)
     lost = AgentMessage(4, event(), after=3)
     assert two.run_protocol.hear("a0", lost, 0) == [Send("a0", Ack(1, resend=True))]
 
@@ -198,12 +198,12 @@ def test_a_gap_is_not_kept_and_asked_for_again(two):
 def test_a_page_that_the_agent_dropped_is_no_gap(two):
     dropped = AgentMessage(9, event(), after=1)
     assert two.run_protocol.hear("a0", dropped, 0) == [Keep("a0", dropped)]
-    assert two.run_protocol.committed()[0] == Send("a0", Ack(9))
+    assert two.run_protocol.committed(two.run_protocol.received)[0] == Send("a0", Ack(9))
 
 
 def test_a_duplicate_is_acknowledged_and_not_kept_again(two):
     two.say("a0", event())
-    two.run_protocol.committed()
+    two.run_protocol.committed(two.run_protocol.received)
     again = AgentMessage(2, event(), after=1)
     assert two.run_protocol.hear("a0", again, 0) == [Send("a0", Ack(2))]
 
@@ -219,7 +219,7 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
     run_protocol = RunProtocol("run", "/runs/run", "job")
     message = AgentMessage(1, make.hello())
     run_protocol.hear("a0", message, 0)
-    run_protocol.committed()
+    run_protocol.committed(run_protocol.received)
     again = run_protocol.hear("a0", message, 1)
     assert sent(again, Welcome) == [("a0", Welcome("run", "/runs/run", 1))]
     assert not any(isinstance(action, Keep) for action in again)
@@ -227,7 +227,7 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
 
 def test_a_beat_is_kept_and_answered_with_what_there_is(two):
     two.say("a0", event())
-    two.run_protocol.committed()
+    two.run_protocol.committed(two.run_protocol.received)
     beat = AgentMessage(0, Beat([], {}))
     assert two.run_protocol.hear("a0", beat, 0) == [Keep("a0", beat), Send("a0", Ack(2))]
 

@@ -40,7 +40,11 @@ class Link:
                     self.stored.append(action.message)
                 elif isinstance(action, Send) and isinstance(action.message, Ack):
                     self.acks.append(action.message)
-        self.acks += [send.message for send in self.run_protocol.committed() if isinstance(send.message, Ack)]
+        self.acks += [
+            send.message
+            for send in self.run_protocol.committed(self.run_protocol.received)
+            if isinstance(send.message, Ack)
+        ]
 
     def hear(self, losses: list[bool]) -> None:
         for position, ack in enumerate(self.acks):
