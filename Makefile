@@ -8,7 +8,7 @@ JOBS ?= 2
 SEED ?= 0
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED)
 
-.PHONY: help demo test slow soak fuzz gpu lint typecheck check clean
+.PHONY: help demo test slow soak fuzz gpu lint typecheck docs check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -54,7 +54,12 @@ typecheck: $(READY)  ## strict types
 	@mkdir -p .venv/typing && ln -sfn "$(CURDIR)" .venv/typing/gpuwatch
 	MYPYPATH=.venv/typing $(BIN)/mypy -p gpuwatch
 
-check: lint typecheck test slow  ## all that CI runs
+docs: $(READY)  ## docs/ as a site in build/site; a link or a name that leads nowhere is an error
+	@mkdir -p .venv/typing && ln -sfn "$(CURDIR)" .venv/typing/gpuwatch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: lint typecheck docs test slow  ## all that CI runs
 
 clean:  ## remove what the targets above made, except gpuwatch-runs
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

@@ -54,6 +54,7 @@ def test_a_module_runs_as_one(bench):
     assert (watched.verdict["kind"], watched.verdict["missing"]) == ("unknown", []), "it calls no module"
 
 
+@pytest.mark.slow
 def test_a_script_that_raises_prints_what_it_prints_under_torchrun(bench):
     watched = bench.launch("raises.py")
     plain = bench.torchrun("--nproc-per-node", "2", bench.script("raises.py"))

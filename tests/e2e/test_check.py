@@ -111,11 +111,13 @@ def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, wher
 AGENT, COLLECTOR = "gpuwatch.launcher.node.agent", "gpuwatch.collector"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("child", "in_background"),
     [
         (AGENT, True),
-        *(pytest.param(*moment, marks=pytest.mark.slow) for moment in ((AGENT, False), (COLLECTOR, False))),
+        (AGENT, False),
+        (COLLECTOR, False),
     ],
 )
 def test_ctrl_c_before_the_ranks_are_started_ends_it(bench, port, child, in_background):

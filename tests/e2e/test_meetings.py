@@ -17,16 +17,12 @@ def run_of(bench, how, nproc, seed, *options, more=()):
     return bench.launch("meet.py", *options, nproc=nproc, args=args), rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "certainty", "sentence"),
     [
         ("size", "supported", "issued all_reduce of 5 elements of float32, where 2 other ranks issued all_reduce of 8"),
-        pytest.param(
-            "exit",
-            "established",
-            "left early: its script ended with exit code 0, while ranks",
-            marks=pytest.mark.slow,
-        ),
+        ("exit", "established", "left early: its script ended with exit code 0, while ranks"),
     ],
 )
 def test_what_ends_the_others_names_who_was_at_fault(bench, how, certainty, sentence):

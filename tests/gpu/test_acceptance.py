@@ -67,6 +67,7 @@ def test_a_line_that_fails_stops_no_other_and_is_the_exit_code(tmp_path):
     assert any(row["line"] == "environment" and row["verdict"] == "pass" for row in rows)
 
 
+@pytest.mark.slow
 def test_a_line_that_hangs_is_ended(tmp_path):
     before = (
         "from dataclasses import replace\n"

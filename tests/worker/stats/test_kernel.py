@@ -46,7 +46,11 @@ QUIET_NAN = 0x7FC0_0000
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
 @pytest.mark.parametrize(
-    "chosen", [("--sample", "--each=8"), pytest.param((), marks=pytest.mark.slow)], ids=["a sample", "all"]
+    "chosen",
+    [
+        pytest.param(("--sample", "--each=8"), marks=pytest.mark.slow, id="a sample"),
+        pytest.param((), marks=pytest.mark.soak, id="all"),
+    ],
 )
 def test_the_kernel_in_tritons_interpreter(tmp_path, chosen):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "interpreted", *chosen, __file__]
@@ -369,6 +373,7 @@ def compiled(tensor_type, code, count, layout, deep, wide, keep):
 
 
 @pytest.mark.quick(3)
+@pytest.mark.sample(12)
 @pytest.mark.skipif(INTERPRETED, reason="compiles instead")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
 @pytest.mark.parametrize("layout", [0, 1, 2])
