@@ -121,18 +121,15 @@ class Server:
         if end_fd is not None:
             poller.register(end_fd, zmq.POLLIN)
         while True:
-            if not store.has_room:
-                store.wait(TICK_MS / 1000)
             ready = dict(poller.poll(_WRITING_TICK_MS if store.is_writing else TICK_MS))
             now = clock.now()
             if end_fd is not None and end_fd in ready:
                 poller.unregister(end_fd)
                 end_fd = None
                 on_end(now)
-            if self._socket in ready and store.has_room:
+            if self._socket in ready:
                 self._receive(store, run_protocol, now)
             self._verdict.tick()
-            self._credit = run_protocol.credit
             self._write(store, run_protocol)
             self._count_failed_handshakes()
             for line in self._lines.due():
@@ -156,7 +153,9 @@ class Server:
 
     def _write(self, store: RunStore, run_protocol: RunProtocol) -> None:
         """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
-        if store.written():
+        written = store.written()
+        self._credit = run_protocol.credit if store.has_room else 0
+        if written:
             self._act(run_protocol.committed(self._handed_over))
         if store.is_writing:
             return

@@ -39,7 +39,7 @@ SCHEMA = 2
 MEMORY_BYTES = 256 << 20
 """What cannot be written may take so much memory; beyond it pages are dropped and counted, oldest first."""
 ROOM_BYTES = 32 << 20
-"""With so much that is not written yet, no more should be taken while the disk is at work."""
+"""With so much that is not written yet, no more pages should be asked for while the disk is at work."""
 _RETRY_S = 1.0
 
 _TABLES = """
@@ -215,18 +215,13 @@ class RunStore:
 
     @property
     def has_room(self) -> bool:
-        """Whether more should be taken now. While the disk fails it is: memory is bounded in its own way."""
+        """Whether more pages should come. While the disk fails they should: memory is bounded in its own way."""
         return self._failed or self._in_hand.bytes + self._new.bytes < ROOM_BYTES
 
     @property
     def is_writing(self) -> bool:
         """Whether the thread has something in hand that `written` has not told of."""
         return self._result is not None
-
-    def wait(self, seconds: float) -> None:
-        """Until the thread has written what it has in hand, or the time is over."""
-        if self._result is not None:
-            wait([self._result], seconds)
 
     def begin(self) -> bool:
         """Hand over what is new to the thread; False if it is at work, or the disk has just failed.

@@ -92,8 +92,8 @@ class Outbox:
             self._bye = None
 
     def _may_go(self, data: bytes) -> bool:
-        """One at a time may always, however big it is."""
-        return not self._on_the_way or self._on_the_way + len(data) <= self._credit
+        """One at a time may, however big it is, if there is any credit at all."""
+        return (self._credit > 0 and not self._on_the_way) or self._on_the_way + len(data) <= self._credit
 
     def due(self) -> list[tuple[int, bytes]]:
         """(number, bytes) of what is to be sent now, in order."""

@@ -122,7 +122,10 @@ def say_goodbye(agent) -> Final:
     return message
 
 
-def test_while_the_store_is_being_written_everybody_is_heard_and_nothing_is_acknowledged(running, connect, make):
+def test_while_the_store_is_being_written_everybody_is_heard_and_nothing_is_acknowledged(
+    running, connect, make, monkeypatch
+):
+    monkeypatch.setattr("gpuwatch.collector.store.ROOM_BYTES", 1)
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello(nproc=1))))
     receive(agent)
@@ -134,10 +137,16 @@ def test_while_the_store_is_being_written_everybody_is_heard_and_nothing_is_ackn
         answer = receive(agent)
         assert isinstance(answer, Ack)
         assert (answer.n, answer.received, answer.echo_ns) == (1, 2, 1)
+        while answer.credit:  # no pages before the disk has what is there: from the next turn on
+            agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=2))))
+            answer = receive(agent)
         other.execute("ROLLBACK")
-    assert acknowledged(agent) == 2
+    answer = receive(agent)
+    assert isinstance(answer, Ack)
+    assert answer.n == 2
+    assert answer.credit > 0
     store = RunStore(running.paths.store)
-    assert [n for _, n, _ in store.messages()] == [1, 2, 0]
+    assert [n for _, n, _ in store.messages() if n] == [1, 2]
     store.close()
 
 

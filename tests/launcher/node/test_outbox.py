@@ -127,6 +127,18 @@ def test_an_acknowledged_page_makes_room():
     assert outbox.pages_dropped == {}
 
 
+def test_without_any_credit_pages_wait_and_events_go():
+    outbox = Outbox()
+    outbox.acknowledged(0, credit=0)
+    outbox.put(page(0))
+    outbox.put(event(1))
+    (sent,) = outbox.due()
+    assert isinstance(decode_agent(sent[1]).body, EventMessage)
+    outbox.sent(sent[0])
+    outbox.acknowledged(1, credit=1)
+    assert bodies(outbox) == [0]
+
+
 def test_events_are_never_dropped():
     outbox = Outbox(page_bytes=10)
     for number in range(100):
@@ -167,15 +179,15 @@ def test_pages_wait_for_credit_and_events_do_not():
     assert outbox.pages_dropped == {}
 
 
-def test_without_credit_one_page_at_a_time_is_sent_however_big_it_is():
+def test_with_little_credit_one_page_at_a_time_is_sent_however_big_it_is():
     outbox = Outbox()
     outbox.put(page(0, size=100_000))
     outbox.put(page(1))
-    outbox.acknowledged(0, 0)
+    outbox.acknowledged(0, 1)
     assert bodies(outbox) == [0]
     outbox.sent(1)
     assert bodies(outbox) == []
-    outbox.acknowledged(1, 0)
+    outbox.acknowledged(1, 1)
     assert bodies(outbox) == [1]
 
 
@@ -188,7 +200,7 @@ def test_what_has_come_and_cannot_be_stored_does_not_hold_up_the_rest():
         for number, data in outbox.due():
             told.append(decode_agent(data).body)
             outbox.sent(number)
-        outbox.acknowledged(0, 0, outbox.last_sent)
+        outbox.acknowledged(0, 1, outbox.last_sent)
 
     for number in range(3):
         outbox.put(Definitions(0, 0, [RootDef(number, "Net")]))
