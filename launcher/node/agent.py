@@ -337,11 +337,11 @@ class Agent:
         if self._done is None:
             self._launch_gone = True
             adopt_scratch(self._folder)
-            if self._config.starter == "torchrun":
-                self._conclude_for_launch(now)
-            else:
+            if self._config.ends_ranks:
                 self._tell_signal(LaunchDone("failed", int(signal.SIGKILL)))
                 self._orphans = Orphans(self._folder, self._launch_session, self._pids_of_ranks, now)
+            else:
+                self._conclude_for_launch(now)
 
     def _end_orphans(self, now: float) -> None:
         if self._orphans is not None and self._orphans.are_gone(now):

@@ -42,6 +42,13 @@ def get_run_parser() -> argparse.ArgumentParser:
         metavar="HOST[:PORT]",
         help="the first node, by a name that all others reach it by (as the scheduler says, or MASTER_ADDR)",
     )
+    add_option(
+        group,
+        "--other-hosts",
+        action="store_true",
+        help="let ranks of other hosts join, which the command itself reaches (Ray, DeepSpeed, mpirun, ssh): they "
+        "need the variables that gpuwatch env prints; --head says by which name they reach this host",
+    )
     add_collector_options(group)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     defaults = WorkerSettings("")
