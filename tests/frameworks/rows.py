@@ -94,12 +94,12 @@ ROWS = [
     _deepspeed(3),
     Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py"),
     Row(
-        "Ray Train, on a Ray started before",
+        "Ray Train, `gpuwatch.env()`",
         "ray",
         "python train.py",
         (PYTHON,),
         "with_ray.py",
-        ("--how", PORT),
+        ("--how", "handed on"),
     ),
 ]
 

@@ -1,9 +1,9 @@
-"""Ray Train: two workers on a Ray of this machine alone. `--how PORT`: on one started before, as a cluster is."""
+"""Ray Train: two workers on a Ray of this machine alone.
 
-import contextlib
+`--how "handed on"`: that Ray runs without the variables of a run, as one that was started before; its workers get them.
+"""
+
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -29,29 +29,8 @@ def work(config):
             file.write(f"rank {rank} loss {loss.item().hex()}\n")
 
 
-@contextlib.contextmanager
-def cluster(port):
-    """In an environment of its own: what is in ours does not come to its workers."""
-    clean = {name: value for name, value in os.environ.items() if name not in gpuwatch.env()}
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
-        start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-        limits = [
-            "--node-ip-address=127.0.0.1",
-            "--num-cpus=2",
-            "--include-dashboard=false",
-            "--disable-usage-stats",
-            f"--temp-dir={folder}",
-        ]
-        with subprocess.Popen([*start, *limits], env=clean, stdout=subprocess.DEVNULL) as head:
-            try:
-                yield f"127.0.0.1:{port}"
-            finally:
-                ray.shutdown()
-                head.terminate()
-
-
 def main(bad, **where):
-    ray.init(log_to_driver=False, configure_logging=False, **where)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, **where)
     with tempfile.TemporaryDirectory() as folder:
         trainer = ray.train.torch.TorchTrainer(
             work,
@@ -68,8 +47,10 @@ def main(bad, **where):
 
 if __name__ == "__main__":
     args = parse()
-    if args.how:
-        with cluster(args.how) as address:
-            main(args.rank, address=address, runtime_env={"env_vars": gpuwatch.env()})
+    variables = gpuwatch.env()
+    if args.how == "handed on":
+        for name in variables:
+            del os.environ[name]
+        main(args.rank, runtime_env={"env_vars": variables})
     else:
-        main(args.rank, num_cpus=2, include_dashboard=False)
+        main(args.rank)
