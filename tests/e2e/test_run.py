@@ -187,6 +187,30 @@ def test_a_rank_is_killed(bench):
     assert "was killed by SIGKILL" in ended.verdict["statement"]
 
 
+# -- the variables ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "line"), [("shell", "export GPUWATCH_RUN='a folder'"), ("dotenv", "GPUWATCH_RUN=a folder")]
+)
+def test_the_variables_of_a_run_are_printed(refused, form, line):
+    code, stdout, stderr = refused("env", "--format", form, **{RUN_VARIABLE: "a folder"})
+
+    assert code == 0
+    assert line in stdout.splitlines()
+    assert "gpuwatch run --other-hosts" in stderr
+
+
+def test_the_variables_are_one_dict(refused, monkeypatch):
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    assert gpuwatch.env() == {}
+    variables = {"GPUWATCH_JOIN": "/a/join.json", RUN_VARIABLE: "/a/folder", "PYTHONPATH": "/a/path"}
+    code, stdout, stderr = refused("env", "--format", "json", **variables)
+
+    assert (code, json.loads(stdout), stderr) == (0, variables, "")
+    assert gpuwatch.env() == variables
+
+
 # -- what cannot be ---------------------------------------------------------------------------------------------
 
 
@@ -201,6 +225,14 @@ def test_a_rank_is_killed(bench):
         (("launch", "train.py"), {RUN_VARIABLE: "/dev/shm/some"}, 2, "gpuwatch run -- torchrun"),
         (("run", "--every", "0", "--", "true"), {}, 2, "--every"),
         (("run", "--nnodes", "2", "--", "true"), {}, 2, "--head"),
+        (("run", "--preflight", "quick", "--", "true"), {}, 2, "run gpuwatch check on the same nodes before it"),
+        (
+            ("run", "--other-hosts", "--nnodes", "2", "--head", "a", "--node-rank", "0", "--", "true"),
+            {},
+            2,
+            "each host",
+        ),
+        (("env",), {}, 2, "found no run"),
     ],
 )
 def test_what_it_refuses_it_says_in_one_sentence(refused, arguments, environment, code, words):
