@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from gpuwatch.cli.collect import command as collect
 from gpuwatch.cli.diff import command as diff
+from gpuwatch.cli.env import command as env
 from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import HELP
@@ -35,6 +36,8 @@ def page() -> str:
         table((flag(action), help_of(action)) for action in own_options(get_run_parser())),
         "## gpuwatch check\n\nAll options of torchrun, and these. It takes no script.\n",
         table((flag(action), help_of(action)) for action in check),
+        "## gpuwatch env\n",
+        table(click_rows(env)),
         "## gpuwatch submit\n",
         "".join(f"    {line}".rstrip() + "\n" for line in HELP.splitlines()),
         "## gpuwatch report\n",

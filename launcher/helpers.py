@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from ..core import host
 from ..core.errors import UsageError
@@ -16,6 +15,7 @@ from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import AgentConfig, Bound, CollectorConfig, PreflightOver, StageLine, Verdict
 from .arguments.plan import Plan
 from .head_collector import HeadCollector
+from .meets import answers_with_its_key
 from .node_agent import NodeAgent
 from .say import say
 from .scheduler.job import Job
@@ -119,33 +119,28 @@ class Helpers:
                 "pass another --runs-dir DIR or --collector-port PORT"
             )
         self._end_collector()
-        if answer is not None and not (plan.may_join and self._is_our_collector(plan.connect)):
+        if answer is not None and not (plan.may_join and self._answers(plan.connect)):
             raise UsageError(
                 f"the port of {plan.bind.removeprefix('tcp://')} is in use by something that is not this run's "
                 "collector; pass a free one with --collector-port PORT, the same on every node"
             )
         return plan.connect
 
-    def _is_our_collector(self, address: str) -> bool:
-        """Whether who listens at `address` has the private key of this job's collector: the handshake tells."""
-        context = zmq.Context()
-        probe = context.socket(zmq.DEALER)
-        try:
-            probe.linger = 0
-            probe.curve_serverkey = self._keys.collector.public
-            probe.curve_publickey, probe.curve_secretkey = self._keys.agent
-            monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-            probe.connect(address)
-            return bool(monitor.poll(5000))
-        finally:
-            probe.disable_monitor()
-            probe.close(linger=0)
-            context.destroy(linger=0)
+    def _answers(self, address: str) -> bool:
+        """Whether this job's own collector listens there."""
+        keys = self._keys
+        return answers_with_its_key(
+            address, keys.collector.public.decode(), keys.agent.public.decode(), keys.agent.private.decode()
+        )
 
     def start_agent(self, address: str, scratch: Path, stop: Callable[[str, bool], object]) -> None:
         """`stop` is told why the ranks of this node are to end, and whether torchrun may start them again."""
+        self._agent = NodeAgent(self.agent_config(address, scratch), say, stop)
+
+    def agent_config(self, address: str, scratch: Path) -> AgentConfig:
+        """What this node's agent is told."""
         plan, job = self._plan, self._job
-        config = AgentConfig(
+        return AgentConfig(
             collector=address,
             server_key=self._keys.collector.public.decode(),
             public_key=self._keys.agent.public.decode(),
@@ -163,8 +158,8 @@ class Helpers:
             job=job.on_the_wire if job is not None else None,
             hang_timeout_s=self._args.hang_timeout,
             starter=self._starter,
+            ends_ranks=self._starter != "torchrun",
         )
-        self._agent = NodeAgent(config, say, stop)
 
 
 def _relative(path: str) -> str:

@@ -26,6 +26,8 @@ class NodeAgent:
 
     def __init__(self, config: AgentConfig, say: Callable[[str], object], stop: Callable[[str, bool], object]) -> None:
         self.verdict: Verdict | None = None
+        self.welcomed = threading.Event()
+        """The collector has taken this node into its run."""
         self._config = replace(config, agent=uuid.uuid4().hex)
         self._say = say
         self._stop = stop
@@ -42,6 +44,11 @@ class NodeAgent:
     def pid(self) -> int:
         """Of the process that runs now."""
         return self._child.pid
+
+    @property
+    def is_over(self) -> bool:
+        """It has a verdict, or has been given up."""
+        return self._over.is_set()
 
     def tell(self, message: msgspec.Struct) -> None:
         """Tell it something, and whoever comes after it."""
@@ -113,6 +120,7 @@ class NodeAgent:
             self._stop(message.reason, message.restart)
         elif isinstance(message, Welcomed):
             self._config = replace(self._config, run=message.run)
+            self.welcomed.set()
         elif isinstance(message, Verdict):
             self.verdict = message
             self._over.set()

@@ -1,7 +1,8 @@
-"""What `gpuwatch run` hands to the processes below it: a variable that names its scratch folder, and files in it."""
+"""What `gpuwatch run` hands to processes below it: variables that name its files, and those of its scratch folder."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -10,12 +11,27 @@ from ..settings import WorkerSettings
 
 RUN_VARIABLE = "GPUWATCH_RUN"
 """The scratch folder of the run. worker/inject/path/sitecustomize.py, which may import nothing, has it by this name."""
+JOIN_VARIABLE = "GPUWATCH_JOIN"
+"""The file by which other hosts join the run (core/wire/join.py). sitecustomize.py has it by this name, too."""
 _SETTINGS = "settings.json"
 _PROCESS = "process-{pid}.recorder"
 PROCESSES = _PROCESS.format(pid="*")
 RANKS = "rank-*.recorder"
 UNWATCHED = "unwatched-*"
 """Why a Python process could not be watched."""
+
+
+def env() -> dict[str, str]:
+    """What a launcher that starts ranks in an environment of its own is to give to them; {} outside of `gpuwatch run`.
+
+        ray.init(runtime_env={"env_vars": gpuwatch.env()})
+
+    The values are paths, and no secret. Ranks of other hosts join a run that was started with `--other-hosts`.
+    """
+    if not os.environ.get(RUN_VARIABLE):
+        return {}
+    names = (JOIN_VARIABLE, RUN_VARIABLE, "PYTHONPATH")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def write_settings(folder: Path, settings: WorkerSettings) -> None:

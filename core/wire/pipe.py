@@ -38,7 +38,9 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     run: str = ""
     """The run that the agent before it was welcomed to."""
     starter: str = "torchrun"
-    """Who starts the ranks, for a sentence. The agent ends them with its launch if that is no torchrun."""
+    """Who starts the ranks, for a sentence."""
+    ends_ranks: bool = False
+    """It ends what its launch leaves behind, should that be killed."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):

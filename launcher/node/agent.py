@@ -30,6 +30,7 @@ from ...core.exits import ExitCode
 from ...core.gpu_health.child import KILLED_S
 from ...core.own_clock import OwnClock
 from ...core.recorder.layout import file_name
+from ...core.recorder.run_folder import PROCESSES
 from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
@@ -75,6 +76,7 @@ from .beats import Beats
 from .clock import ClockOffset
 from .gpus import GpuWatch
 from .memory_kills import memory_kills
+from .orphans import Orphans, session_of
 from .outbox import Outbox
 from .ranks import RankWatch
 from .resending import Resending
@@ -125,8 +127,12 @@ class Agent:
         self._ends_told: set[tuple[int, int]] = set()
         """(attempt, rank) whose end an agent before this one has told of."""
         self._done: LaunchDone | None = None
+        self._signal_told = False
         self._said_goodbye = False
         self._launch_gone = False
+        self._launch_session = session_of(os.getppid())
+        self._orphans: Orphans | None = None
+        """What the launch has left behind, once it was killed."""
         self._final: Final | None = None
         self._welcomed = False
         self._refused = False
@@ -236,6 +242,7 @@ class Agent:
         self._now = now
         self._hear_collector(now)
         self._poll_ranks(now)
+        self._end_orphans(now)
         self._say_goodbye(now)
         self._send(now)
         self._say_waiting(now)
@@ -318,8 +325,7 @@ class Agent:
         for watch in self._ranks.values():
             if not watch.ended:
                 self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
-        if done.signal:
-            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
+        self._tell_signal(done)
         self._done = done
         self._done_at = now
         self._gpus.end(now)
@@ -331,18 +337,33 @@ class Agent:
         if self._done is None:
             self._launch_gone = True
             adopt_scratch(self._folder)
-            if self._config.starter != "torchrun":
-                self._end_ranks()
-            for watch in list(self._ranks.values()):
-                if not psutil.pid_exists(watch.pid):
-                    self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
-            self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+            if self._config.ends_ranks:
+                self._tell_signal(LaunchDone("failed", int(signal.SIGKILL)))
+                self._orphans = Orphans(self._folder, self._launch_session, self._pids_of_ranks, now)
+            else:
+                self._conclude_for_launch(now)
 
-    def _end_ranks(self) -> None:
-        for watch in self._ranks.values():
-            if not watch.ended:
-                with suppress(OSError):
-                    os.kill(watch.pid, signal.SIGTERM)
+    def _end_orphans(self, now: float) -> None:
+        if self._orphans is not None and self._orphans.are_gone(now):
+            self._orphans = None
+            self._conclude_for_launch(now)
+
+    def _pids_of_ranks(self) -> list[int]:
+        """Of what is a rank, and of what would have become one."""
+        others = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(PROCESSES)]
+        return [*(watch.pid for watch in self._ranks.values()), *others]
+
+    def _conclude_for_launch(self, now: float) -> None:
+        for watch in list(self._ranks.values()):
+            if not psutil.pid_exists(watch.pid):
+                self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
+        self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+
+    def _tell_signal(self, done: LaunchDone) -> None:
+        """When it came: what ranks say after it, they say because of it."""
+        if done.signal and not self._signal_told:
+            self._signal_told = True
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
 
     def _say_goodbye(self, now: float) -> None:
         """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""

@@ -56,9 +56,12 @@ class AttendedCommand:
         """Its exit code by its process id, negative for a signal, None while it runs."""
         return {self._process.pid: self._process.poll()} if self._process is not None else {}
 
-    def start(self, scratch: Path | None) -> None:
-        """With `scratch` as the folder of its ranks' recorders; None: unwatched. Raises OSError as exec does."""
-        environ = environment_of_ranks(scratch, os.environ) if scratch is not None else dict(os.environ)
+    def start(self, scratch: Path | None, join: Path | None = None) -> None:
+        """With `scratch` as the folder of its ranks' recorders; None: unwatched. Raises OSError as exec does.
+
+        `join` is the file by which other hosts may join.
+        """
+        environ = environment_of_ranks(scratch, join, os.environ) if scratch is not None else dict(os.environ)
         self._process = start_command(self._command, environ, self._unblocked)
 
     def turn(self) -> int | None:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from ...core.recorder.run_folder import RUN_VARIABLE
+from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127
@@ -21,10 +21,11 @@ PATH_FOLDER = str(Path(__file__).parents[2] / "worker" / "inject" / "path")
 """Holds the sitecustomize that makes ranks of processes."""
 
 
-def environment_of_ranks(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for the command: what makes ranks comes first on PYTHONPATH."""
+def environment_of_ranks(scratch: Path, join: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for the command: what makes ranks comes first on PYTHONPATH. `join`: other hosts may."""
     paths = [PATH_FOLDER, *filter(None, [environ.get("PYTHONPATH")])]
-    return {**environ, "PYTHONPATH": os.pathsep.join(paths), RUN_VARIABLE: str(scratch)}
+    of_join = {JOIN_VARIABLE: str(join)} if join is not None else {}
+    return {**environ, "PYTHONPATH": os.pathsep.join(paths), RUN_VARIABLE: str(scratch), **of_join}
 
 
 def why_not_started(program: str) -> tuple[str, int] | None:

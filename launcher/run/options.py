@@ -42,12 +42,19 @@ def get_run_parser() -> argparse.ArgumentParser:
         metavar="HOST[:PORT]",
         help="the first node, by a name that all others reach it by (as the scheduler says, or MASTER_ADDR)",
     )
+    add_option(
+        group,
+        "--other-hosts",
+        action="store_true",
+        help="let ranks of other hosts join, which the command itself reaches (Ray, DeepSpeed, mpirun, ssh): they "
+        "need the variables that gpuwatch env prints; --head says by which name they reach this host",
+    )
     add_collector_options(group)
+    parser.add_argument("--preflight", default="off", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     defaults = WorkerSettings("")
     parser.set_defaults(
         check_only=False,
-        preflight="off",
         on_preflight_failure=defaults.on_preflight_failure,
         preflight_timeout=defaults.preflight_timeout_s,
         alloc=None,
@@ -67,6 +74,11 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
     args.command = [*args.command, *dashes, *after] if args.command else after
     if not args.command:
         raise UsageError("expected a command to run, found none: gpuwatch run [options] -- COMMAND...")
+    if args.preflight != "off":
+        raise UsageError(
+            f"--preflight {args.preflight}: gpuwatch run has no preflight, as it meets the ranks only when they train; "
+            "run gpuwatch check on the same nodes before it, for example: gpuwatch check --quick --nproc-per-node 8"
+        )
     check_together(args)
     return args
 

@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
+from ...core.settings import WorkerSettings
 from ...core.wire.pipe import LaunchDone
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
@@ -28,6 +30,7 @@ from .attended import GRACE_S, AttendedCommand, block_signals, leaves_at_once
 from .command import exit_code, shell_code, why_not_started
 from .guest import run_as_guest
 from .options import parse_run
+from .other_hosts import close_run, open_plan, open_run
 from .ranks import Ranks
 from .run_plan import run_plan
 from .tasks import Task, Tasks
@@ -51,6 +54,8 @@ def run(arguments: list[str]) -> int:
         return code
     job = read_task(os.environ)
     plan = run_plan(args, job)
+    if args.other_hosts:
+        plan = open_plan(args, plan)
     tasks = _tasks(job, plan)
     unblocked = block_signals()
     in_step = job is not None and job.scheduler is not None
@@ -88,6 +93,8 @@ class _Run:
         self._tasks = tasks
         self._command = command
         self._helpers = Helpers(args, plan, job_keys(args, plan), 0, words, job, "the command")
+        self._join: Path | None = None
+        """The file by which other hosts join."""
 
     def run(self) -> int:
         """Helpers up, the command, helpers down, exit code."""
@@ -96,12 +103,25 @@ class _Run:
         self._ranks = Ranks(self._scratch, self._helpers.tell, self._rank_ended)
         try:
             address = self._helpers.start_collector(self._scratch, lambda line: None)
-            write_settings(self._scratch, worker_settings(self._args, self._scratch, self._scratch))
+            settings = worker_settings(self._args, self._scratch, self._scratch)
+            write_settings(self._scratch, settings)
+            if self._args.other_hosts:
+                address = self._let_others_join(address, settings)
             self._helpers.start_agent(address, self._scratch, self._stop)
             code = self._until_it_ends()
             return self._finish(code)
         finally:
             self._clear_up()
+
+    def _let_others_join(self, address: str, settings: WorkerSettings) -> str:
+        """Returns the collector's address for this node's own agent."""
+        folder = self._helpers.run_dir
+        if folder is None:
+            say("without a collector no other host can join")
+            return address
+        agent = self._helpers.agent_config(address, self._scratch)
+        self._join = open_run(self._args, folder, address, agent, settings)
+        return f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
 
     def _stop(self, reason: str, restart: bool) -> None:
         """`restart` is for torchrun alone: nobody here starts a command again."""
@@ -119,7 +139,7 @@ class _Run:
     def _until_it_ends(self) -> int:
         """The command, those of the other tasks, and their ranks. Returns its exit code, negative for a signal."""
         command, tasks = self._command, self._tasks
-        command.start(self._scratch)
+        command.start(self._scratch, self._join)
         if tasks is not None:
             tasks.share_scratch(self._scratch)
             tasks.say(Task(command.pid))
@@ -130,6 +150,8 @@ class _Run:
             self._ranks.look(self._codes)
         self._ranks.last_look(self._codes)
         self._ranks.stopping = True
+        if self._join is not None:
+            close_run(self._join)
         self._wait_for_ranks(code)
         return code
 
@@ -221,6 +243,8 @@ class _Run:
 
     def _clear_up(self) -> None:
         self._command.terminate()
+        if self._join is not None:
+            close_run(self._join)
         self._ranks.close()
         self._helpers.end()
         keep_rescued(self._scratch, say)

@@ -50,6 +50,8 @@ class Tasks:
         """`key` is the same in all tasks of this host. Raises UsageError if the folder is somebody else's."""
         base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         self._folder = base / f"gpuwatch-{os.getuid()}-tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        self._path_of_mine = self._folder / f"task-{os.getpid()}"
+        """It keeps that name if this process forks and its child goes on."""
         self._number = number
         self._ended_s: float | None = None
         while not self._enter():
@@ -62,7 +64,7 @@ class Tasks:
             raise UsageError(f"expected {self._folder} to be a folder of this user, found somebody else's; remove it")
         try:
             self._owner = self._open("owner")
-            self._mine = self._open(f"task-{os.getpid()}")
+            self._mine = self._open(self._path_of_mine.name)
         except FileNotFoundError:
             return False
         self.is_owner = _lock(self._owner)
@@ -75,10 +77,6 @@ class Tasks:
             for name in ("scratch", "stop", "verdict"):
                 (self._folder / name).unlink(missing_ok=True)
         return True
-
-    @property
-    def _path_of_mine(self) -> Path:
-        return self._folder / f"task-{os.getpid()}"
 
     # -- what all do --------------------------------------------------------------------------------------------
 

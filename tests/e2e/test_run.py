@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import gpuwatch
-import psutil
 import pytest
 from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
 from gpuwatch.launcher.run.command import PATH_FOLDER
@@ -176,19 +175,6 @@ def test_a_signal_reaches_the_command_and_is_in_the_report(bench, number):
 
 
 @pytest.mark.slow
-def test_the_command_is_killed(bench):
-    process = started(bench, *waiting(bench))
-    (command,) = [
-        child for child in psutil.Process(process.pid).children() if "torch.distributed.run" in child.cmdline()
-    ]
-    command.kill()
-    ended = bench.finish(process)
-
-    assert ended.code == 128 + signal.SIGKILL
-    assert (ended.verdict["kind"], ended.verdict["signal"]) == ("interrupted", "SIGKILL")
-
-
-@pytest.mark.slow
 def test_a_rank_is_killed(bench):
     process = started(bench, *waiting(bench))
     rank = bench.running(bench.script("ddp_overflow.py"))
@@ -201,17 +187,28 @@ def test_a_rank_is_killed(bench):
     assert "was killed by SIGKILL" in ended.verdict["statement"]
 
 
-@pytest.mark.slow
-def test_the_run_itself_is_killed(bench):
-    process = started(bench, *waiting(bench))
-    process.kill()
-    process.communicate(timeout=400)  # until nobody holds its output any more
-    _, alive = psutil.wait_procs(bench.processes(), timeout=120)
+# -- the variables ----------------------------------------------------------------------------------------------
 
-    assert alive == []
-    report = json.loads((bench.cwd / "gpuwatch-runs" / "latest" / "report.json").read_text())
-    assert report["verdict"]["kind"] == "interrupted"
-    assert [rank["rank"] for rank in report["ranks"]] == [0, 1]
+
+@pytest.mark.parametrize(
+    ("form", "line"), [("shell", "export GPUWATCH_RUN='a folder'"), ("dotenv", "GPUWATCH_RUN=a folder")]
+)
+def test_the_variables_of_a_run_are_printed(refused, form, line):
+    code, stdout, stderr = refused("env", "--format", form, **{RUN_VARIABLE: "a folder"})
+
+    assert code == 0
+    assert line in stdout.splitlines()
+    assert "gpuwatch run --other-hosts" in stderr
+
+
+def test_the_variables_are_one_dict(refused, monkeypatch):
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    assert gpuwatch.env() == {}
+    variables = {"GPUWATCH_JOIN": "/a/join.json", RUN_VARIABLE: "/a/folder", "PYTHONPATH": "/a/path"}
+    code, stdout, stderr = refused("env", "--format", "json", **variables)
+
+    assert (code, json.loads(stdout), stderr) == (0, variables, "")
+    assert gpuwatch.env() == variables
 
 
 # -- what cannot be ---------------------------------------------------------------------------------------------
@@ -228,6 +225,14 @@ def test_the_run_itself_is_killed(bench):
         (("launch", "train.py"), {RUN_VARIABLE: "/dev/shm/some"}, 2, "gpuwatch run -- torchrun"),
         (("run", "--every", "0", "--", "true"), {}, 2, "--every"),
         (("run", "--nnodes", "2", "--", "true"), {}, 2, "--head"),
+        (("run", "--preflight", "quick", "--", "true"), {}, 2, "run gpuwatch check on the same nodes before it"),
+        (
+            ("run", "--other-hosts", "--nnodes", "2", "--head", "a", "--node-rank", "0", "--", "true"),
+            {},
+            2,
+            "each host",
+        ),
+        (("env",), {}, 2, "found no run"),
     ],
 )
 def test_what_it_refuses_it_says_in_one_sentence(refused, arguments, environment, code, words):

@@ -34,8 +34,8 @@ class Row:
 
     def command(self, rank: int, port: int) -> list[str]:
         """`rank` is to overflow; -1: none. `port` is for a launcher that finds none for itself."""
-        launcher = [str(port) if word == PORT else word for word in self.launcher]
-        return [*launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
+        words = [*self.launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
+        return [str(port) if word == PORT else word for word in words]
 
     @property
     def is_installed(self) -> bool:
@@ -93,6 +93,14 @@ ROWS = [
     _deepspeed(2),
     _deepspeed(3),
     Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py"),
+    Row(
+        "Ray Train, `gpuwatch.env()`",
+        "ray",
+        "python train.py",
+        (PYTHON,),
+        "with_ray.py",
+        ("--how", "handed on"),
+    ),
 ]
 
 

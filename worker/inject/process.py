@@ -19,7 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.recorder.layout import Field, RankPhase, file_name
-from ...core.recorder.run_folder import RUN_VARIABLE, process_file, read_settings
+from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE, process_file, read_settings
 from ...core.records import Fault
 from ...core.settings import WorkerSettings
 from ..imports import after_import
@@ -205,7 +205,8 @@ class _Process:
 
     def _clean_the_environment(self) -> None:
         """The rank's own child processes are no ranks, and find the environment as it was."""
-        os.environ.pop(RUN_VARIABLE, None)
+        for name in (RUN_VARIABLE, JOIN_VARIABLE):
+            os.environ.pop(name, None)
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         rest = [path for path in paths if path != self._path_folder]
         if len(rest) != len(paths):

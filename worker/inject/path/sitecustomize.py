@@ -8,6 +8,7 @@ import os
 import sys
 
 _VARIABLE = "GPUWATCH_RUN"  # core/recorder/run_folder.py
+_JOIN = "GPUWATCH_JOIN"  # core/recorder/run_folder.py
 _finders: "list[object]" = sys.meta_path  # type: ignore[assignment]  # naming the right type needs imports
 _HERE = os.path.dirname(__file__)  # noqa: PTH120  # pathlib takes longer to import than all that is done here
 
@@ -31,6 +32,8 @@ class _AtTorch:
 def _begin() -> None:
     folder = os.environ.get(_VARIABLE)
     if not folder or not os.path.isdir(folder):  # noqa: PTH112  # as above
+        folder = _join()
+    if not folder:
         return
     try:
         from gpuwatch.worker.inject.process import begin
@@ -41,6 +44,20 @@ def _begin() -> None:
         begin(folder, _HERE)
     except Exception as error:
         _tell(folder, error)
+
+
+def _join() -> "str | None":
+    """The run is another host's: its folder here, if that host lets others join."""
+    path = os.environ.get(_JOIN)
+    if not path:
+        return None
+    try:
+        from gpuwatch.worker.inject.elsewhere import join
+    except Exception as error:
+        reason = f"{sys.executable}: {type(error).__name__}: {error}: install gpuwatch into that Python, too"
+        sys.stderr.write(f"gpuwatch: process {os.getpid()} goes on unwatched: {reason}\n")
+        return None
+    return join(path)
 
 
 def _tell(folder: str, error: Exception) -> None:
