@@ -19,7 +19,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 from gpuwatch.core.values import DTYPE_CODES
-from gpuwatch.launcher.node.forecasts import Forecasts, Told
+from gpuwatch.launcher.node.forecast.forecasts import Forecasts, Told
 from gpuwatch.launcher.node.history import EVERY_BATCH, thinned
 from torch import Tensor, nn
 

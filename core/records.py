@@ -459,7 +459,7 @@ class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
 
 
 class Forecast(msgspec.Struct, frozen=True, tag="forecast"):
-    """What a module returns grows, and passes its dtype's limit soon if it goes on so (core/forecast.py).
+    """What a module returns grows, and passes its dtype's limit soon if it goes on so (launcher/node/forecast).
 
     Its node agent sends it while the rank runs, once for each module. It decides nothing.
     """

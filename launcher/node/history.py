@@ -22,7 +22,7 @@ from ...core.records import Definition, Forecast, ModuleDef, SlotDef, Where
 from ...core.values import DTYPE_MAX
 from ...core.wire.history import ABSENT, OutputSlots, pack
 from ...core.wire.messages import History, PageMessage
-from .forecasts import Forecasts, Told
+from .forecast.forecasts import Forecasts, Told
 
 SHARE = 0.003
 """So much of one processor it may take for all ranks of a node."""

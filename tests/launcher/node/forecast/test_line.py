@@ -6,7 +6,7 @@ import math
 
 import numpy
 import pytest
-from gpuwatch.core.forecast import WINDOWS, forecast
+from gpuwatch.launcher.node.forecast.line import WINDOWS, forecast
 
 LIMIT = 65504.0
 

@@ -86,7 +86,7 @@ def test_a_forecast_that_cannot_be_made_costs_nothing_else(writer, watch, monkey
 
 
 def benchmark():
-    path = Path(__file__).parents[3] / "benchmarks" / "forecast.py"
+    path = Path(__file__).parents[4] / "benchmarks" / "forecast.py"
     spec = importlib.util.spec_from_file_location("forecast_benchmark", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

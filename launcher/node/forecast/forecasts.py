@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy
 
-from ...core.forecast import FEWEST, HORIZON, WINDOWS, Passing, forecast
-from ...core.values import DTYPE_MAX, DTYPE_NAMES
+from ....core.values import DTYPE_MAX, DTYPE_NAMES
+from .line import FEWEST, HORIZON, WINDOWS, Passing, forecast
 
 EVERY = 4
 """Batches from one look to the next."""
