@@ -19,6 +19,7 @@ COMMANDS = {
     "report": "Print the combined report of a run.",
     "runs": "List the runs of a folder with their verdicts.",
     "diff": "Tell where the numbers of two runs, ranks or batches first differ.",
+    "export": "Write the numbers of a run as JSON lines, CSV, Parquet or for TensorBoard.",
     "collect": "Run a collector by hand, for launches that are given --collector.",
 }
 

@@ -35,6 +35,7 @@ from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .facts.fold import Fold
 from .finish import build, stamp, stored_fact, write_page, write_where_there_is_room
+from .live_forecast import LiveForecast
 from .live_verdict import LiveVerdict
 from .log import log
 from .paths import RunPaths
@@ -42,6 +43,7 @@ from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
+from .report.timeline import utc
 from .store import RunStore
 
 TICK_MS = 100
@@ -115,6 +117,7 @@ class Server:
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else Fold(store.page, store.history)
         self._verdict = LiveVerdict(self._folded, log)
+        self._forecast = LiveForecast(self._folded, self._say)
         clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -148,6 +151,7 @@ class Server:
                         store.beat(agent, data)
                     self._folded.add(agent, message.n, message.body)
                     self._verdict.hear(message.body)
+                    self._forecast.hear(message.body)
                 else:
                     self._act([action])
 
@@ -195,6 +199,11 @@ class Server:
             elif isinstance(action, Tell):
                 self._tell(Notice(action.text))
         return any(isinstance(action, Finish) for action in actions)
+
+    def _say(self, sentence: str) -> None:
+        """To the user and to the log."""
+        log(f"{utc(time.time(), 'milliseconds')} {sentence}")
+        self._tell(Notice(sentence))
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
         if isinstance(message, Ack):

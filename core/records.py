@@ -458,6 +458,28 @@ class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
     """A sample of them, packed (core/wire/step_times.py)."""
 
 
+class Forecast(msgspec.Struct, frozen=True, tag="forecast"):
+    """What a module returns grows, and passes its dtype's limit soon if it goes on so (launcher/node/forecast).
+
+    Its node agent sends it while the rank runs, once for each module. It decides nothing.
+    """
+
+    where: Where
+    """The batch in which it was told."""
+    module: str
+    cls: str
+    dtype: str
+    limit: float
+    abs_max: float
+    """In that batch."""
+    after: int
+    """In so many batches from there,"""
+    earliest: int
+    latest: int
+    since: int = 0
+    """The first batch that it was told from."""
+
+
 class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
     """A signal told `gpuwatch launch` to end."""
 
@@ -533,5 +555,7 @@ WorkerEvent = (
     | Inventory
     | Fault
 )
-Event = WorkerEvent | WorkerExit | Stalled | RankLook | StepTimes | NodeSignal | Xid | GpuCounters | GpuHealth
+Event = (
+    WorkerEvent | WorkerExit | Stalled | RankLook | StepTimes | Forecast | NodeSignal | Xid | GpuCounters | GpuHealth
+)
 LogEntry = Definition | WorkerEvent

@@ -10,6 +10,7 @@ import click
 from gpuwatch.cli.collect import command as collect
 from gpuwatch.cli.diff import command as diff
 from gpuwatch.cli.env import command as env
+from gpuwatch.cli.export import command as export
 from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import HELP
@@ -46,6 +47,8 @@ def page() -> str:
         table(click_rows(runs)),
         "## gpuwatch diff\n",
         table(click_rows(diff)),
+        "## gpuwatch export\n",
+        table(click_rows(export)),
         "## gpuwatch collect\n",
         table(click_rows(collect)),
     ]

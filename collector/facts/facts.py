@@ -11,6 +11,7 @@ from ...core.records import (
     BatchInputs,
     Cost,
     Fault,
+    Forecast,
     GpuCounters,
     GpuHealth,
     Ignored,
@@ -73,6 +74,8 @@ class RankFacts:
     looks: list[RankLook] = field(default_factory=list)
     """Where it stood each time when all ranks were asked."""
     step_times: StepTimes | None = None
+    forecasts: list[Forecast] = field(default_factory=list)
+    """While it ran: modules that were about to pass their limit."""
     diagnosis: LocalDiagnosis | None = None
     """Where its first non-finite value came from; None if it had none."""
 

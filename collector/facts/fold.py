@@ -16,6 +16,7 @@ from ...core.records import (
     BatchInputs,
     Cost,
     Fault,
+    Forecast,
     GpuCounters,
     GpuHealth,
     Ignored,
@@ -115,6 +116,11 @@ class Fold:
             elif isinstance(body.event, PreflightResult):
                 self._told.discard((body.event.where.attempt, body.event.where.rank))
             _take_event(self._facts, agent, node, body)
+
+    @property
+    def has_forecasts(self) -> bool:
+        """Whether a module was said to pass its limit soon."""
+        return any(rank.forecasts for rank in self._facts.ranks.values())
 
     def facts(self, lost_agents: Iterable[str] = ()) -> RunFacts:
         """The facts now. The same object changes with the messages that are added."""
@@ -242,6 +248,7 @@ def _sort(rank: RankFacts) -> None:
     rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
+    rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
     rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
 
@@ -282,6 +289,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),
         (RankLook, rank.looks),
+        (Forecast, rank.forecasts),
     ]
     for kind, events in lists:
         if isinstance(event, kind):

@@ -14,6 +14,7 @@ from ...core.gpu_health.difference import GpuSincePreflight
 from ...core.records import GpuHealth, PreflightResult, Xid
 from ..decide.gpu_evidence import gpu_of
 from ..decide.insights.find import find_insights
+from ..decide.insights.growth import ModuleForecast, forecasts_of
 from ..decide.insights.insight import Insight
 from ..decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
 from ..decide.preflight_table import PreflightReport, preflight_report
@@ -165,6 +166,8 @@ class Report(msgspec.Struct, frozen=True):
     """How it came to an overflow: the verdict's module over the batches."""
     by_module: ModulesByRanks | None = None
     """The modules of all ranks in the batch of an overflow."""
+    forecasts: list[ModuleForecast] = []
+    """Modules that were about to pass their dtype's limit, as it was told while the job ran."""
     insights: list[Insight] = []
     """What values near trouble come to, the most harmful first."""
     steps: StepReport | None = None
@@ -218,6 +221,7 @@ def build_report(
         attempts=other_attempts(facts, attempt),
         history=history,
         by_module=by_module,
+        forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened[0]),
         steps=step_report(facts, attempt),
     )

@@ -46,6 +46,9 @@ def _stragglers(console: Console, report: Report) -> None:
         console.print(Text(f"  - {slow.text}"))
         for line in slow.beside:
             console.print(Text(f"    {line}"))
+    if report.steps is not None and report.steps.trouble:
+        console.print()
+        console.print(Text(report.steps.trouble, style="yellow"))
 
 
 def _insights(console: Console, report: Report, warnings: bool) -> None:

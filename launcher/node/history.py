@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy
+from msgspec.structs import replace
 
 from ...core.page_tables import PageTables
 from ...core.recorder.layout import Field
 from ...core.recorder.reader import RecorderReader
-from ...core.records import Definition
+from ...core.records import Definition, Forecast, ModuleDef, SlotDef, Where
+from ...core.values import DTYPE_MAX
 from ...core.wire.history import ABSENT, OutputSlots, pack
 from ...core.wire.messages import History, PageMessage
+from .forecast.forecasts import Forecasts, Told
 
 SHARE = 0.003
 """So much of one processor it may take for all ranks of a node."""
@@ -59,10 +63,22 @@ class RankHistory:
         self._since: tuple[int, float] = (-1, 0.0)
         """A page whose numbers are late, and since when."""
         self._due = 0.0
+        self._modules: dict[int, ModuleDef] = {}
+        self._module_of: dict[int, int] = {}
+        """Slot -> module."""
+        self._forecasts: dict[int, Forecasts] = {}
+        """By root."""
+        self._told: list[Forecast] = []
 
     def define(self, entries: Iterable[Definition]) -> None:
         """New definitions of the rank."""
+        entries = list(entries)
         self._slots.define(entries)
+        for entry in entries:
+            if isinstance(entry, ModuleDef):
+                self._modules[entry.id] = entry
+            elif isinstance(entry, SlotDef):
+                self._module_of[entry.id] = entry.module
 
     def look(self, reader: RecorderReader, now: float) -> None:
         """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
@@ -78,6 +94,11 @@ class RankHistory:
         for earlier in range(max(self._done + 1, number - _AT_A_TIME + 1), number + 1):
             self._take(reader.page(earlier), late=late)
         self._due = now + (self._clock() - began) / self._share
+
+    def told(self, rank: int, attempt: int) -> list[Forecast]:
+        """The forecasts that were made since the last call: a module before the ones around it."""
+        told, self._told = sorted(self._told, key=_depth, reverse=True), []
+        return [replace(each, where=replace(each.where, rank=rank, attempt=attempt)) for each in told]
 
     def finish(self, reader: RecorderReader) -> None:
         """The rank has ended: look at what its recorder still holds."""
@@ -101,6 +122,28 @@ class RankHistory:
         self._bytes += _size(row)
         if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
             self._thin()
+        with suppress(Exception):  # it decides nothing, and costs the history nothing
+            told = self._forecasts.setdefault(page.root, Forecasts()).look(self._rows[page.root], self._dtypes)
+            self._told += [found for each in told if (found := self._forecast(each, page)) is not None]
+
+    def _forecast(self, told: Told, page: PageMessage) -> Forecast | None:
+        module = self._modules.get(self._module_of.get(self._slots.slots[told.column], -1))
+        if module is None:
+            return None
+        where = Where(0, 0, page.step, page.batch, "", page.number, time_ns=time.time_ns())
+        passing = told.passing
+        return Forecast(
+            where,
+            module.name,
+            module.cls,
+            told.dtype,
+            DTYPE_MAX[told.dtype],
+            told.abs_max,
+            passing.after,
+            passing.earliest,
+            passing.latest,
+            passing.since,
+        )
 
     def _thin(self) -> None:
         for root, rows in self._rows.items():
@@ -136,6 +179,10 @@ class RankHistory:
                 )
             )
         return found
+
+
+def _depth(forecast: Forecast) -> int:
+    return forecast.module.count(".") + (forecast.module != "")
 
 
 def thinned(rows: list[_Row]) -> list[_Row]:

@@ -118,7 +118,7 @@ class RankWatch:
         messages: list[AgentBody] = []
         definitions, events = reader.new_entries()
         messages += self._definitions(definitions)
-        self._look_back(reader, definitions, now)
+        messages += self._look_back(reader, definitions, now)
         events = [self._of_this_rank(event) for event in events]
         messages += [EventMessage(event) for event in events]
         for event in events:
@@ -188,14 +188,19 @@ class RankWatch:
             return event
         return replace(event, where=replace(where, rank=self.rank, attempt=self.attempt))
 
-    def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> None:
-        """The history and the times of steps decide nothing: without them, everything else goes on."""
+    def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> list[AgentBody]:
+        """The history and the times of steps decide nothing: without them, everything else goes on.
+
+        Returns what the history says of the batches to come.
+        """
         with suppress(Exception):
             self._steps.look(reader)
         with suppress(Exception):
             self._history.define(definitions)
             if not self.ended:
                 self._history.look(reader, now)
+                return [EventMessage(forecast) for forecast in self._history.told(self.rank, self.attempt)]
+        return []
 
     def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
         """Of a rank that ended well nobody wants to know, unless a batch of it was asked for."""

@@ -12,10 +12,12 @@ import click
 import pytest
 from gpuwatch.cli.collect import command as collect
 from gpuwatch.cli.diff import command as diff
+from gpuwatch.cli.export import command as export
 from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.collector.decide.verdict_model import Verdict
+from gpuwatch.collector.export.rows import ExportRow
 from gpuwatch.collector.report.model import RankReport, Report, RunInfo
 from gpuwatch.core.exits import EXIT_OF_KIND, ExitCode
 from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
@@ -69,6 +71,16 @@ def test_the_options_are_those_of_the_parsers():
     assert maker.PAGE.read_text() == maker.page(), "run: python docs/make_options.py"
 
 
+def test_every_column_of_an_export_is_told():
+    page = (ROOT / "docs" / "export.md").read_text()
+    told = re.findall(r"^\| `(\w+)` \| (\w+)", page, flags=re.M)
+    kinds = {int: "integer", float: "number", str: "text"}
+    named = [
+        (field.encode_name, kinds[getattr(field.type, "__args__", (field.type,))[0]]) for field in fields(ExportRow)
+    ]
+    assert told == named
+
+
 @pytest.mark.parametrize("struct", [Verdict, RankReport, Report, RunInfo], ids=lambda struct: struct.__name__)
 def test_every_field_of_the_report_is_told(struct):
     page = (ROOT / "docs" / "report.md").read_text()
@@ -114,10 +126,12 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
     elif verb == "check":
         get_check_parser().parse_args(arguments)
     else:
-        command: click.Command = {"report": report, "runs": runs, "diff": diff, "collect": collect}[verb]
+        command: click.Command = {"report": report, "runs": runs, "diff": diff, "export": export, "collect": collect}[
+            verb
+        ]
         command.make_context(verb, arguments)
 
 
 def test_commands_were_found():
-    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "collect"}
+    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "export", "collect"}
     assert {words[0] for _, words in COMMANDS} == verbs

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from ...facts.facts import RunFacts
 from ...facts.kept_history import OpenHistory
 from .drift import replica_drift
+from .growth import growth
 from .insight import Insight
 from .over_batches import dead_modules, ranks_unlike
 from .rows import scaler_collapsing, warned_rows
@@ -14,6 +15,7 @@ from .rows import scaler_collapsing, warned_rows
 ORDER = (
     "replica_drift",
     "scaler_collapsing",
+    "growth",
     "near_overflow",
     "rank_unlike",
     "no_scaler",
@@ -33,6 +35,7 @@ def find_insights(facts: RunFacts, attempt: int, opened: dict[int, OpenHistory])
     kinds: list[Callable[[], Iterator[Insight]]] = [
         lambda: replica_drift(facts, ranks),
         lambda: scaler_collapsing(ranks),
+        lambda: growth(ranks),
         lambda: warned_rows(ranks),
         lambda: ranks_unlike(opened),
         lambda: dead_modules(opened),

@@ -13,7 +13,7 @@ class Insight(msgspec.Struct, frozen=True):
     """One finding over ranks, modules and batches. It is no verdict: nothing of it has to be wrong."""
 
     kind: str
-    """no_scaler, scaler_collapsing, scaler_too_small, near_overflow, underflow, dead_module, replica_drift,
+    """no_scaler, scaler_collapsing, scaler_too_small, growth, near_overflow, underflow, dead_module, replica_drift,
     rank_unlike; unknown: one of them could not be told"""
     text: str
     """One sentence without its full stop."""

@@ -8,16 +8,19 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.report import command
+from gpuwatch.collector.decide import step_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import merged_report, read_report, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths, new_run
+from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.records import Fault, NodeSignal
+from gpuwatch.core.records import Fault, NodeSignal, StepTimes
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.wire.spool import SpoolWriter
+from gpuwatch.core.wire.step_times import pack_steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -313,3 +316,13 @@ def test_any_damage_of_report_json_is_a_sentence_or_a_report(run, data):
     done = CliRunner().invoke(command, [str(run.folder)])
     run.report_json.write_bytes(whole)
     assert done.exception is None or isinstance(done.exception, SystemExit | GpuwatchError), done.exception
+
+
+def test_times_of_steps_that_cannot_be_told_cost_the_report_nothing_else(make, monkeypatch):
+    monkeypatch.setattr(step_report, "find_stragglers", lambda ranks: 1 / 0)
+    times = [EventMessage(StepTimes(make.where(rank), 1, [0.1] * 5, pack_steps([]))) for rank in range(2)]
+    report = report_of([*overflow(make), *times])
+    assert report.verdict == report_of(overflow(make)).verdict
+    assert report.steps.trouble == "where the time goes could not be told: ZeroDivisionError: division by zero"
+    for shown in (render_text(report), render_html(report)):
+        assert "the time goes could not be told: ZeroDivisionError" in shown

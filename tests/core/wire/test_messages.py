@@ -52,6 +52,7 @@ EVENTS = [
     records.WorkerExit(HERE, None, "torchrun", "forward", "layer.0", "Linear"),
     records.Stalled(HERE, 301.5, 300.0),
     records.StepTimes(HERE, 40, [1.0, 2.0, 3.0, 4.0, 5.0], b"\x78\x01"),
+    records.Forecast(HERE, "fc2", "Linear", "float16", 65504.0, 4100.0, 40, 30, 60, 80),
     records.RankLook(
         HERE,
         2,

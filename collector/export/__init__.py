@@ -1,0 +1,1 @@
+"""A run's numbers for other tools: one table, written as text, as Parquet or for TensorBoard."""

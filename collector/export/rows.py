@@ -1,0 +1,165 @@
+"""The one table that a run is exported as: a row for each tensor of a frame, each number of a history, each verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from ...core.frames import Frame, Row
+from ...core.page_tables import whole
+from ...core.values import NonFinite
+from ...core.wire.history import NO_NUMBER
+from ..decide.verdict import decide
+from ..facts.facts import RankFacts, RunFacts
+from ..facts.kept_history import KeptHistory
+
+TABLES = ("verdict", "frames", "history")
+
+
+class ExportRow(msgspec.Struct, frozen=True):
+    """One row. What a table does not have is null."""
+
+    table: str
+    """`frames`: a tensor of a module call; `history`: the largest output of a module in a batch; `verdict`: one row."""
+    run: str
+    attempt: int | None = None
+    """Counts elastic restarts."""
+    rank: int | None = None
+    root: str | None = None
+    """Class of the model; `Net#2` for the second one."""
+    batch: int | None = None
+    """Forwards of that model, the first is 0."""
+    step: int | None = None
+    """Optimizer steps that were finished."""
+    index: int | None = None
+    """Place of the frame in its batch, in the order in which calls returned."""
+    phase: str | None = None
+    """forward, backward, weight, optimizer, collective, input"""
+    module: str | None = None
+    """As in `named_modules()`; "" is the model itself."""
+    cls: str | None = msgspec.field(name="class", default=None)
+    role: str | None = None
+    """`input[0]`, `weight`, `output`, `grad weight`, ..."""
+    kind: str | None = None
+    """frames: `measured`, `none`, `not_a_tensor`, ...; verdict: its kind"""
+    dtype: str | None = None
+    shape: str | None = None
+    """`4x16`"""
+    abs_min: float | None = None
+    abs_max: float | None = None
+    """null where it is not finite"""
+    nonfinite: str | None = None
+    """What is not finite, with blanks between: `nan`, `+inf`, `-inf`, `inf` (of unknown sign)"""
+    zeros: float | None = None
+    """Share of elements that are zero, where it was counted."""
+    subnormals: float | None = None
+    """Share of elements below the smallest normal number."""
+    headroom: float | None = None
+    """Powers of two between abs max and the dtype's largest number."""
+    seq: int | None = None
+    """Collectives that the rank had issued when the call began."""
+    text: str | None = None
+    """verdict: its statement"""
+    certainty: str | None = None
+    """verdict: established, supported or unknown"""
+
+
+def export_rows(
+    facts: RunFacts, run: str, tables: Iterable[str] = TABLES, rank: int | None = None
+) -> Iterator[ExportRow]:
+    """All rows of a run, or of some tables, or numbers of one rank; one at a time, as a run may have millions."""
+    chosen = set(tables)
+    if "verdict" in chosen:
+        yield _verdict(facts, run)
+    ranks = [each for _, each in sorted(facts.ranks.items()) if rank in (None, each.rank)]
+    if "frames" in chosen:
+        for each in ranks:
+            yield from _frames(each, run)
+    if "history" in chosen:
+        for each in ranks:
+            for kept in each.histories.values():
+                yield from _history(each, kept, run)
+
+
+def _verdict(facts: RunFacts, run: str) -> ExportRow:
+    verdict = decide(facts)
+    return ExportRow(
+        "verdict",
+        run,
+        verdict.attempt,
+        verdict.rank,
+        verdict.root,
+        verdict.batch,
+        verdict.step,
+        phase=verdict.phase,
+        module=verdict.module,
+        cls=verdict.cls,
+        role=verdict.role,
+        kind=verdict.kind,
+        dtype=verdict.dtype,
+        nonfinite=verdict.value,
+        text=verdict.statement,
+        certainty=verdict.certainty,
+    )
+
+
+def _frames(rank: RankFacts, run: str) -> Iterator[ExportRow]:
+    for _, page in sorted(rank.pages.items()):
+        place = ("frames", run, rank.attempt, rank.rank, page.root, page.batch, page.step)
+        for frame in sorted(page.frames, key=lambda frame: frame.index):
+            plain: Frame = whole(frame)
+            for row in plain.rows:
+                yield ExportRow(
+                    *place,
+                    plain.index,
+                    plain.phase,
+                    plain.module,
+                    plain.cls,
+                    row.role,
+                    row.kind,
+                    row.dtype,
+                    "x".join(map(str, row.shape)) if row.shape is not None else None,
+                    _finite(row.abs_min),
+                    _finite(row.abs_max),
+                    _nonfinite(row),
+                    row.zeros,
+                    row.subnormals,
+                    row.headroom,
+                    plain.seq if plain.seq >= 0 else None,
+                )
+
+
+def _history(rank: RankFacts, kept: KeptHistory, run: str) -> Iterator[ExportRow]:
+    history = kept.open()
+    if history is None:  # lost or damaged
+        return
+    for batch, step, numbers in zip(history.batches, history.steps, history.numbers.tolist(), strict=True):
+        for returned, number in zip(history.modules, numbers, strict=True):
+            if number != NO_NUMBER:
+                yield ExportRow(
+                    "history",
+                    run,
+                    rank.attempt,
+                    rank.rank,
+                    kept.root,
+                    batch,
+                    step,
+                    phase="forward",
+                    module=returned.module,
+                    cls=returned.cls,
+                    role="output",
+                    dtype=returned.dtype,
+                    abs_max=_finite(number),
+                    nonfinite="nan" if math.isnan(number) else "inf" if math.isinf(number) else None,
+                )
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _nonfinite(row: Row) -> str | None:
+    names = {NonFinite.NAN: "nan", NonFinite.POSINF: "+inf", NonFinite.NEGINF: "-inf", NonFinite.INF: "inf"}
+    return " ".join(name for flag, name in names.items() if row.flags & flag) or None

@@ -1,0 +1,1 @@
+"""The forecast: a line through what a module returned, and which modules are worth one."""
