@@ -231,6 +231,11 @@ class RankWatch:
         except OSError:  # the next `poll` tells it
             return ()
 
+    @property
+    def last_steps_s(self) -> list[float]:
+        """Seconds of its last steps."""
+        return self._steps.last_s
+
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""
         if self._reader is None or self._broken:
