@@ -35,6 +35,7 @@ from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .facts.fold import Fold
 from .finish import build, stamp, stored_fact, write_page, write_where_there_is_room
+from .live_stragglers import LiveStragglers
 from .live_verdict import LiveVerdict
 from .log import log
 from .paths import RunPaths
@@ -42,6 +43,7 @@ from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
+from .report.timeline import utc
 from .store import RunStore
 
 TICK_MS = 100
@@ -111,6 +113,7 @@ class Server:
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else Fold(store.page, store.history)
         self._verdict = LiveVerdict(self._folded, log)
+        self._stragglers = LiveStragglers(self._folded, self._say_now)
         clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -126,6 +129,7 @@ class Server:
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
             self._verdict.tick()
+            self._stragglers.tick()
             self._credit = run_protocol.credit
             if store.commit():  # an acknowledgement means: it is on the disk
                 self._act(run_protocol.committed())
@@ -146,6 +150,7 @@ class Server:
                         store.beat(agent, data)
                     self._folded.add(agent, message.n, message.body)
                     self._verdict.hear(message.body)
+                    self._stragglers.hear(message.body)
                 else:
                     self._act([action])
 
@@ -179,6 +184,11 @@ class Server:
             elif isinstance(action, Tell):
                 self._tell(Notice(action.text))
         return any(isinstance(action, Finish) for action in actions)
+
+    def _say_now(self, text: str) -> None:
+        """To the log and to the user."""
+        log(f"{utc(time.time(), 'milliseconds')} {text}")
+        self._tell(Notice(text))
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
         if isinstance(message, Ack):

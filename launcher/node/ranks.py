@@ -218,7 +218,8 @@ class RankWatch:
         if self._reader is None or self._broken:
             return None
         try:
-            return self._reader.state()
+            timed, parts_us = self._steps.so_far
+            return replace(self._reader.state(), steps_timed=timed, parts_us=parts_us)
         except OSError:  # the next `poll` tells it
             return None
 

@@ -28,6 +28,7 @@ class RankSteps:
         """One block of so many is kept."""
         self._kept: list[TimedStep] = []
         self._total_ns = [0] * len(PARTS)
+        self._taken = 0
         self._last_s: deque[float] = deque(maxlen=LAST_STEPS)
 
     def look(self, reader: RecorderReader) -> None:
@@ -38,6 +39,7 @@ class RankSteps:
 
     def take(self, step: TimedStep) -> None:
         """One step more."""
+        self._taken += 1
         self._last_s.append(sum(step.parts) / 1e9)
         for part, ns in enumerate(step.parts):
             self._total_ns[part] += ns
@@ -47,6 +49,11 @@ class RankSteps:
         if len(self._kept) > MOST_STEPS:
             self._every *= 2
             self._kept = [kept for kept in self._kept if not kept.number // BLOCK % self._every]
+
+    @property
+    def so_far(self) -> tuple[int, list[int]]:
+        """(steps that were taken, microseconds of all of them in each part)."""
+        return self._taken, [ns // 1000 for ns in self._total_ns] if self._taken else []
 
     @property
     def last_s(self) -> list[float]:
