@@ -22,11 +22,12 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, cast
+from typing import IO, Any, cast
 
 import msgspec
 import psutil
 import zmq
+from gpuwatch.core.settings import OnHang
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, read_from_collector, write_line
 from gpuwatch.launcher.node.agent import Agent
@@ -78,7 +79,7 @@ class Figures:
 class Collector:
     """The product's collector process, with its folder."""
 
-    def __init__(self, folder: Path, on_hang: Literal["report", "abort"] = "report") -> None:
+    def __init__(self, folder: Path, on_hang: OnHang = "report") -> None:
         self.keys = derive_keys("a secret of the benchmark", JOB)
         self._child = subprocess.Popen(
             [sys.executable, "-m", "gpuwatch.collector"], stdin=subprocess.PIPE, stdout=subprocess.PIPE

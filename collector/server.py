@@ -35,8 +35,7 @@ from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .facts.fold import Fold
 from .finish import build, stamp, stored_fact, write_page, write_where_there_is_room
-from .live_forecast import LiveForecast
-from .live_verdict import LiveVerdict
+from .live.live import Live
 from .log import log
 from .paths import RunPaths
 from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
@@ -116,8 +115,7 @@ class Server:
         """
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else Fold(store.page, store.history)
-        self._verdict = LiveVerdict(self._folded, log)
-        self._forecast = LiveForecast(self._folded, self._say)
+        self._live = Live(self._folded, self._say, log)
         clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -132,7 +130,7 @@ class Server:
                 on_end(now)
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
-            self._verdict.tick()
+            self._live.tick()
             self._write(store, run_protocol)
             self._count_failed_handshakes()
             for line in self._lines.due():
@@ -150,8 +148,7 @@ class Server:
                     else:
                         store.beat(agent, data)
                     self._folded.add(agent, message.n, message.body)
-                    self._verdict.hear(message.body)
-                    self._forecast.hear(message.body)
+                    self._live.hear(message.body)
                 else:
                     self._act([action])
 

@@ -12,6 +12,7 @@ VARIABLE = "GPUWATCH_WORKER"
 
 OnOverflow = Literal["abort", "continue"]
 Watched = Literal["forward", "grads", "weights"]
+OnHang = Literal["report", "auto", "abort"]
 OnPreflightFailure = Literal["stop", "continue"]
 PreflightMode = Literal["full", "quick", "off"]
 

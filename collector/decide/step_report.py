@@ -11,7 +11,7 @@ from .gpu_evidence import gpu_lines, gpu_of
 from .stragglers import LOUD, Compared, RankTimes, SlowRank, find_stragglers
 from .words import device_of
 
-_PART_TEXT = {
+PART_TEXT = {
     "outside": "between the steps: data loading, or what else the script does there",
     "forward": "in the forward",
     "backward": "in the backward",
@@ -116,7 +116,7 @@ def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: Compared
         f"Rank {slow.rank} costs the job {slow.cost:.0%} of its time: the others wait for it {slow.how}, {steps}. It "
         f"then takes {_time(slow.own_s)} a step without waiting, the others {_time(slow.others_s)}"
     )
-    text += f"; most of the difference is {_PART_TEXT[slow.part]}." if slow.part else "."
+    text += f"; most of the difference is {PART_TEXT[slow.part]}." if slow.part else "."
     text += f" It is {place}." if place else ""
     return Straggler(
         slow.rank,

@@ -76,18 +76,55 @@ def find_stragglers(ranks: Mapping[int, RankTimes]) -> Compared | None:
     if len(common) < LEAST_STEPS:
         return None
     table = numpy.stack([_rows(times, common) for times in ranks.values()])
-    waited = table[:, :, WAITING]
-    own = table.sum(axis=2) - waited
-    step_s = float(numpy.median(own + waited, axis=0).mean())
+    own = table.sum(axis=2) - table[:, :, WAITING]
+    step_s, late = _lateness(table)
     if step_s <= 0:
         return None
-    beyond = numpy.stack([own[n] - _median_of_others(own, n) for n in range(len(own))])
-    less = numpy.stack([_median_of_others(waited, n) - waited[n] for n in range(len(own))])
-    late = numpy.minimum(beyond, less) / step_s
     slow = _clear_one(late)
     if slow is None:
         return Compared(len(common), step_s, [])
     return Compared(len(common), step_s, [_told(list(ranks)[slow], slow, late[slow], own, table)])
+
+
+@dataclass(frozen=True)
+class SlowNow:
+    """The rank that the others have waited for of late."""
+
+    place: int
+    """Which row of the table."""
+    cost: float
+    part: str
+    """As in `SlowRank`."""
+
+
+def find_slow_now(means: Any) -> SlowNow | None:
+    """Of the same stretch of all ranks' steps, without the steps one by one. None if none is clear.
+
+    `means`: float64 seconds of the parts of a step, of shape (ranks, parts).
+    """
+    table = means[:, None, :]
+    step_s, late = _lateness(table)
+    costs = late[:, 0]
+    slow = _costliest(costs) if step_s > 0 else None
+    return SlowNow(slow, float(costs[slow]), _part_of(table, slow, numpy.array([True]))) if slow is not None else None
+
+
+def _lateness(table: Any) -> tuple[float, Any]:
+    """(mean time of a step, how late each rank is in each step, as a share of that)."""
+    waited = table[:, :, WAITING]
+    own = table.sum(axis=2) - waited
+    step_s = float(numpy.median(own + waited, axis=0).mean())
+    beyond = numpy.stack([own[n] - _median_of_others(own, n) for n in range(len(own))])
+    less = numpy.stack([_median_of_others(waited, n) - waited[n] for n in range(len(own))])
+    return step_s, numpy.minimum(beyond, less) / (step_s or 1.0)
+
+
+def _costliest(costs: Any) -> int | None:
+    """The one rank that costs enough, if no other costs half as much."""
+    first = int(costs.argmax())
+    if costs[first] < WARN or numpy.delete(costs, first).max() > _OTHERS_AT_MOST * costs[first]:
+        return None
+    return first
 
 
 def _rows(times: RankTimes, numbers: list[int]) -> Any:
@@ -101,9 +138,8 @@ def _median_of_others(values: Any, rank: int) -> Any:
 
 def _clear_one(late: Any) -> int | None:
     """The one rank that is clearly slow. `late`: of each rank and step, as a share of the mean step."""
-    costs = late.mean(axis=1)
-    first = int(costs.argmax())
-    if costs[first] < WARN or numpy.delete(costs, first).max() > _OTHERS_AT_MOST * costs[first]:
+    first = _costliest(late.mean(axis=1))
+    if first is None:
         return None
     halves = numpy.array_split(late[first], 2)
     enough = min(LEAST_SLOW // 2, 2)
@@ -114,11 +150,6 @@ def _clear_one(late: Any) -> int | None:
 
 def _told(rank: int, n: int, late: Any, own: Any, table: Any) -> SlowRank:
     slow = late >= WARN
-    others = numpy.median(numpy.delete(table, n, axis=0), axis=0)
-    beyond = (table[n] - others)[slow].mean(axis=0)
-    beyond[WAITING] = 0
-    largest = int(beyond.argmax())
-    positive = float(beyond[beyond > 0].sum())
     return SlowRank(
         rank,
         float(late.mean()),
@@ -126,5 +157,15 @@ def _told(rank: int, n: int, late: Any, own: Any, table: Any) -> SlowRank:
         int(slow.sum()),
         float(own[n][slow].mean()),
         float(_median_of_others(own, n)[slow].mean()),
-        PARTS[largest] if beyond[largest] >= _MOST_OF_IT * positive else "",
+        _part_of(table, n, slow),
     )
+
+
+def _part_of(table: Any, n: int, slow: Any) -> str:
+    """Which part has most of what the n-th rank takes beyond the others in its slow steps; "" if none has."""
+    others = numpy.median(numpy.delete(table, n, axis=0), axis=0)
+    beyond = (table[n] - others)[slow].mean(axis=0)
+    beyond[WAITING] = 0
+    largest = int(beyond.argmax())
+    positive = float(beyond[beyond > 0].sum())
+    return PARTS[largest] if beyond[largest] >= _MOST_OF_IT * positive else ""

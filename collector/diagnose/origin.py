@@ -187,6 +187,9 @@ class _Forward:
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
         """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""
         again = self._anomaly.again
+        calls = self._calls
+        if again is None and not calls.children(frame) and not any(other.weights for other in calls.frames):
+            return ("no weight of this batch was watched (--watch), and no later look at them is known",)
         if again is None or frame.weights or frame.module != self._anomaly.module or again.same_step:
             return ()
         late = ", ".join(f"{name} was {found}" for name, found in again.weights.items())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ...core.records import RankLook, Stalled, WorkerExit
-from ...core.text.ranks_text import ranks_text
+from ...core.settings import OnHang
+from ..decide.hang.ending import Ending, ending_of
 from ..decide.hang.finding import find_hang
 from ..decide.hang.hang_finding import HangFinding
-from ..decide.hang.standing import QUIET
 
 ANSWER_S = 8.0
 """So long is waited for the ranks that have not told yet."""
@@ -18,10 +18,6 @@ _STILL_SHARE = 0.5
 """It is a hang only if every rank has rested for this share of the limit that one of them has passed."""
 _OWN_SHARE = 0.9
 """And for this share of its own limit, which is longer before its first batch, and where it compiles or saves."""
-
-
-_COMPUTES_TIMES = 4.0
-"""A rank that uses a core where the others wait for it has so many times the limit before the job is ended for it."""
 
 
 @dataclass
@@ -56,8 +52,11 @@ class AskedAll:
         """What was asked before was concluded, or is asked again when a rank stalls again."""
         self._open, self._looks = False, {}
 
-    def conclude(self, world_size: int, now: float) -> HangFinding | None:
-        """What all of them together show, once; None while some may still tell, and where it is no hang."""
+    def conclude(self, world_size: int, now: float, on_hang: OnHang) -> tuple[HangFinding, Ending] | None:
+        """What all of them together show, and what follows, once.
+
+        None while some may still tell, and where it is no hang.
+        """
         if not self._open:
             return None
         ended = {rank: exit_ for (attempt, rank), exit_ in self._ended.items() if attempt == self._attempt}
@@ -71,30 +70,9 @@ class AskedAll:
         if found is None:
             return None
         self._again_at = now + AGAIN_S
-        return self._unless_it_computes(found)
-
-    def _unless_it_computes(self, found: HangFinding) -> HangFinding:
-        """What a rank computes while the others wait may come to its end: the job is not ended for that so soon."""
-        absent = {found.rank, *found.others}
-        patience_s = _COMPUTES_TIMES * self._limit_s
-        computes = sorted(
-            rank
-            for rank, look in self._looks.items()
-            if rank in absent and look.busy >= QUIET and look.still_s < _OWN_SHARE * patience_s
-        )
-        if not computes:
-            return found
-        who = ranks_text(computes)
-        why_not = f"{who} {'computes' if len(computes) == 1 else 'compute'}; after {patience_s:.0f} s it is ended"
-        return replace(found, may_end=False, why_not=why_not)
+        return found, ending_of(found, looks, on_hang, self._limit_s)
 
 
-def text_of(found: HangFinding, ends: bool, on_hang: str) -> str:
-    """For the terminal, while the job stands still; `ends`: it is being ended for that."""
-    if ends:
-        what = "ending the ranks"
-    elif on_hang == "abort":
-        what = f"the job is left as it is, as {found.why_not}"
-    else:
-        what = "the job is left as it is; to have it ended: --on-hang abort"
-    return f"{found.statement} {'; '.join(found.evidence)} ({what})"
+def text_of(found: HangFinding, ending: Ending) -> str:
+    """For the terminal, while the job stands still."""
+    return f"{found.statement} {'; '.join(found.evidence)} ({ending.text})"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from ...core.records import Anomaly, PreflightResult, RankLook, Stalled, WorkerExit, split_label
+from ...core.settings import OnHang
 from ...core.wire.messages import (
     SCHEMA,
     Ack,
@@ -118,7 +118,7 @@ class RunProtocol:
     """Messages about ranks of other nodes."""
     strangers: int = 0
     """Agents that were turned away."""
-    on_hang: Literal["report", "abort"] = "report"
+    on_hang: OnHang = "report"
     replays: int = 0
     """Hellos that were heard before, with other contents or of an agent that another has replaced."""
     by_hand: bool = False
@@ -288,13 +288,13 @@ class RunProtocol:
     def _conclude_asking(self, now: float) -> list[Action]:
         """When all ranks have told where they stand, or had time enough to."""
         announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
-        found = self._asking.conclude(announced or self.claims.num_ranks, now)
-        if found is None:
+        concluded = self._asking.conclude(announced or self.claims.num_ranks, now, self.on_hang)
+        if concluded is None:
             return []
-        ends = self.on_hang == "abort" and found.may_end
-        told: list[Action] = [Tell(text_of(found, ends, self.on_hang))]
+        found, ending = concluded
+        told: list[Action] = [Tell(text_of(found, ending))]
         stop = Stop("no rank moves any more", restart=True)
-        return told + [Send(agent, stop) for agent, node in self.nodes.items() if ends and not node.gone]
+        return told + [Send(agent, stop) for agent, node in self.nodes.items() if ending.now and not node.gone]
 
     def _job_is_over(self, now: float) -> None:
         if self._over_since is None:

@@ -147,6 +147,10 @@ class RankState(msgspec.Struct, frozen=True):
     """Numbers that had not come back from their device when the rank ended."""
     absorbed: int = 0
     """Nan out of masks of -inf that the model has taken away again."""
+    steps_timed: int = 0
+    """Steps whose times are in `parts_us`."""
+    parts_us: list[int] = []
+    """Microseconds of all of them in each part (core/recorder/step_table.py); [] without one."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

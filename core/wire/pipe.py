@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import IO, Literal, TypeVar
+from typing import IO, TypeVar
 
 import msgspec
 
+from ..settings import OnHang
 from .scheduler_job import SchedulerJob
 
 
@@ -33,8 +34,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """Names the node agents of one launch."""
     life: int = 0
     """Counts them: one that has ended is started again."""
-    hang_timeout_s: float = 0.0
-    """A rank that has not moved for so long is told of; 0: never."""
+    hang_timeout_s: float | None = 0.0
+    """A rank that has not moved for so long is told of; 0: never; None: learned from its steps."""
     run: str = ""
     """The run that the agent before it was welcomed to."""
     starter: str = "torchrun"
@@ -129,8 +130,8 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     """The name of the run's folder; "" makes one from the time."""
     resume: str = ""
     """Folder of a run whose collector has ended, to go on with; "" for a new run."""
-    on_hang: Literal["report", "abort"] = "report"
-    """What follows when no rank moves any more: it is told, or the job is ended, too."""
+    on_hang: OnHang = "report"
+    """What follows when no rank moves any more: it is told, or the job is ended, too; `auto`: if it cannot go on."""
     fallback: str = ""
     """Another folder for the store, should the runs' folder take no more; "" for none."""
 

@@ -68,6 +68,19 @@ def number(least: float, most: float, what: str) -> Callable[[str], float]:
     return parse
 
 
+def hang_timeout(text: str) -> float | None:
+    """A number of seconds, 0 for never; None for `auto`."""
+    if text == "auto":
+        return None
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1e6:
+        raise argparse.ArgumentTypeError(f"expected auto, or a number of seconds from 0 to 1e+06, found {text!r}")
+    return found
+
+
 def watched(text: str) -> tuple[str, ...]:
     """`forward,grads`"""
     parts = tuple(part.strip() for part in text.split(","))

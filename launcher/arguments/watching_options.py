@@ -6,12 +6,9 @@ import argparse
 from typing import get_args
 
 from ...core.errors import UsageError
-from ...core.settings import Watched
+from ...core.settings import OnHang, Watched
 from . import parsers
 from .shared_options import add_option
-
-HANG_TIMEOUT_S = 300.0
-"""Below the watchdog of NCCL (480 s) and the timeouts of process groups, which end a job and name nobody."""
 
 
 def add_watching_options(group: argparse._ArgumentGroup) -> None:
@@ -126,20 +123,21 @@ def add_watching_options(group: argparse._ArgumentGroup) -> None:
     add_option(
         group,
         "--hang-timeout",
-        type=parsers.number(0, 1e6, "a number of seconds"),
-        default=HANG_TIMEOUT_S,
+        type=parsers.hang_timeout,
+        default=None,
         metavar="SECONDS",
-        help=f"when a rank has not moved for so long ({HANG_TIMEOUT_S:.0f}; 0: never), ask all ranks where they stand "
-        "and say which one the others wait for; four times as long before the first batch, and three times the longest "
-        "rest that a rank has come back from",
+        help="when a rank has not moved for so long (auto: ten times the slowest of its last steps, and at least 60; "
+        "300 until three steps are known; 0: never), ask all ranks where they stand and say which one the others wait "
+        "for; four times as long before the first batch, and three times the longest rest that a rank has come back "
+        "from",
     )
     add_option(
         group,
         "--on-hang",
-        choices=["report", "abort"],
-        default="abort",
-        help="when no rank moves any more: say so and end the ranks, which --max-restarts may start again (the "
-        "default), or only say so",
+        choices=get_args(OnHang),
+        default="auto",
+        help="when no rank moves any more: only say so, or end the ranks, too, which --max-restarts may start again; "
+        "auto (the default) ends them only where no rank can go on by itself, as in a deadlock",
     )
 
 

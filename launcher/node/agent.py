@@ -80,7 +80,7 @@ from .orphans import Orphans, session_of
 from .outbox import Outbox
 from .ranks import RankWatch
 from .resending import Resending
-from .stall_watch import StallWatch
+from .stall.stall_watch import StallWatch
 
 TICK_S = 0.05
 UNREACHABLE_S = 30.0

@@ -29,7 +29,7 @@ from ...core.stalls import stack_file_name
 from ...core.values import PENDING
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
 from .history import RankHistory
-from .looks import fatal_stack
+from .stall.looks import fatal_stack
 from .step_times import RankSteps
 
 PAGE_WAIT_S = 5.0
@@ -223,7 +223,8 @@ class RankWatch:
         if self._reader is None or self._broken:
             return None
         try:
-            return self._reader.state()
+            timed, parts_us = self._steps.so_far
+            return replace(self._reader.state(), steps_timed=timed, parts_us=parts_us)
         except OSError:  # the next `poll` tells it
             return None
 
@@ -235,6 +236,11 @@ class RankWatch:
             return self._reader.movement()
         except OSError:  # the next `poll` tells it
             return ()
+
+    @property
+    def last_steps_s(self) -> list[float]:
+        """Seconds of its last steps."""
+        return self._steps.last_s
 
     def groups(self) -> list[GroupState]:
         """What the rank does in its process groups; [] if that cannot be read."""

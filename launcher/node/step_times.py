@@ -6,10 +6,13 @@ bounded for any length of run: each time it is full, every second block is let g
 
 from __future__ import annotations
 
+from collections import deque
+
 from ...core.recorder.reader import RecorderReader
 from ...core.recorder.step_table import PARTS, TimedStep
 from ...core.records import StepTimes, Where
 from ...core.wire.step_times import MOST_STEPS, pack_steps
+from .stall.hang_limit import LAST_STEPS
 
 BLOCK = 8
 """Steps that followed each other."""
@@ -25,6 +28,8 @@ class RankSteps:
         """One block of so many is kept."""
         self._kept: list[TimedStep] = []
         self._total_ns = [0] * len(PARTS)
+        self._taken = 0
+        self._last_s: deque[float] = deque(maxlen=LAST_STEPS)
 
     def look(self, reader: RecorderReader) -> None:
         """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
@@ -34,6 +39,8 @@ class RankSteps:
 
     def take(self, step: TimedStep) -> None:
         """One step more."""
+        self._taken += 1
+        self._last_s.append(sum(step.parts) / 1e9)
         for part, ns in enumerate(step.parts):
             self._total_ns[part] += ns
         if step.number // BLOCK % self._every:
@@ -42,6 +49,16 @@ class RankSteps:
         if len(self._kept) > MOST_STEPS:
             self._every *= 2
             self._kept = [kept for kept in self._kept if not kept.number // BLOCK % self._every]
+
+    @property
+    def so_far(self) -> tuple[int, list[int]]:
+        """(steps that were taken, microseconds of all of them in each part)."""
+        return self._taken, [ns // 1000 for ns in self._total_ns] if self._taken else []
+
+    @property
+    def last_s(self) -> list[float]:
+        """Seconds of the last steps that were timed, in their order."""
+        return list(self._last_s)
 
     def event(self, where: Where) -> StepTimes | None:
         """What is known; None if no step was timed."""

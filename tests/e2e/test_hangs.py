@@ -6,10 +6,14 @@ import time
 
 import psutil
 import pytest
+from gpuwatch.collector.store import RunStore
+from gpuwatch.core.records import Stalled
+from gpuwatch.core.wire.messages import EventMessage
+from gpuwatch.launcher.node.stall.hang_limit import LEAST_S, UNTIL_KNOWN_S
 
 pytestmark = pytest.mark.slow
-ABORT = ("--hang-timeout", "10", "--preflight", "off")
-"""To end the ranks is the default."""
+TOLD = ("--hang-timeout", "10", "--preflight", "off")
+ABORT = (*TOLD, "--on-hang", "abort")
 
 
 @pytest.mark.sample(2, of="a rank that does not come")
@@ -84,6 +88,43 @@ def test_a_job_that_was_stopped_and_goes_on_is_no_stall(bench, whole):
     assert run.verdict["kind"] == "clean"
     assert "moved for" not in run.stderr
     assert "did not come" not in run.stderr
+
+
+@pytest.mark.sample(1, of="a rank that works in code that is not known")
+@pytest.mark.parametrize("how", ["sleeps", "child", "types"])
+def test_a_rank_that_may_come_is_told_and_the_job_is_not_ended(bench, how):
+    """It rests for three times the limit, waits for a process of its own, or for what somebody types; and comes."""
+    run = bench.launch("hang.py", *TOLD, nproc=2, args=("--how", how))
+
+    assert (run.code, run.verdict["kind"]) == (0, "clean")
+    assert run.report["attempts"] == []
+    assert "Rank 1 did not come to the backward's reduction of gradients" in run.stderr
+    assert "the job is left as it is, as rank 1 may still go on" in run.stderr
+    assert "to have it ended all the same: --on-hang abort" in run.stderr
+
+
+@pytest.mark.soak
+def test_by_default_the_limit_is_learned_from_the_steps(bench):
+    """And a deadlock is ended by it."""
+    run = bench.launch("hang.py", "--preflight", "off", nproc=2, args=("--how", "swaps", "--batches", "8"))
+
+    assert (run.code, run.verdict["kind"]) == (5, "hang")
+    assert "The ranks wait for each other in different groups" in run.verdict["statement"]
+    store = RunStore(run.cwd / "gpuwatch-runs" / "latest" / "run.sqlite")
+    events = [body.event for _, _, body in store.messages() if isinstance(body, EventMessage)]
+    store.close()
+    limits = [event.limit_s for event in events if isinstance(event, Stalled)]
+    assert limits
+    assert all(LEAST_S <= limit < UNTIL_KNOWN_S for limit in limits)
+
+
+@pytest.mark.soak
+def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_after_four_times_the_limit(bench):
+    """Rank 1 leaves out a barrier, and waits in DDP's own collective, which its table does not show."""
+    run = bench.launch("hang.py", *TOLD, nproc=3, args=("--how", "passes"))
+
+    assert (run.code, run.verdict["kind"], run.verdict["rank"]) == (5, "hang", 1)
+    assert "if no rank moves, the job is ended after 40 s" in run.stderr
 
 
 def test_without_abort_the_job_goes_on_and_a_stall_that_passes_is_no_verdict(bench):

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-ABORT = ("--hang-timeout", "10", "--preflight", "off")
+TOLD = ("--hang-timeout", "10", "--preflight", "off")
+ABORT = (*TOLD, "--on-hang", "abort")
 NEVER = ("--hang-timeout", "0", "--preflight", "off")
 
 
@@ -101,6 +102,26 @@ def test_where_it_cannot_be_known_none_is_named(bench, how, nproc, sentence):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="what cannot go on")
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("order", "The ranks wait for each other in different groups"),
+        ("operation", "the ranks do not issue the same collectives"),
+        ("stopped", "It is stopped (by SIGSTOP, Ctrl-Z or a debugger)"),
+        ("exit", "left early: its script ended with exit code 0"),
+    ],
+)
+def test_what_cannot_go_on_is_ended_by_default(bench, how, sentence):
+    run, rank = run_of(bench, how, 3, 0, *TOLD)
+
+    verdict = run.verdict
+    assert verdict["rank"] == rank
+    assert sentence in verdict["statement"]
+    assert (run.code, verdict["kind"]) in ((5, "hang"), (1, "crash"))
+
+
+@pytest.mark.slow
 @pytest.mark.sample(1, of="a group's timeout")
 @pytest.mark.parametrize(("how", "nproc"), [("barrier", 3), ("subgroup", 4)])
 def test_a_groups_timeout_names_who_missed(bench, how, nproc):
@@ -134,8 +155,9 @@ def test_a_rank_that_does_not_end_is_told_and_left_alone(bench):
 @pytest.mark.slow
 @pytest.mark.sample(2, of="slow and healthy")
 def test_a_rank_that_is_late_and_comes_ends_nothing(bench):
-    """The others have waited for longer than the limit, and the job may not be ended for it."""
-    run, rank = run_of(bench, "slow", 3, 0, "--hang-timeout", "10", "--on-hang", "report", "--preflight", "off")
+    """The others have waited for longer than the limit, and by default the job is not ended for it."""
+    run, rank = run_of(bench, "slow", 3, 0, *TOLD)
 
     assert (run.code, run.verdict["kind"]) == (0, "clean")
     assert f"Rank {rank} did not come to all_reduce" in run.stderr
+    assert f"as rank {rank} may still go on" in run.stderr

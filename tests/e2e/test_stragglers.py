@@ -28,10 +28,33 @@ def test_it_is_named_with_what_it_costs(bench, how, often, part, nproc, rank):
     assert slow["text"] in (run.cwd / "gpuwatch-runs" / "latest" / "report.html").read_text().replace("&#39;", "'")
 
 
-def test_of_healthy_ranks_none_is_told(bench):
-    run = bench.launch("slow.py", *PLAIN, nproc=3, args=("--how", "none"))
+@pytest.mark.sample(1, of="a slow rank, told while it runs")
+@pytest.mark.parametrize("how", ["constant", "sometimes"])
+def test_while_it_runs_it_is_told_once(bench, how):
+    """It has 1.3 times the work of the other one, in each step or in every fourth. The job ends once it was told."""
+    told = bench.cwd / "told"
+    process = bench.start(
+        *("gpuwatch.cli.main", "launch", "--nproc-per-node", "2", *PLAIN, bench.script("slow.py")),
+        *("--how", how, "--works", "--steps", "20000", "--until", str(told)),
+    )
+    assert process.stderr is not None
+    line = next((line for line in process.stderr if "costs the job" in line), "")
+    told.touch()
+    run = bench.finish(process)
+
+    assert "Rank 1 on " in line
+    assert "Most of the difference is in the forward." in line
+    assert (run.code, run.verdict["kind"]) == (0, "clean")
+    log = (run.cwd / "gpuwatch-runs" / "latest" / "logs" / "collector.log").read_text()
+    assert line.removeprefix("gpuwatch: ").strip() in log
+
+
+@pytest.mark.parametrize("steps", [40, pytest.param(400, marks=pytest.mark.soak)])
+def test_of_healthy_ranks_none_is_told(bench, steps):
+    run = bench.launch("slow.py", *PLAIN, nproc=3, args=("--how", "none", "--steps", str(steps)))
 
     assert (run.code, run.verdict["kind"]) == (0, "clean")
     assert run.report["steps"]["stragglers"] == []
+    assert "costs the job" not in run.stderr
     assert run.report["steps"]["compared"] > 30
-    assert [times["timed"] for times in run.report["steps"]["ranks"]] == [40, 40, 40]
+    assert [times["timed"] for times in run.report["steps"]["ranks"]] == [steps] * 3

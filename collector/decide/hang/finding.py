@@ -10,6 +10,7 @@ from ....core.records import RankLook, WorkerExit
 from ....core.text.ranks_text import ranks_text
 from .by_groups import Shown, find_by_groups
 from .hang_finding import HangFinding
+from .outlook import outlook_of
 from .standing import BACKWARD, DEVICE, Standing, standing_of
 
 _COMPUTES = 0.1
@@ -26,6 +27,16 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
         return None
     ordered = sorted(looks, key=lambda look: look.where.rank)
     standings = [standing_of(look) for look in ordered]
+    found = _find(ordered, standings, ended, world_size)
+    if found is None:
+        return None
+    unseen = world_size - len(standings) - len(ended)
+    return replace(found, outlook=outlook_of(found, standings, ordered, unseen))
+
+
+def _find(
+    looks: Sequence[RankLook], standings: list[Standing], ended: Mapping[int, WorkerExit], world_size: int
+) -> HangFinding | None:
     if all(standing.kind == "stopped" for standing in standings):
         return None
     still_s = min(look.still_s for look in looks)
@@ -36,10 +47,10 @@ def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_
     if unseen > 0:
         evidence.append(f"{unseen} of the ranks did not tell where they stand")
     if all(look.phase in ("finished", "raised") for look in looks):
-        return _does_not_end(ordered, standings, evidence)
+        return _does_not_end(looks, standings, evidence)
     left = sorted(rank for rank, exit_ in ended.items() if exit_.code == 0)
     if len(left) == len(ended):
-        shown = {standing.rank: _shown(standing, look) for standing, look in zip(standings, ordered, strict=True)}
+        shown = {standing.rank: _shown(standing, look) for standing, look in zip(standings, looks, strict=True)}
         shown |= {rank: Shown(exit_.groups, "left") for rank, exit_ in ended.items()}
         found = find_by_groups(shown, world_size, f"have waited for {still_s:.0f} s")
         if found is not None:
@@ -94,7 +105,7 @@ def _left_early(
     )
 
 
-def _does_not_end(looks: list[RankLook], standings: list[Standing], evidence: list[str]) -> HangFinding:
+def _does_not_end(looks: Sequence[RankLook], standings: list[Standing], evidence: list[str]) -> HangFinding:
     """Their scripts have ended or raised: they are held by an exit function, a thread or a destructor."""
     one = len(looks) == 1
     raised = all(look.phase == "raised" for look in looks)

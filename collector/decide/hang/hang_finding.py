@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Whether a job that stands still can go on by itself."""
+
+    kind: Literal["cannot go on", "all wait", "may go on"]
+    """`cannot go on`: each rank waits for others, is stopped, or has left, and what they wait for never comes. `all
+    wait`: as far as can be seen, and it may still come. `may go on`: a rank stands in code of its own, or was not
+    seen."""
+    free: list[int] = field(default_factory=list)
+    """The ranks that may go on."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,5 @@ class HangFinding:
     cause: str = ""
     """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`; "" where none of them is known."""
     may_end: bool = True
-    """Whether the job may be ended for it: some rank waits for others, and none goes on."""
-    why_not: str = "no rank is seen to wait for another"
-    """If it may not."""
+    """Whether the job may be ended for it at all: some rank waits for others, and none goes on."""
+    outlook: Outlook = field(default_factory=lambda: Outlook("may go on"))

@@ -232,6 +232,22 @@ def test_a_crash_comes_before_the_peer_failures_that_it_caused(make):
     assert verdict.statement == "Rank 1 on alpha raised ValueError, inside `fc2`: boom."
 
 
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("boom", "raised ValueError: boom"),
+        ("boom.", "raised ValueError: boom"),
+        ("it took too long ....", "raised ValueError: it took too long"),
+        ("...", "raised ValueError"),
+        ("", "raised ValueError"),
+    ],
+)
+def test_what_was_raised_may_end_in_periods_and_the_sentence_ends_in_one(make, message, said):
+    verdict = judge(make.hello(), make.raised(0, "ValueError", message), make.ended(0, 1), make.Bye("failed"))
+
+    assert verdict.statement == f"Rank 0 on h0 {said}."
+
+
 def test_ranks_that_failed_at_the_same_point_share_the_blame(make):
     bodies = [make.raised(rank, seq=4) for rank in (1, 0)]
     verdict = judge(make.hello(), *bodies, make.ended(0, 1), make.ended(1, 1), make.Bye("failed"))

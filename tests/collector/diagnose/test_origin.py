@@ -560,6 +560,20 @@ def test_weights_that_nobody_watched_are_no_finite_ones_when_a_step_came_before_
     assert found.notes[0] == "weights are not watched (--watch): after a later step, weight was nan"
 
 
+@pytest.mark.parametrize(("watched", "source"), [(True, "made"), (False, "unread")])
+def test_weights_that_nobody_watched_are_no_finite_ones_where_the_rank_ended_before_its_second_look(
+    make, watched, source
+):
+    """Where other weights of the batch were watched, the module has none."""
+    batch = make.Batch()
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor(make.NAN)
+    batch.call("enter", "Linear", given=[x], returned=[h], weights={"weight": batch.tensor()} if watched else {})
+    batch.call("act", "Exp", given=[h], returned=[y])
+    found = find(batch)
+    assert (found.module, found.source) == ("act", source)
+    assert watched or found.notes[0].startswith("no weight of this batch was watched (--watch)")
+
+
 def test_a_module_without_weights_has_made_it_however_late_the_second_look_came(make):
     batch = make.Batch()
     x, y = batch.tensor(), batch.tensor(make.NAN)

@@ -523,7 +523,7 @@ def test_a_late_answer_to_an_earlier_question_counts_for_nothing(make):
     assert told(cluster.tick(701.1)) == []
 
 
-@pytest.mark.parametrize(("on_hang", "stops"), [("report", 0), ("abort", 2)])
+@pytest.mark.parametrize(("on_hang", "stops"), [("report", 0), ("auto", 0), ("abort", 2)])
 def test_the_job_is_ended_only_where_that_was_asked_for(make, on_hang, stops):
     cluster = Cluster(make)
     cluster.run_protocol.on_hang = on_hang
@@ -535,6 +535,20 @@ def test_the_job_is_ended_only_where_that_was_asked_for(make, on_hang, stops):
     assert [a.message.reason for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)] == [
         "no rank moves any more"
     ] * stops
+
+
+def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_later(make):
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang = "auto"
+    for number, (still_s, stops) in enumerate([(300.0, 0), (600.0, 0), (1200.0, 2)], 1):
+        at = 1000.0 * number
+        cluster.say("a0", stalled(0), at)
+        for rank in range(2):
+            cluster.say(f"a{rank}", look(rank, "all_reduce", still_s=still_s, number=number), at + 1)
+        actions = cluster.tick(at + 1.1)
+        (text,) = told(actions)
+        assert ("if no rank moves, the job is ended after 1200 s" in text) == (not stops)
+        assert len([a for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]) == stops
 
 
 def test_what_computes_while_the_others_wait_is_told_and_ended_later(make):

@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -73,6 +74,7 @@ def main():
         options.how = "nothing"
     dist.init_process_group("gloo")
     me = dist.get_rank() == options.rank
+    groups = [dist.new_group() for _ in range(2)] if options.how == "swaps" else []
     net = nn.Sequential(Block(), nn.Linear(16, 1))
     ddp = nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -104,9 +106,19 @@ def main():
                 sum(range(1000))
         if now and options.how == "sleeps":
             time.sleep(40)
+        if now and options.how == "child":
+            subprocess.run(["sleep", "30"], check=True)
+        if now and options.how == "types":
+            with subprocess.Popen(["sh", "-c", "sleep 30; echo yes"], stdout=subprocess.PIPE) as typist:
+                assert os.read(typist.stdout.fileno(), 4) == b"yes\n"
         if options.how == "apart" and batch == 3:
             if me:
                 save_checkpoint()
+            dist.barrier()
+        if options.how == "swaps" and batch == 5:
+            for group in reversed(groups) if me else groups:
+                dist.all_reduce(torch.ones(8), group=group)
+        if options.how == "passes" and batch == 3 and not me:
             dist.barrier()
         if now and options.how == "checkpoint":
             save_checkpoint()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 from gpuwatch.collector.decide.hang.finding import find_hang
-from gpuwatch.core.records import RankLook, StackLine, Where, WorkerExit
+from gpuwatch.core.records import GroupState, Issued, RankLook, StackLine, Where, WorkerExit
 
 TORCH = "/site-packages/torch"
 MAIN = StackLine("/home/me/train.py", 60, "main", "main()")
@@ -33,8 +33,16 @@ IN_WAIT = [StackLine("/home/me/train.py", 44, "step", "work.wait()"), MAIN]
 LOADING = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)"), MAIN]
 
 
-def look(rank, stack, *, state="S", busy=0.0, phase="script", still_s=300.0, module=None):
-    return RankLook(Where(rank, batch=4), 1, still_s, phase, module, "Net" if module else None, state, busy, stack)
+def look(rank, stack, *, state="S", busy=0.0, phase="script", still_s=300.0, module=None, groups=()):
+    cls = "Net" if module else None
+    return RankLook(Where(rank, batch=4), 1, still_s, phase, module, cls, state, busy, stack, list(groups))
+
+
+def table(begun, *waits_in, name="0", members="0-1"):
+    """Of one group; it waits in its last operation, if there is one."""
+    recent = [Issued(begun - n, operation, "float32", 8) for n, operation in enumerate(reversed(waits_in))]
+    phase, ended = ("waiting", begun - 1) if waits_in else ("none", begun)
+    return GroupState(name, members, 2, begun, ended, phase, begun, 300.0, recent)
 
 
 def left(rank, code=0):
@@ -187,6 +195,95 @@ def test_a_rank_that_does_not_end(phase, may_end):
 
     assert (found.rank, found.certainty, found.may_end) == (1, "established", may_end)
     assert found.statement.startswith("Rank 1 has not ended for 300 s since its script")
+
+
+@pytest.mark.parametrize(
+    ("looks", "kind", "free"),
+    [
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING)], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING, busy=1.0)], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_WAIT)], "may go on", [1]),  # of what, its table does not show
+        ([look(0, IN_ALL_REDUCE), look(1, [])], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, [], state="t")], "may go on", [1]),  # a debugger
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING, phase="finished")], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING, phase="raised")], "all wait", []),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_ALL_REDUCE, busy=1.0)], "may go on", [1]),  # it packs what it sends
+        ([look(0, IN_ALL_REDUCE), look(1, IN_ALL_REDUCE)], "all wait", []),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_BROADCAST)], "all wait", []),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_BACKWARD)], "all wait", []),
+        ([look(0, IN_BACKWARD), look(1, IN_BACKWARD, busy=1.0)], "may go on", [1]),
+    ],
+)
+def test_a_job_may_go_on_as_long_as_a_rank_stands_in_code_of_its_own(looks, kind, free):
+    found = find(*looks)
+
+    assert (found.outlook.kind, found.outlook.free) == (kind, free)
+
+
+IN_ANOTHER_GROUP = [table(3), table(1, "all_reduce", name="1")]
+
+
+@pytest.mark.parametrize(
+    ("looks", "ended", "cause", "kind"),
+    [
+        (
+            [
+                look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]),
+                look(1, IN_BROADCAST, groups=[table(4, "broadcast")]),
+            ],
+            {},
+            "mismatch",
+            "cannot go on",
+        ),
+        (
+            [
+                look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce"), table(0, name="1")]),
+                look(1, IN_ALL_REDUCE, groups=IN_ANOTHER_GROUP),
+            ],
+            {},
+            "order",
+            "cannot go on",
+        ),
+        (
+            [look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]), look(1, [], state="T", groups=[table(3)])],
+            {},
+            "did not come",
+            "cannot go on",
+        ),
+        ([look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")])], left(1), "left early", "cannot go on"),
+        (
+            [look(rank, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]) for rank in range(2)],
+            {},
+            "all came",
+            "all wait",
+        ),
+        (
+            [
+                look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]),
+                look(1, LOADING, groups=[table(4, "broadcast")]),  # it has issued that and works
+            ],
+            {},
+            "mismatch",
+            "may go on",
+        ),
+    ],
+)
+def test_what_cannot_go_on_is_shown_by_the_tables_of_all_ranks(looks, ended, cause, kind):
+    found = find(*looks, ended=ended)
+
+    assert (found.cause, found.outlook.kind) == (cause, kind)
+
+
+def test_a_job_of_which_a_node_is_not_seen_may_go_on():
+    found = find(look(0, IN_ALL_REDUCE), world=2)
+
+    assert (found.outlook.kind, found.outlook.free) == ("may go on", [])
+
+
+def test_what_computes_on_a_gpu_may_go_on():
+    at_item = [StackLine("/home/me/train.py", 45, "step", "total += loss.item()"), MAIN]
+
+    assert find(look(0, at_item), look(1, at_item)).outlook.kind == "may go on"
 
 
 def test_ranks_that_rest_and_wait_for_nobody():

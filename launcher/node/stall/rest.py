@@ -1,11 +1,13 @@
 """When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
 
-A limit that suits one job is wrong for the next. A rank may rest for as long as the user says, for three times the
-longest rest that it has come back from, and before its first batch for four times as long: data is loaded there, and
-models are compiled.
+A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (hang_limit.py), for
+three times the longest rest that it has come back from, and before its first batch for four times as long: data is
+loaded there, and models are compiled.
 """
 
 from __future__ import annotations
+
+from .hang_limit import HangLimit
 
 LONGEST_REST_TIMES = 3.0
 BEFORE_FIRST_BATCH_TIMES = 4.0
@@ -38,18 +40,18 @@ class Rest:
             self._longest = max(self._longest, now - self._since)
         self._last, self._since, self._times_told, self._batch = movement, now, 0, batch
 
-    def limit_s(self, batch: int, timeout_s: float, *, takes_long: bool = False) -> float:
+    def limit_s(self, batch: int, limit: HangLimit, *, takes_long: bool = False) -> float:
         """How long it may rest. `batch` is its newest one, -1 before the first."""
-        times = max(BEFORE_FIRST_BATCH_TIMES if batch < 0 else 1.0, TAKES_LONG_TIMES if takes_long else 1.0)
-        return max(timeout_s * times, LONGEST_REST_TIMES * self._longest)
+        times = max(BEFORE_FIRST_BATCH_TIMES if batch < 0 else 0.0, TAKES_LONG_TIMES if takes_long else 0.0)
+        return max(limit.within_steps_s, times * limit.elsewhere_s, LONGEST_REST_TIMES * self._longest)
 
     def paused(self, seconds: float) -> None:
         """Nobody has looked for so long, as the machine or all of the job stood still: that was no rest."""
         self._since += seconds
 
-    def is_told(self, phase: str, batch: int, timeout_s: float, now: float) -> bool:
+    def is_told(self, phase: str, batch: int, limit: HangLimit, now: float) -> bool:
         """True when a rest has become too long, and each time that it is twice as long as when it was last told of."""
-        limit_s = self.limit_s(batch, timeout_s) * 2**self._times_told
+        limit_s = self.limit_s(batch, limit) * 2**self._times_told
         if phase not in _SCRIPT or self.seconds(now) <= limit_s:
             return False
         self._times_told += 1

@@ -10,11 +10,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..core.records import Anomaly
-from ..core.wire.messages import AgentBody, EventMessage, PageMessage
-from .decide.overflow.verdict import overflow_verdict
-from .facts.fold import Fold
-from .report.timeline import utc
+from ...core.records import Anomaly
+from ...core.wire.messages import AgentBody, EventMessage, PageMessage
+from ..decide.overflow.verdict import overflow_verdict
+from ..facts.fold import Fold
+from ..report.timeline import utc
 
 _SHARE = 0.2
 """So much of one processor it may take for pages."""
@@ -59,18 +59,20 @@ class LiveVerdict:
         before = self._used()
         self._changed = self._urgent = False
         try:
-            verdict = overflow_verdict(self._folded.facts())
-        except Exception as error:  # at the end it is met again, and told; here it must not end the collector
-            self._say(f"the verdict so far could not be made: {type(error).__name__}: {error}")
-            verdict = None
-        if verdict is not None:
-            line = f"the verdict so far: {verdict.certainty}: {verdict.statement}"
-            if line != self._said:
-                self._said = line
-                self._say(f"{utc(self._now(), 'milliseconds')} {line}")
-        took = self._used() - before
-        self._due = self._clock() + took / _SHARE
-        self._saved -= took
+            self._decide()
+        finally:
+            took = self._used() - before
+            self._due = self._clock() + took / _SHARE
+            self._saved -= took
+
+    def _decide(self) -> None:
+        verdict = overflow_verdict(self._folded.facts())
+        if verdict is None:
+            return
+        line = f"the verdict so far: {verdict.certainty}: {verdict.statement}"
+        if line != self._said:
+            self._said = line
+            self._say(f"{utc(self._now(), 'milliseconds')} {line}")
 
     def _is_time(self) -> bool:
         now = self._clock()

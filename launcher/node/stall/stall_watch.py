@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from ...core.records import RankLook, Stalled
-from ...core.stalls import takes_long
+from ....core.records import RankLook, Stalled
+from ....core.stalls import takes_long
+from ..ranks import RankWatch
+from .hang_limit import HangLimit, fixed_limit, learned_limit
 from .looks import Look
-from .ranks import RankWatch
 from .rest import Rest
 
 _EVERY_S = 1.0
@@ -17,9 +18,9 @@ _PAUSED_S = 5.0
 
 
 class StallWatch:
-    """Of the ranks of one node. `timeout_s` 0: tells of none."""
+    """Of the ranks of one node. `timeout_s` 0: tells of none; None: each rank's limit is learned from its steps."""
 
-    def __init__(self, folder: Path, timeout_s: float) -> None:
+    def __init__(self, folder: Path, timeout_s: float | None) -> None:
         self._folder = folder
         self._timeout_s = timeout_s
         self._rests: dict[tuple[int, int], Rest] = {}
@@ -30,7 +31,7 @@ class StallWatch:
     def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[Stalled]:
         """Ranks that have rested for too long, each once."""
         self._notice_pause(now)
-        if now < self._next or not self._timeout_s:
+        if now < self._next or self._timeout_s == 0:
             return
         self._next = now + _EVERY_S
         for key in self._rests.keys() - {(watch.rank, watch.attempt) for watch in watches if not watch.ended}:
@@ -40,8 +41,9 @@ class StallWatch:
             if state is None:
                 continue
             rest = self._rest(watch, state.batch, now)
-            if rest.is_told(state.phase, state.batch, self._timeout_s, now):
-                limit_s = rest.limit_s(state.batch, self._timeout_s)
+            limit = self._limit(watch)
+            if rest.is_told(state.phase, state.batch, limit, now):
+                limit_s = rest.limit_s(state.batch, limit)
                 yield Stalled(watch.where(state), round(rest.seconds(now), 1), round(limit_s, 1))
 
     def look(self, watches: Collection[RankWatch], number: int, now: float) -> None:
@@ -71,8 +73,11 @@ class StallWatch:
                 busy=found.busy,
                 stack=found.stack,
                 groups=watch.groups(),
-                limit_s=round(rest.limit_s(state.batch, self._timeout_s, takes_long=takes_long(found.stack)), 1),
+                limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
             )
+
+    def _limit(self, watch: RankWatch) -> HangLimit:
+        return learned_limit(watch.last_steps_s) if self._timeout_s is None else fixed_limit(self._timeout_s)
 
     def _notice_pause(self, now: float) -> None:
         if self._looked and now - self._looked > _PAUSED_S:

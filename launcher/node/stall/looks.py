@@ -8,8 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...core.records import StackLine
-from ...core.stalls import asking_signal, parse_fatal, parse_stack, stack_file_name
+from ....core.records import StackLine
+from ....core.stalls import asking_signal, parse_fatal, parse_stack, stack_file_name
 
 LOOK_S = 1.0
 """How long a rank has to answer, and over which its use of the processor is measured."""

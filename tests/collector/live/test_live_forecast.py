@@ -8,7 +8,7 @@ import math
 import pytest
 from gpuwatch.collector.decide.insights.growth import forecasts_of
 from gpuwatch.collector.facts.fold import Fold, fold
-from gpuwatch.collector.live_forecast import LiveForecast
+from gpuwatch.collector.live.forecast import LiveForecast
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.model import Report, build_report, to_json
 from gpuwatch.collector.report.text import render_text

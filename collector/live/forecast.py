@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..core.records import Forecast
-from ..core.wire.messages import AgentBody, EventMessage
-from .decide.insights.growth import is_sound, limit_text, passing_text
-from .facts.fold import Fold
-from .facts.shown_body import shown_body
+from ...core.records import Forecast
+from ...core.wire.messages import AgentBody, EventMessage
+from ..decide.insights.growth import is_sound, limit_text, passing_text
+from ..facts.fold import Fold
+from ..facts.shown_body import shown_body
 
 
 class LiveForecast:
@@ -30,3 +30,6 @@ class LiveForecast:
             f"rank {told.where.rank}: outputs grow towards {told.dtype}'s limit of {limit_text(told.limit)}: in batch "
             f"{told.where.batch} {passing_text(told)}, if it goes on as since batch {told.since}"
         )
+
+    def tick(self) -> None:
+        """Nothing waits for its time."""

@@ -1,0 +1,1 @@
+"""What is told while the job still runs."""

@@ -1,0 +1,127 @@
+"""A slow rank while the job runs: one line when a rank has become the one that the others wait for, or is no more.
+
+    Rank 3 on gpu-2 costs the job 24% of its time now: the others wait for it. Most of the difference is in the forward.
+
+Each beat has how many steps a rank has timed and the time of each part so far. The collector compares what all ranks
+have added since it last compared. Only what two comparisons say, one after the other, is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from ...core.recorder.step_table import PARTS
+from ...core.wire.messages import AgentBody, Beat, RankState
+from ..decide.step_report import PART_TEXT
+from ..decide.stragglers import LEAST_STEPS, LOUD, WARM_UP, SlowNow, find_slow_now
+from ..facts.fold import Fold
+
+LEAST_S = 10.0
+"""Ranks are compared over this time at least, and over `LEAST_STEPS` steps of each."""
+_LOOK_S = 1.0
+_MOST_US = 1 << 53
+
+
+@dataclass(frozen=True)
+class _Told:
+    rank: int
+    loud: bool
+
+
+class LiveStragglers:
+    """`folded` knows the ranks' hosts, `say` is given the lines, `clock` is monotonic."""
+
+    def __init__(self, folded: Fold, say: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._folded = folded
+        self._say = say
+        self._clock = clock
+        self._attempt = -1
+        self._newest: dict[int, RankState] = {}
+        self._before: dict[int, RankState] = {}
+        """By rank: at the last comparison."""
+        self._due = 0.0
+        self._seen: _Told | None = None
+        """What the last comparison has shown, and what was told last."""
+        self._told: _Told | None = None
+
+    def hear(self, body: AgentBody) -> None:
+        """A beat has where its ranks are."""
+        if not isinstance(body, Beat):
+            return
+        for state in body.ranks:
+            if state.attempt > self._attempt:
+                self._attempt = state.attempt
+                self._newest, self._before, self._seen, self._told = {}, {}, None, None
+            if state.attempt == self._attempt:
+                self._take(state)
+
+    def _take(self, state: RankState) -> None:
+        known = self._newest.get(state.rank)
+        if known is not None and state.steps_timed < known.steps_timed:
+            self._before = {}  # its agent was started again, and counts what the recorder still holds
+        self._newest[state.rank] = state
+
+    def tick(self) -> None:
+        """Compare, if it is time and all ranks have gone on for long enough."""
+        now = self._clock()
+        if now < self._due or not self._newest:
+            return
+        self._due = now + _LOOK_S
+        if not self._before:
+            if self._all_are_here() and min(state.steps_timed for state in self._newest.values()) >= WARM_UP:
+                self._begin(now)
+            return
+        ranks = sorted(self._before)
+        more = [self._newest[rank].steps_timed - self._before[rank].steps_timed for rank in ranks]
+        if min(more) < LEAST_STEPS or not all(_is_timed(self._newest[rank]) for rank in ranks):
+            return
+        means = numpy.array([self._mean(rank, steps) for rank, steps in zip(ranks, more, strict=True)])
+        self._begin(now)
+        slow = find_slow_now(means)
+        seen = _Told(ranks[slow.place], slow.cost >= LOUD) if slow is not None else None
+        if _rank_of(seen) == _rank_of(self._seen):
+            self._tell(seen, slow)
+        self._seen = seen
+
+    def _all_are_here(self) -> bool:
+        states = self._newest.values()
+        world_size = max(state.world_size for state in states)
+        return 1 < world_size == len(self._newest) and all(map(_is_timed, states))
+
+    def _begin(self, now: float) -> None:
+        self._before = dict(self._newest)
+        self._due = now + LEAST_S
+
+    def _mean(self, rank: int, steps: int) -> Any:
+        """Seconds of each part in one step."""
+        parts = numpy.subtract(self._newest[rank].parts_us, self._before[rank].parts_us)
+        return parts / 1e6 / steps
+
+    def _tell(self, seen: _Told | None, slow: SlowNow | None) -> None:
+        if seen == self._told or (seen is not None and self._told == _Told(seen.rank, True)):
+            return
+        before, self._told = self._told, seen
+        if seen is None or slow is None:
+            assert before is not None
+            self._say(f"Rank {before.rank} is no longer the one that the others wait for.")
+            return
+        facts = self._folded.facts()
+        host = next((facts.host(rank) for rank in facts.of_attempt(self._attempt) if rank.rank == seen.rank), "")
+        where = f" on {host}" if host else ""
+        part = f" Most of the difference is {PART_TEXT[slow.part]}." if slow.part else ""
+        who = f"{'WARNING: ' if seen.loud else ''}Rank {seen.rank}{where}"
+        self._say(f"{who} costs the job {slow.cost:.0%} of its time now: the others wait for it.{part}")
+
+
+def _is_timed(state: RankState) -> bool:
+    """Whether it has what agents send."""
+    return len(state.parts_us) == len(PARTS) and all(0 <= us < _MOST_US for us in state.parts_us)
+
+
+def _rank_of(told: _Told | None) -> int | None:
+    return told.rank if told is not None else None

@@ -1,0 +1,1 @@
+"""Whether ranks of this node rest, and where they stand."""
