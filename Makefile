@@ -28,9 +28,9 @@ demo: $(READY)  ## two ranks train until one overflows (a minute at most); print
 test: $(READY)  ## the quick tests, and one of each kind of run; three minutes on two cores
 	$(PYTEST) -m 'not slow and not soak and not gpu' --numprocesses $(JOBS) --dist worksteal
 
-# Many of them wait, for a deadline or for SLURM: one more than the cores can run at a time.
+# Many of them wait, for a deadline or for SLURM: twice as many as the cores can run at a time.
 slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter of an hour on two cores
-	$(PYTEST) -m 'slow and not soak and not gpu' --sample --durations 20 --numprocesses $$(($(JOBS) + 1)) --dist loadgroup
+	$(PYTEST) -m 'slow and not soak and not gpu' --sample --durations 20 --numprocesses $$((2 * $(JOBS))) --dist loadgroup
 
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup

@@ -14,6 +14,8 @@ import pytest
 
 from .conftest import Run
 
+pytestmark = pytest.mark.sample(8, of="an end")  # of those without a mark of their own
+
 
 def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
     run = bench.launch("killed.py")

@@ -7,6 +7,8 @@ import psutil
 import pytest
 from gpuwatch.launcher.scratch import remove_stale
 
+pytestmark = pytest.mark.sample(3, of="several nodes")  # of those without a mark of their own
+
 SCRIPTS = Path(__file__).parent / "scripts"
 
 

@@ -5,6 +5,8 @@ import json
 import pytest
 from gpuwatch.core.exits import RANK_OVERFLOW
 
+pytestmark = pytest.mark.sample(4, of="an overflow")  # of those without a mark of their own
+
 slow = pytest.mark.slow
 
 

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+pytestmark = pytest.mark.sample(5, of="a preflight")  # of those without a mark of their own
+
 slow = pytest.mark.slow
 NEVER = ("--preflight-timeout", "3000")
 """A deadline beyond that of the test: the news travels through the store, and nobody waits for it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample(3, of="the health of GPUs")]  # of those without a mark of their own
 sample = pytest.mark.sample
 
 NO_RETIREMENT = "* no_retirement error 3"

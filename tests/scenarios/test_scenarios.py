@@ -40,7 +40,7 @@ def each(number: int, where: str, less: dict[str, str] | None = None) -> pytest.
 
 
 @pytest.mark.slow
-@each(2, "in host memory")
+@each(1, "in host memory")
 def test_the_verdict_is_the_truth(scenario):
     outcome = run(scenario)
 

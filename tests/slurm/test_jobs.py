@@ -7,7 +7,11 @@ from pathlib import Path
 import gpuwatch
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one cluster for all of them
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("slurm"),  # one cluster for all of them
+    pytest.mark.sample(6, of="jobs of SLURM"),  # of those without a mark of their own
+]
 sample = pytest.mark.sample
 
 TEMPLATE = str(Path(gpuwatch.__file__).parent / "slurm" / "gpuwatch.sbatch")
