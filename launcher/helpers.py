@@ -15,7 +15,7 @@ from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import AgentConfig, Bound, CollectorConfig, PreflightOver, StageLine, Verdict
 from .arguments.plan import Plan
 from .head_collector import HeadCollector
-from .meets import answers_with_its_key
+from .meets import first_that_answers
 from .node_agent import NodeAgent
 from .say import say
 from .scheduler.job import Job
@@ -129,9 +129,11 @@ class Helpers:
     def _answers(self, address: str) -> bool:
         """Whether this job's own collector listens there."""
         keys = self._keys
-        return answers_with_its_key(
-            address, keys.collector.public.decode(), keys.agent.public.decode(), keys.agent.private.decode()
+        agent = keys.agent
+        found = first_that_answers(
+            [address], keys.collector.public.decode(), agent.public.decode(), agent.private.decode()
         )
+        return found is not None
 
     def start_agent(self, address: str, scratch: Path, stop: Callable[[str, bool], object]) -> None:
         """`stop` is told why the ranks of this node are to end, and whether torchrun may start them again."""

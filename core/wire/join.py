@@ -15,7 +15,7 @@ NAME = "join.json"
 
 
 class Join(msgspec.Struct, frozen=True):
-    """`addresses` are those of the collector: a host tries them in this order."""
+    """`addresses` are those of the collector: a host takes one at which it answers."""
 
     addresses: list[str]
     agent: AgentConfig

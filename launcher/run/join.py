@@ -29,7 +29,7 @@ from ...core.exits import ExitCode
 from ...core.recorder.run_folder import JOIN_VARIABLE, write_settings
 from ...core.wire.join import Join, read_join
 from ...core.wire.pipe import LaunchDone
-from ..meets import answers_with_its_key
+from ..meets import first_that_answers
 from ..node_agent import NodeAgent
 from ..scratch import keep_rescued, make_scratch, remove_scratch
 from .attended import GRACE_S
@@ -143,13 +143,12 @@ class _Watcher:
             remove_scratch(scratch)
 
     def _address(self) -> str:
-        """The first at which the run's own collector answers."""
+        """At which the run's own collector answers."""
         keys, addresses = self._join.agent, self._join.addresses
-        for address in addresses:
-            if answers_with_its_key(address, keys.server_key, keys.public_key, keys.private_key):
-                return address
-        self._say(f"no collector answers at any of {', '.join(addresses)}")
-        return addresses[0]
+        found = first_that_answers(addresses, keys.server_key, keys.public_key, keys.private_key)
+        if found is None:
+            self._say(f"no collector answers at any of {', '.join(addresses)}")
+        return found or addresses[0]
 
     def _watch(self) -> None:
         next_look = 0.0
