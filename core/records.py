@@ -117,6 +117,17 @@ class GraphNode(msgspec.Struct, frozen=True):
     """It is a torch.autograd.Function, in whose forward modules may have been called."""
 
 
+class BadWeight(msgspec.Struct, frozen=True):
+    """A weight that was finite when it was last read, and is not now."""
+
+    module: str
+    cls: str
+    role: str
+    value: str
+    """`nan`, `+inf`, `-inf`"""
+    dtype: str
+
+
 class LookedAgain(msgspec.Struct, frozen=True):
     """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
 
@@ -138,6 +149,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """Of a bad gradient: what has used that tensor. The first node has made it. Empty where that is not known."""
     loss_scale: float | None = None
     """The scale of the GradScaler that scaled a loss last; None if there was none."""
+    bad_weight: BadWeight | None = None
+    """The first of `changed` that is not finite."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):

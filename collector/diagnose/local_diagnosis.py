@@ -57,6 +57,8 @@ class LocalDiagnosis:
     """(module, class) in which an expected -inf turned into nan."""
     weights_read: bool = True
     """False: its weights were last read after an optimizer step, and not again when the value was seen."""
+    changed_since: bool = False
+    """A bad weight was finite when it was read after the last step."""
     suspects: tuple[str, ...] = ()
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()

@@ -83,7 +83,7 @@ class _Forward:
             note = f"{changed.role} was finite when it was read after the last step"
             if not frame.weights:
                 note = "weights are not watched (--watch): it was looked at when the alarm was raised"
-            return replace(self._of_weight(frame, changed), notes=(note,))
+            return replace(self._of_weight(frame, changed), notes=(note,), changed_since=bool(frame.weights))
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
         if bad_input is not None and output is not None and bad_input.only_neginf and output.nan:
@@ -149,19 +149,39 @@ class _Forward:
         bad = {name: found for name, found in again.weights.items() if found != "finite"}
         if not frame.weights and bad and frame.module == self._anomaly.module:  # weights are not watched
             name, found = next(iter(bad.items()))
-            flags = _FLAGS[found]
-            return Row(
-                role=role_of_parameter(name),
-                abs_min=None,
-                abs_max=None,
-                nan=bool(flags & NonFinite.NAN),
-                posinf=bool(flags & NonFinite.POSINF),
-                neginf=bool(flags & NonFinite.NEGINF),
-                dtype=self._anomaly.dtype,
-                shape=None,
-                flags=int(flags),
-            )
+            return self._weight_row(role_of_parameter(name), found, self._anomaly.dtype)
         return None
+
+    def _bad_weight_inside(self, frame: Frame) -> LocalDiagnosis | None:
+        """A weight of a module inside of a call of which no inner call was seen, as in compiled code.
+
+        It was finite when it was last read, and not when the alarm was raised.
+        """
+        again = self._anomaly.again
+        bad = again.bad_weight if again is not None and frame.index == self._anomaly.frame else None
+        if bad is None or not bad.module.startswith(f"{frame.module}." if frame.module else "") or not bad.module:
+            return None
+        row = self._weight_row(bad.role, bad.value, bad.dtype)
+        note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
+        found = self._diagnosis(
+            frame, row, bad.module, bad.cls, phase="weight", source="weight", sure=False, notes=(note,)
+        )
+        return replace(found, at=(bad.module, bad.cls, bad.role), changed_since=True)
+
+    def _weight_row(self, role: str, value: str, dtype: str) -> Row:
+        """Of a weight that no row of the page is about."""
+        flags = _FLAGS.get(value, NonFinite.NAN)
+        return Row(
+            role=role,
+            abs_min=None,
+            abs_max=None,
+            nan=bool(flags & NonFinite.NAN),
+            posinf=bool(flags & NonFinite.POSINF),
+            neginf=bool(flags & NonFinite.NEGINF),
+            dtype=dtype,
+            shape=None,
+            flags=int(flags),
+        )
 
     def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
         """The call's own code made it; if it has children, after the last of them returned."""
@@ -171,6 +191,9 @@ class _Forward:
             self._turns(earlier[1], output, frame.module, frame.cls)
             return self.explain(*earlier)
         between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
+        inside = self._bad_weight_inside(frame) if not children else None
+        if inside is not None:
+            return inside
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
         unread = () if received else self._unread_weights(frame)
         found = self._diagnosis(
@@ -189,7 +212,7 @@ class _Forward:
         again = self._anomaly.again
         calls = self._calls
         if again is None and not calls.children(frame) and not any(other.weights for other in calls.frames):
-            return ("no weight of this batch was watched (--watch), and no later look at them is known",)
+            return ("no weight was read in this batch, and no later look at one is known",)
         if again is None or frame.weights or frame.module != self._anomaly.module or again.same_step:
             return ()
         late = ", ".join(f"{name} was {found}" for name, found in again.weights.items())

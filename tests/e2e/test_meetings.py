@@ -134,6 +134,16 @@ def test_a_groups_timeout_names_who_missed(bench, how, nproc):
 
 
 @pytest.mark.slow
+def test_what_is_told_and_left_to_the_groups_timeout_is_a_hang_when_that_has_ended_it(bench):
+    """The rank that never comes is told while it stands still, and named in the end; the others raise."""
+    run, rank = run_of(bench, "barrier", 3, 0, *TOLD, more=("--timeout", "30"))
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (5, "hang", rank, "established")
+    assert f"as rank {rank} may still go on; the timeouts of its process groups hold" in run.stderr
+
+
+@pytest.mark.slow
 def test_a_rank_that_raised_and_does_not_end_is_named_by_what_it_raised(bench):
     run, rank = run_of(bench, "raises", 3, 0, *ABORT)
 

@@ -26,10 +26,10 @@ from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, Where
+from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, Where
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
-from ...core.values import NonFinite, decode
+from ...core.values import NonFinite, decode, name_of
 from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
@@ -576,7 +576,7 @@ class Hooks:
         found = look_again(root, module)
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
-        changed = without_modes(self._changed_weights, bad) if same_step else []
+        changed, bad_weight = without_modes(self._changed_weights, bad) if same_step else ([], None)
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -584,6 +584,7 @@ class Hooks:
             same_step=same_step,
             graph=graph,
             loss_scale=self._scalers.scale_in_use(),
+            bad_weight=bad_weight,
         )
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
@@ -603,9 +604,11 @@ class Hooks:
         parameter = next((each for each, owner, name in owned if (owner, name) == (number, role.name)), None)
         return graph_users(graphs, number, parameter) if parameter is not None else []
 
-    def _changed_weights(self, bad: NonFiniteRow) -> list[str]:
-        """Weights that are not what they were when they were last read, the first few of them. Waits for a device."""
+    def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
+        """Weights that are not what they were when they were last read, the first few of them, and the first of those
+        that is not finite. Waits for a device."""
         found: list[str] = []
+        worst: BadWeight | None = None
         shown = self.judging.weights_up_to(bad.page, bad.frame.index) if self.rows.device_buffer is not None else {}
         for reference, info, role in list(self._roots.parameters.values()):
             parameter = reference()
@@ -620,9 +623,12 @@ class Hooks:
                 continue
             now = _extremes(measure(parameter))
             if now != then:
-                before, after = (format_number(largest).strip() for _, largest, _ in (then, now))
+                before, after = (_largest(extremes) for extremes in (then, now))
                 found.append(f"{role} of {module_text(info.name, info.cls)}, abs max {before} then, {after} now")
-        return found
+                if worst is None and now[2]:
+                    dtype = str(parameter.dtype).removeprefix("torch.")
+                    worst = BadWeight(info.name, info.cls, role, name_of(NonFinite(now[2])), dtype)
+        return found, worst
 
     def _read_arguments_again(
         self, info: ModuleInfo, arguments: list[tuple[str, Any]], rows: list[Row], weights: int
@@ -766,6 +772,12 @@ def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:
     encoding = numbers.meta >> 8 & 0xFF
     low, high = (decode(bits, encoding) for bits in (numbers.low, numbers.high))
     return None if math.isnan(low) else low, None if math.isnan(high) else high, numbers.meta & 0xFF
+
+
+def _largest(extremes: tuple[float | None, float | None, int]) -> str:
+    """`1.00e+38`, or `nan`."""
+    _, largest, flags = extremes
+    return format_number(largest).strip() if largest is not None else name_of(NonFinite(flags))
 
 
 def _is_shape_inference() -> bool:

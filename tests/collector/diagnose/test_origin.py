@@ -7,7 +7,7 @@ import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Mark
-from gpuwatch.core.records import LookedAgain
+from gpuwatch.core.records import BadWeight, LookedAgain
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -501,6 +501,7 @@ def test_a_weight_that_was_changed_after_it_was_read_is_found(make):
     found = _looked_again(make, LookedAgain(weights={"weight": "nan"}))
     assert (found.module, found.phase, found.role, found.source) == ("fc", "weight", "weight", "weight")
     assert "weight was finite when it was read after the last step" in found.notes
+    assert found.changed_since
 
 
 def test_a_weight_that_a_later_step_made_bad_says_nothing(make):
@@ -560,6 +561,33 @@ def test_weights_that_nobody_watched_are_no_finite_ones_when_a_step_came_before_
     assert found.notes[0] == "weights are not watched (--watch): after a later step, weight was nan"
 
 
+@pytest.mark.parametrize(
+    ("inside", "source", "module"),
+    [("h.1.fc", "weight", "h.1.fc"), ("h.1", "weight", "h.1"), ("other.fc", "made", "h"), ("", "made", "h")],
+)
+def test_a_weight_inside_of_code_that_was_not_looked_into_is_named_if_it_is_not_finite_any_more(
+    make, inside, source, module
+):
+    batch = make.Batch()
+    x, y = batch.tensor(), batch.tensor(make.NAN)
+    batch.call("h", "Blocks", given=[x], returned=[y])
+    again = LookedAgain(changed=["weight of it"], bad_weight=BadWeight(inside, "Linear", "weight", "nan", "float32"))
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
+    found = find(batch)
+    assert (found.source, found.module, found.sure) == (source, module, False)
+    assert source == "made" or (found.phase, found.value, found.changed_since) == ("weight", "nan", True)
+
+
+def test_a_weight_that_is_not_finite_any_more_is_not_blamed_where_the_calls_inside_were_seen(make):
+    batch = make.Batch()
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor(make.NAN)
+    batch.call("h.0", "Linear", given=[x], returned=[h], parent="h", depth=2)
+    batch.call("h", "Blocks", given=[x], returned=[y])
+    again = LookedAgain(changed=["weight of it"], bad_weight=BadWeight("h.1", "Linear", "weight", "nan", "float32"))
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=again)
+    assert (find(batch).source, find(batch).module) == ("made", "h")
+
+
 @pytest.mark.parametrize(("watched", "source"), [(True, "made"), (False, "unread")])
 def test_weights_that_nobody_watched_are_no_finite_ones_where_the_rank_ended_before_its_second_look(
     make, watched, source
@@ -571,7 +599,7 @@ def test_weights_that_nobody_watched_are_no_finite_ones_where_the_rank_ended_bef
     batch.call("act", "Exp", given=[h], returned=[y])
     found = find(batch)
     assert (found.module, found.source) == ("act", source)
-    assert watched or found.notes[0].startswith("no weight of this batch was watched (--watch)")
+    assert watched or found.notes[0].startswith("no weight was read in this batch")
 
 
 def test_a_module_without_weights_has_made_it_however_late_the_second_look_came(make):

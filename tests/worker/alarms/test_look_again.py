@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from gpuwatch.core.records import BatchInputs, LookedAgain, NotLookedInto
+from gpuwatch.core.records import BadWeight, BatchInputs, LookedAgain, NotLookedInto
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
@@ -139,6 +139,27 @@ def test_a_weight_upstream_that_was_changed_without_a_trace_is_told(watch, path)
     (changed,) = first.again.changed
     assert changed.startswith("weight of `0` (Linear), abs max ")
     assert changed.endswith(" then, 1.00e+37 now")
+    assert first.again.bad_weight is None
+
+
+def test_the_weight_upstream_that_is_not_finite_any_more_is_told_by_itself(watch):
+    """As in compiled code that is not looked into: only the model's own output is seen."""
+    watched = watch()
+    model = _Around()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in range(3):
+        if batch == 2:
+            model.inner[1].weight.data[0, 0] = math.nan
+        model(torch.ones(2, 4)).sum().backward()
+        if batch < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    _settle(watched)
+    again = watched.anomalies[0].again
+    (changed,) = again.changed
+    assert changed.startswith("weight of `inner.1` (Linear), abs max ")
+    assert changed.endswith(" then, nan now")
+    assert again.bad_weight == BadWeight("inner.1", "Linear", "weight", "nan", "float32")
 
 
 def test_a_weight_that_has_been_nan_for_long_was_not_changed(watch, path):

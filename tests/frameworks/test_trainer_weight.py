@@ -1,0 +1,38 @@
+"""transformers' own Trainer: on one rank a weight becomes nan through `.data` between two steps, and it is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "trainer_weight.py"
+WEIGHT = "weight of `transformer.h.1.mlp.c_fc` (Conv1D)"
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("options", "certainty"), [([], "established"), (["--compiled"], "supported")])
+def test_a_weight_that_was_changed_between_two_steps_is_named(tmp_path, options, certainty):
+    """In compiled code that is not looked into, too: no module in there is said to have overflowed."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    command = ["launch", "--nproc-per-node", "2", "--preflight", "off", str(SCRIPT), *options]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuwatch.cli.main", *command], cwd=tmp_path, capture_output=True, text=True, timeout=400
+    )
+
+    assert done.returncode == 4, done.stderr
+    report = json.loads((tmp_path / "gpuwatch-runs" / "latest" / "report.json").read_text())
+    verdict = report["verdict"]
+    named = (verdict["kind"], verdict["rank"], verdict["module"], verdict["phase"], verdict["role"])
+    assert named == ("overflow", 1, "transformer.h.1.mlp.c_fc", "weight", "weight")
+    assert verdict["certainty"] == certainty
+    assert not any("learning rate that is too high" in line for line in verdict["next"])
+    if options:
+        assert f"{WEIGHT} was finite when it was read after the last step" in verdict["evidence"]
+        assert "what the script does with weights between two steps" in verdict["next"][0]
+    assert not any(rank["faults"] for rank in report["ranks"])
