@@ -149,6 +149,20 @@ class RankState(msgspec.Struct, frozen=True):
     """Nan out of masks of -inf that the model has taken away again."""
 
 
+class HotModule(msgspec.Struct, frozen=True):
+    """What a module returned was close to its dtype's limit, in the last batch that was looked at."""
+
+    rank: int
+    batch: int
+    module: str
+    dtype: str
+    abs_max: float
+    left: float
+    """Powers of two up to the limit."""
+    change: float
+    """Powers of two a batch, over the last few batches."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The node is alive. It says where its ranks are."""
 
@@ -160,6 +174,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """By how much the collector's clock is ahead of this host's; None: not measured yet. It decides nothing."""
     clock_round_trip_ns: int | None = None
     """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
+    hot: list[HotModule] = []
+    """Of its ranks' modules those that are closest to their limit. It decides nothing."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):

@@ -42,6 +42,7 @@ from ...core.wire.messages import (
     Final,
     Hello,
     History,
+    HotModule,
     Leaving,
     LookAtRanks,
     PageMessage,
@@ -76,7 +77,7 @@ from .clock import ClockOffset
 from .gpus import GpuWatch
 from .memory_kills import memory_kills
 from .outbox import Outbox
-from .ranks import RankWatch
+from .ranks import MOST_HOT, RankWatch
 from .resending import Resending
 from .stall_watch import StallWatch
 
@@ -476,7 +477,12 @@ class Agent:
             time.time_ns(),
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
+            self._hottest(),
         )
+
+    def _hottest(self) -> list[HotModule]:
+        found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
+        return sorted(found, key=lambda hot: hot.left)[:MOST_HOT]
 
     def _try_send(self, data: bytes) -> bool:
         try:

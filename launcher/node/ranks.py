@@ -27,7 +27,7 @@ from ...core.records import (
 )
 from ...core.stalls import stack_file_name
 from ...core.values import PENDING
-from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
+from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, HotModule, PageMessage, RankState, Want
 from .history import RankHistory
 from .looks import fatal_stack
 from .step_times import RankSteps
@@ -39,6 +39,8 @@ PAGE_SENDS = 5
 backward comes after that. At the end it is sent once more if it has grown."""
 _FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
 """Signals after which a rank has written its stack."""
+MOST_HOT = 4
+"""Modules of a rank whose headroom is told in a beat."""
 LAST_PAGES = 8
 """Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
 
@@ -244,6 +246,12 @@ class RankWatch:
             return self._reader.groups()
         except OSError:  # the next `poll` tells it
             return []
+
+    def hottest(self) -> list[HotModule]:
+        """Its modules that are closest to their limit; [] where that is not known."""
+        with suppress(Exception):  # it decides nothing
+            return self._history.hottest(self.rank, MOST_HOT)
+        return []
 
     def where(self, state: RankState) -> Where:
         """The place of a state."""
