@@ -97,16 +97,17 @@ class Model:
 
 
 def behind_of(ranks: list[RankView]) -> set[int]:
-    """The ranks that the others wait for: all stand still, and these have issued the fewest collectives.
+    """The ranks that the others wait for: all rest, and these are in no collective and have begun the fewest.
 
-    Nobody, while any rank moves, where all have issued as many, or where nobody counts collectives.
+    Nobody, while any rank moves, where all have begun as many, or where that is not known.
     """
     running = [rank for rank in ranks if not rank.ended]
-    if len(running) < 2 or any(rank.still_s < STILL_S or rank.seq < 0 for rank in running):
+    if len(running) < 2 or any(rank.still_s < STILL_S or rank.begun < 0 for rank in running):
         return set()
-    fewest = min(rank.seq for rank in running)
-    found = {rank.rank for rank in running if rank.seq == fewest}
-    return found if len(found) < len(running) else set()
+    fewest = min(rank.begun for rank in running)
+    found = {rank.rank for rank in running if rank.begun == fewest and not rank.waits}
+    others = [rank for rank in running if rank.rank not in found]
+    return found if all(rank.waits and rank.begun > fewest for rank in others) and others else set()
 
 
 def _head(view: View, rates: dict[int, float], behind: set[int]) -> list[Line]:

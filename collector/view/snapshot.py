@@ -45,12 +45,13 @@ def _rank(facts: RunFacts, rank: RankFacts) -> RankView:
         state.phase,
         state.step,
         state.batch,
-        state.seq,
+        state.begun,
         state.module or "",
         state.age_s,
         state.overflow or bool(rank.anomalies),
         rank.warned_rows,
         *_end(rank),
+        state.waits,
     )
 
 

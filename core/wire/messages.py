@@ -147,6 +147,10 @@ class RankState(msgspec.Struct, frozen=True):
     """Numbers that had not come back from their device when the rank ended."""
     absorbed: int = 0
     """Nan out of masks of -inf that the model has taken away again."""
+    begun: int = -1
+    """Of a rank that has rested for seconds: collectives that it has begun in its largest process group; else -1."""
+    waits: bool = False
+    """It is in one of them."""
 
 
 class HotModule(msgspec.Struct, frozen=True):

@@ -36,8 +36,8 @@ class RankView(msgspec.Struct, frozen=True, array_like=True):
     phase: str
     step: int
     batch: int
-    seq: int
-    """Collectives that it had issued on the default process group; -1: none, or not known."""
+    begun: int
+    """Of one that rests: collectives that it has begun in its largest process group; -1: it moves, or nobody knows."""
     module: str
     still_s: float
     """Seconds since its recorder moved."""
@@ -45,6 +45,8 @@ class RankView(msgspec.Struct, frozen=True, array_like=True):
     warned: int
     exit: int | None = None
     ended: bool = False
+    waits: bool = False
+    """It rests in a collective."""
 
 
 class NodeView(msgspec.Struct, frozen=True):

@@ -39,6 +39,8 @@ PAGE_SENDS = 5
 backward comes after that. At the end it is sent once more if it has grown."""
 _FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
 """Signals after which a rank has written its stack."""
+RESTS_S = 2.0
+"""A rank that has not moved for so long tells in its beats which collective it is in."""
 MOST_HOT = 4
 """Modules of a rank whose headroom is told in a beat."""
 LAST_PAGES = 8
@@ -225,9 +227,10 @@ class RankWatch:
         if self._reader is None or self._broken:
             return None
         try:
-            return self._reader.state()
+            state = self._reader.state()
         except OSError:  # the next `poll` tells it
             return None
+        return state if state.age_s < RESTS_S else _resting(state, self.groups())
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
@@ -359,6 +362,13 @@ class RankWatch:
             return []
         self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
+
+
+def _resting(state: RankState, groups: list[GroupState]) -> RankState:
+    largest = max(groups, key=lambda group: group.size, default=None)
+    if largest is None:
+        return state
+    return replace(state, begun=largest.begun, waits=any(group.phase in ("issuing", "waiting") for group in groups))
 
 
 def _shm_free() -> int:

@@ -8,7 +8,7 @@ from gpuwatch.collector.top.link import Link
 from gpuwatch.collector.top.model import Model
 
 pytestmark = pytest.mark.slow
-DEADLINE_S = 50
+DEADLINE_S = 300
 
 
 def until(job, link, model, seen):

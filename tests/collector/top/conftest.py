@@ -7,9 +7,9 @@ from gpuwatch.core.wire.messages import HotModule
 from gpuwatch.core.wire.view import Happened, NodeView, RankView, View
 
 
-def rank(number, *, batch=10, step=9, seq=40, still=0.1, phase="forward", module="net.fc1", host="node-a", **more):
+def rank(number, *, batch=10, step=9, begun=40, still=0.1, phase="forward", module="net.fc1", host="node-a", **more):
     fields = {"overflow": False, "warned": 0, **more}
-    return RankView(number, host, phase, step, batch, seq, module, still, **fields)
+    return RankView(number, host, phase, step, batch, begun, module, still, **fields)
 
 
 def view(ranks, *, time_s=100.0, **more) -> View:

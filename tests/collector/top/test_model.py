@@ -36,8 +36,8 @@ def test_the_screen_of_a_healthy_job(picture):
 
 
 def test_the_rank_that_the_others_wait_for_stands_in_the_head_and_first(picture):
-    ranks = [picture.rank(n, still=30.0, seq=40) for n in range(4)]
-    ranks[2] = picture.rank(2, still=41.0, seq=38)
+    ranks = [picture.rank(n, still=30.0, waits=True) for n in range(4)]
+    ranks[2] = picture.rank(2, still=41.0, begun=38)
     screen = seen(picture.view(ranks))
     said = "rank 2 is waited for: it has stood for 41 s in forward, `net.fc1`; 3 ranks wait"
     assert (said, "bad") in screen.head
@@ -48,18 +48,19 @@ def test_the_rank_that_the_others_wait_for_stands_in_the_head_and_first(picture)
 @pytest.mark.parametrize(
     "changed",
     [
-        {"still": 0.2, "seq": 38},  # it moves: the others are only ahead
-        {"still": 41.0, "seq": 40},  # all have issued as many
-        {"still": 41.0, "seq": -1},  # nobody knows how many
+        {"still": 0.2, "begun": 38},  # it moves: the others are only ahead
+        {"still": 41.0, "begun": 40},  # all have begun as many
+        {"still": 41.0, "begun": 38, "waits": True},  # it waits for somebody else
+        {"still": 41.0, "begun": -1},  # nobody knows how many
     ],
 )
 def test_nobody_is_waited_for_without_proof(picture, changed):
-    ranks = [picture.rank(n, still=30.0, seq=40) for n in range(4)]
+    ranks = [picture.rank(n, still=30.0, waits=True) for n in range(4)]
     assert behind_of([*ranks[:2], picture.rank(2, **changed), ranks[3]]) == set()
 
 
 def test_a_rank_that_has_ended_is_waited_for_by_nobody(picture):
-    ranks = [picture.rank(0, still=9.0), picture.rank(1, still=9.0), picture.rank(2, seq=3, ended=True, exit=0)]
+    ranks = [picture.rank(0, still=9.0), picture.rank(1, still=9.0), picture.rank(2, begun=3, ended=True, exit=0)]
     assert behind_of(ranks) == set()
 
 

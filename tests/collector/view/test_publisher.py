@@ -179,7 +179,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path):
 def test_the_picture_of_a_job(make):
     folded = Fold()
     hot = [HotModule(1, 9, "fc", "float16", 3e4, 1.1, 0.1)]
-    states = [make.state(0, batch=9, step=8, seq=20), make.state(1, batch=8, step=8, seq=19, age_s=4.0)]
+    states = [make.state(0, batch=9, step=8, seq=20), make.state(1, batch=8, step=8, age_s=4.0, begun=19)]
     batch = make.Batch(1, batch=8)
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
     bodies = [make.hello(host="node-a"), *batch.messages(), Beat(states, {}, 5, hot=hot), EventMessage(Xid("G", 79, 5))]
@@ -187,9 +187,9 @@ def test_the_picture_of_a_job(make):
         folded.add("a0", n, body)
     view = view_of(folded.as_it_stands(), "run-1", 7, "the verdict so far")
     assert [
-        (rank.rank, rank.host, rank.batch, rank.seq, rank.ended, rank.exit, rank.overflow) for rank in view.ranks
+        (rank.rank, rank.host, rank.batch, rank.begun, rank.ended, rank.exit, rank.overflow) for rank in view.ranks
     ] == [
-        (0, "node-a", 9, 20, True, 1, False),
+        (0, "node-a", 9, -1, True, 1, False),
         (1, "node-a", 8, 19, False, None, True),
     ]
     assert (view.hot, view.nodes[0].xids, view.world_size, view.verdict) == (hot, [79], 2, "the verdict so far")
