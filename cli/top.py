@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..core.errors import GpuwatchError, UsageError
+from .completion import complete_runs
 from .report import find_run
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _PATIENCE_S = 15.0
 
 
 @click.command(name="top")
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_runs)
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 @click.option("--once", is_flag=True, help="Print one picture as text and end. It needs no textual.")
 def command(run: str | None, runs_dir: str, once: bool) -> int:
