@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 from ...core.records import GpuHealth, Xid
+from ...core.wire.messages import unpack_hot
 from ...core.wire.view import Happened, NodeView, RankView, View
 from ..decide.insights.growth import is_sound, passing_text
 from ..facts.facts import RankFacts, RunFacts
+from ..facts.shown_body import shown_body
 
 MOST_HOT = 8
 MOST_EVENTS = 12
@@ -19,7 +19,7 @@ def view_of(facts: RunFacts, run: str, time_ns: int, verdict: str = "") -> View:
     attempt = facts.last_attempt
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
-    hot = sorted((hot for node in facts.nodes.values() for hot in node.hot), key=lambda hot: hot.left)
+    hot = sorted((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), key=lambda hot: hot.left)
     return View(
         time_ns,
         run,
@@ -28,7 +28,7 @@ def view_of(facts: RunFacts, run: str, time_ns: int, verdict: str = "") -> View:
         attempt,
         _nodes(facts),
         [_rank(facts, rank) for rank in ranks],
-        list(islice((each for each in hot), MOST_HOT)),
+        [shown_body(each) for each in hot[:MOST_HOT]],
         _events(facts, ranks)[-MOST_EVENTS:],
         verdict,
     )

@@ -178,8 +178,9 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """By how much the collector's clock is ahead of this host's; None: not measured yet. It decides nothing."""
     clock_round_trip_ns: int | None = None
     """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
-    hot: list[HotModule] = []
-    """Of its ranks' modules those that are closest to their limit. It decides nothing."""
+    hot: bytes = b""
+    """Of its ranks' modules those that are closest to their limit (`pack_hot`). It decides nothing, and is read when
+    somebody looks."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -190,6 +191,19 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     signal: int = 0
     note: str = ""
     """Why no rank was heard, where that is known."""
+
+
+def pack_hot(hot: list[HotModule]) -> bytes:
+    """For a beat; b"" for none."""
+    return _encoder.encode(hot) if hot else b""
+
+
+def unpack_hot(data: bytes) -> list[HotModule]:
+    """Of a beat. [] for bytes that no agent sends."""
+    try:
+        return _hot_decoder.decode(data) if data else []
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return []
 
 
 def node_of(agent: str) -> str:
@@ -325,6 +339,7 @@ class _RawAgentMessage(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
+_hot_decoder = msgspec.msgpack.Decoder(list[HotModule])
 _collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
 
 T = TypeVar("T")

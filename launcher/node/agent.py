@@ -42,7 +42,6 @@ from ...core.wire.messages import (
     Final,
     Hello,
     History,
-    HotModule,
     Leaving,
     LookAtRanks,
     PageMessage,
@@ -54,6 +53,7 @@ from ...core.wire.messages import (
     WireError,
     decode_collector,
     encode,
+    pack_hot,
     ranks_of,
 )
 from ...core.wire.pipe import (
@@ -480,9 +480,9 @@ class Agent:
             self._hottest(),
         )
 
-    def _hottest(self) -> list[HotModule]:
+    def _hottest(self) -> bytes:
         found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
-        return sorted(found, key=lambda hot: hot.left)[:MOST_HOT]
+        return pack_hot(sorted(found, key=lambda hot: hot.left)[:MOST_HOT])
 
     def _try_send(self, data: bytes) -> bool:
         try:

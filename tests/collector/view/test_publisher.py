@@ -15,7 +15,7 @@ from gpuwatch.collector.view.snapshot import view_of
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.records import Xid
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import Beat, EventMessage, HotModule
+from gpuwatch.core.wire.messages import Beat, EventMessage, HotModule, pack_hot
 from gpuwatch.core.wire.view import FILE, View, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -182,7 +182,12 @@ def test_the_picture_of_a_job(make):
     states = [make.state(0, batch=9, step=8, seq=20), make.state(1, batch=8, step=8, age_s=4.0, begun=19)]
     batch = make.Batch(1, batch=8)
     batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
-    bodies = [make.hello(host="node-a"), *batch.messages(), Beat(states, {}, 5, hot=hot), EventMessage(Xid("G", 79, 5))]
+    bodies = [
+        make.hello(host="node-a"),
+        *batch.messages(),
+        Beat(states, {}, 5, hot=pack_hot(hot)),
+        EventMessage(Xid("G", 79, 5)),
+    ]
     for n, body in enumerate([*bodies, make.ended(0, 1)], 1):
         folded.add("a0", n, body)
     view = view_of(folded.as_it_stands(), "run-1", 7, "the verdict so far")
@@ -194,6 +199,14 @@ def test_the_picture_of_a_job(make):
     ]
     assert (view.hot, view.nodes[0].xids, view.world_size, view.verdict) == (hot, [79], 2, "the verdict so far")
     assert any("+inf in output of `fc`, batch 8" in event.text for event in view.events)
+
+
+@pytest.mark.parametrize("hot", [b"\xff", b"garbage", pack_hot([])])
+def test_hot_modules_that_no_agent_sends_are_left_out(make, hot):
+    folded = Fold()
+    folded.add("a0", 1, make.hello())
+    folded.add("a0", 0, Beat([], {}, 5, hot=hot))
+    assert view_of(folded.as_it_stands(), "run-1", 7).hot == []
 
 
 def test_a_collector_with_no_word_yet_has_a_picture():

@@ -12,7 +12,17 @@ from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Forecast, ModuleDef, RootDef, SlotDef
 from gpuwatch.core.values import DTYPE_CODES, Encoding
-from gpuwatch.core.wire.messages import AgentMessage, Beat, EventMessage, History, PageMessage, decode_agent, encode
+from gpuwatch.core.wire.messages import (
+    AgentMessage,
+    Beat,
+    EventMessage,
+    History,
+    PageMessage,
+    decode_agent,
+    encode,
+    pack_hot,
+    unpack_hot,
+)
 from gpuwatch.launcher.node import history
 from gpuwatch.launcher.node.ranks import RankWatch
 
@@ -131,5 +141,5 @@ def test_the_modules_that_are_closest_to_their_limit_are_told(writer, watch):
     calm, grows, _ = found
     assert calm.left == pytest.approx(3.45, abs=0.05) and calm.change == 0
     assert grows.change == pytest.approx(0.05, abs=0.01)
-    sent = encode(AgentMessage(0, Beat([], {}, hot=found)))
-    assert decode_agent(sent).body.hot == found
+    sent = encode(AgentMessage(0, Beat([], {}, hot=pack_hot(found))))
+    assert unpack_hot(decode_agent(sent).body.hot) == found
