@@ -1,6 +1,6 @@
 """How early the forecast says that a module will overflow, and how often it says so of healthy training.
 
-    python benchmarks/forecast.py [--only NAME] [--seed N] [--batches N]
+    python benchmarks/forecast.py [--only NAME] [--seed N] [--every N] [--batches N]
 
 Ten small models are trained until an output is inf, each made to grow in another way; ten others train well. What their
 modules return goes through what a node agent does with it, batch by batch. Everything is float16 under autocast on the
@@ -81,9 +81,9 @@ class Course(NamedTuple):
 
 
 def train(
-    make: Callable[[], tuple[nn.Module, Step]], batches: int, *, as_float16: bool = False, seed: int = 0
+    make: Callable[[], tuple[nn.Module, Step]], batches: int, *, as_float16: bool = False, seed: int = 0, every: int = 1
 ) -> Course:
-    """At most so many batches, or until an output is not finite."""
+    """At most so many batches, or until an output is not finite. The agent sees one of `every`."""
     torch.manual_seed(seed)
     model, step = make()
     recorder, forecasts = Recorder(model, as_float16=as_float16), Forecasts()
@@ -92,12 +92,15 @@ def train(
     for number in range(batches):
         with torch.autocast("cpu", torch.float16):
             step(number)
-        rows.append(recorder.batch(number))
+        seen = recorder.batch(number)
+        if (seen.codes >= 0x7F80).any():
+            return Course(number + 1, number, told)
+        if number % every:
+            continue
+        rows.append(seen)
         if len(rows) % EVERY_BATCH == 0:
             rows = thinned(rows)  # type: ignore[arg-type,assignment]  # they have what it reads
         told += [(number, recorder.names[each.column], each) for each in forecasts.look(rows, recorder.dtypes)]
-        if (rows[-1].codes >= 0x7F80).any():
-            return Course(number + 1, number, told)
     return Course(batches, None, told)
 
 
@@ -396,22 +399,23 @@ HEALTHY: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
 # -- the table ------------------------------------------------------------------------------------------------------
 
 
-def slow_rows(only: str | None = None, seed: int = 0) -> Iterator[tuple[str, Course]]:
+def slow_rows(only: str | None = None, seed: int = 0, every: int = 1) -> Iterator[tuple[str, Course]]:
     for make in SLOW:
         if only in (None, make.__name__):
-            yield make.__name__.replace("_", " "), train(make, 3000, seed=seed)
+            yield make.__name__.replace("_", " "), train(make, 3000, seed=seed, every=every)
 
 
-def healthy_rows(batches: int, only: str | None = None, seed: int = 0) -> Iterator[tuple[str, Course]]:
+def healthy_rows(batches: int, only: str | None = None, seed: int = 0, every: int = 1) -> Iterator[tuple[str, Course]]:
     for name, make in HEALTHY.items():
         if only in (None, name):
-            yield name, train(make, batches, as_float16=True, seed=seed)
+            yield name, train(make, batches, as_float16=True, seed=seed, every=every)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How early the forecast tells of an overflow.")
     parser.add_argument("--only", default=None, metavar="NAME", help="one scenario or model")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the weights and the data (0)")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="the agent sees one batch in N (1)")
     parser.add_argument("--batches", type=int, default=500, metavar="N", help="of each healthy model (500)")
     arguments = parser.parse_args()
     print(time.strftime("%Y-%m-%d"))
@@ -420,7 +424,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|"
     )
     early = there = 0
-    for name, course in slow_rows(arguments.only, arguments.seed):
+    for name, course in slow_rows(arguments.only, arguments.seed, arguments.every):
         if course.overflow is None:
             print(f"| {name} | none in {course.batches} | | | | | |")
             continue
@@ -438,7 +442,7 @@ def main() -> None:
         )
     print(f"\nA lead of at least 5 batches: {early} of {len(SLOW)}; in the range that was said: {there}.\n")
     print("| healthy model | batches | told |\n|---|---|---|")
-    for name, course in healthy_rows(arguments.batches, arguments.only, arguments.seed):
+    for name, course in healthy_rows(arguments.batches, arguments.only, arguments.seed, arguments.every):
         said_of = ", ".join(f"`{module}` in batch {batch}" for batch, module, _ in course.told)
         overflow = " (overflow!)" if course.overflow is not None else ""
         print(f"| {name} | {course.batches}{overflow} | {said_of or 'nothing'} |")

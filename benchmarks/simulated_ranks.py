@@ -34,6 +34,7 @@ from gpuwatch.core.wire.messages import (
     Definitions,
     EventMessage,
     History,
+    HotModule,
     PageMessage,
     RankState,
     Segment,
@@ -183,6 +184,12 @@ class SimulatedRank:
     def want(self, want: Want, now: float) -> None:
         """Its recorder holds no page any more; that one was wanted means that its history is sent."""
         self._asked = True
+
+    def hottest(self) -> list[HotModule]:
+        """Modules that are close to their limit."""
+        return [
+            HotModule(self.rank, self.pages - 1, f"layers.{n}.mlp.fc2", "float16", 3e4, n + 1.1, 0.0) for n in range(4)
+        ]
 
     def state(self, *, final: bool = False) -> RankState:
         """Where it is."""

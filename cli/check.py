@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
+
 import click
+
+from .completion import ParsedByArgparse, complete_files
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ..launcher.arguments.options import get_check_parser  # imports torch
+
+    return get_check_parser()
 
 
 @click.command(
     name="check",
+    cls=ParsedByArgparse,
+    parser=_parser,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     add_help_option=False,
 )
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 def command(arguments: tuple[str, ...]) -> int:
     """Test the ranks, GPUs, nodes and links of a job before it is run."""
     if "--slurm" in arguments:

@@ -8,13 +8,14 @@ from pathlib import Path
 import click
 
 from ..core.errors import UsageError
+from .completion import complete_runs
 from .report import find_run
 
 _NEEDS = {"parquet": "pyarrow", "tensorboard": "tensorboard"}
 
 
 @click.command(name="export")
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_runs)
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 @click.option(
     "--format",

@@ -14,6 +14,7 @@ COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
     "run": "Run a command as it stands, whatever starts its ranks, and watch them as launch does.",
     "env": "Print the variables of a run, for launchers that start ranks in an environment of their own.",
+    "top": "Look at a job while it runs.",
     "submit": "Submit a training script to SLURM, with all of sbatch's options.",
     "check": "Test the ranks, GPUs, nodes and links of a job, and say which one is to blame.",
     "report": "Print the combined report of a run.",

@@ -14,13 +14,14 @@ import click
 
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.spool import SUFFIX
+from .completion import complete_runs
 
 if TYPE_CHECKING:
     from ..collector.report.model import Report
 
 
 @click.command(name="report")
-@click.argument("runs", nargs=-1, metavar="[RUN]")
+@click.argument("runs", nargs=-1, metavar="[RUN]", shell_complete=complete_runs)
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
 @click.option("--rank", type=int, default=None, help="Whose frames to show (default: the one that the verdict names).")
 @click.option("--batch", type=click.IntRange(0), default=None, help="Which batch's frames to show, if it was received.")

@@ -60,7 +60,8 @@ def listen(config: CollectorConfig) -> Server:
     If two nodes on one host start their collectors at once, Linux can refuse both. So a refusal counts only after
     retries with pauses of random length.
     """
-    keys = config.public_key, config.private_key, config.agent_public_key, config.viewer_public_key
+    viewer = config.viewer_public_key, config.viewer_private_key
+    keys = config.public_key, config.private_key, config.agent_public_key, *viewer
     for pause_s in (0.05, 0.1, 0.2, 0.4):
         try:
             return Server(config.bind, *keys)

@@ -30,6 +30,7 @@ def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, ma
             keys.collector.private.decode(),
             keys.agent.public.decode(),
             keys.viewer.public.decode(),
+            keys.viewer.private.decode(),
         )
     except zmq.ZMQError as error:
         raise UsageError(f"--bind: expected an address that is free, found {bind}: {error}") from error

@@ -18,6 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.exits import ExitCode
 from ..core.own_clock import OwnClock
+from ..core.wire.keys import KeyPair
 from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
     VERDICT_PATIENCE_S,
@@ -31,6 +32,7 @@ from ..core.wire.messages import (
     encode,
 )
 from ..core.wire.pipe import Notice, PreflightOver, StageLine
+from ..core.wire.view import View
 from .doorkeeper import Doorkeeper
 from .exit_code import exit_code
 from .facts.fold import Fold
@@ -44,6 +46,8 @@ from .report.stage_lines import StageLines
 from .report.text import render_text
 from .report.timeline import utc
 from .store import RunStore
+from .view.publisher import Publisher, publisher
+from .view.snapshot import view_of
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
@@ -65,9 +69,17 @@ class Server:
     """Listens from the moment it is made. Raises zmq.ZMQError when the address cannot be bound."""
 
     def __init__(
-        self, bind: str, public_key: str, private_key: str, agent_public_key: str, viewer_public_key: str = ""
+        self,
+        bind: str,
+        public_key: str,
+        private_key: str,
+        agent_public_key: str,
+        viewer_public_key: str = "",
+        viewer_private_key: str = "",
     ) -> None:
+        """With the viewer's private key, the job can be looked at: it is written into the run's folder."""
         self._context = zmq.Context()
+        self._view: Publisher | None = None
         self._doorkeeper = Doorkeeper(agent_public_key, viewer_public_key)
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -86,6 +98,13 @@ class Server:
             self._socket.curve_secretkey = private_key.encode()
             self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILURES)
             self._socket.bind(bind)
+            if viewer_private_key:
+                self._view = publisher(
+                    self._context,
+                    self._socket.getsockopt_string(zmq.LAST_ENDPOINT),
+                    KeyPair(public_key.encode(), private_key.encode()),
+                    KeyPair(viewer_public_key.encode(), viewer_private_key.encode()),
+                )
         except BaseException:
             self.close()
             raise
@@ -116,6 +135,8 @@ class Server:
         self._tell = tell or (lambda line: None)
         self._folded = folded if folded is not None else Fold(store.page, store.history)
         self._live = Live(self._folded, self._say, log)
+        if self._view is not None:
+            self._view.tell(paths.folder)
         clock = OwnClock()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -131,6 +152,8 @@ class Server:
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
             self._live.tick()
+            if self._view is not None:
+                self._view.show(lambda: self._picture(paths.run_id), now)
             self._write(store, run_protocol)
             self._count_failed_handshakes()
             for line in self._lines.due():
@@ -196,6 +219,9 @@ class Server:
             elif isinstance(action, Tell):
                 self._tell(Notice(action.text))
         return any(isinstance(action, Finish) for action in actions)
+
+    def _picture(self, run: str) -> View:
+        return view_of(self._folded.as_it_stands(), run, time.time_ns(), self._live.verdict_so_far)
 
     def _say(self, sentence: str) -> None:
         """To the user and to the log."""
@@ -273,6 +299,8 @@ class Server:
 
     def close(self) -> None:
         """Let the last messages out, then close everything."""
+        if self._view is not None:
+            self._view.close()
         if hasattr(self, "_monitor"):
             self._socket.disable_monitor()
             self._monitor.close(linger=0)

@@ -14,6 +14,7 @@ from gpuwatch.cli.export import command as export
 from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import HELP
+from gpuwatch.cli.top import command as top
 from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
 from gpuwatch.launcher.run.options import get_run_parser
 
@@ -41,6 +42,8 @@ def page() -> str:
         table(click_rows(env)),
         "## gpuwatch submit\n",
         "".join(f"    {line}".rstrip() + "\n" for line in HELP.splitlines()),
+        "## gpuwatch top\n",
+        table(click_rows(top)),
         "## gpuwatch report\n",
         table(click_rows(report)),
         "## gpuwatch runs\n",

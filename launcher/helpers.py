@@ -104,6 +104,7 @@ class Helpers:
             run_name=self._args.run_name or "",
             on_hang=self._args.on_hang,
             fallback=str(scratch / RESCUED),
+            viewer_private_key=self._keys.viewer.private.decode(),
         )
         self._collector = HeadCollector(config, say, show)
         answer = self._collector.answer

@@ -123,6 +123,8 @@ class NodeFacts:
     clock: tuple[int, int] | None = None
     """(by how much the collector's clock is ahead, round trip of the exchange that told), in nanoseconds."""
     gpu_events: list[Xid | GpuCounters | GpuHealth] = field(default_factory=list)
+    hot: bytes = b""
+    """Modules of its ranks that were closest to their limit, as its last beat has them."""
     pages_dropped: dict[int, int] = field(default_factory=dict)
     """rank -> pages that its agent had no room for"""
 

@@ -122,6 +122,10 @@ class Fold:
         """Whether a module was said to pass its limit soon."""
         return any(rank.forecasts for rank in self._facts.ranks.values())
 
+    def as_it_stands(self) -> RunFacts:
+        """The facts without what has yet to be worked out of them: it costs nothing."""
+        return self._facts
+
     def facts(self, lost_agents: Iterable[str] = ()) -> RunFacts:
         """The facts now. The same object changes with the messages that are added."""
         facts = self._facts
@@ -317,6 +321,8 @@ def _amount(times: StepTimes) -> tuple[int, bytes]:
 
 
 def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
+    if beat.sent_ns:
+        node.hot = beat.hot
     if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:
         clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
         if node.clock is None or clock[1] <= node.clock[1]:

@@ -28,8 +28,14 @@ class Live:
 
     def __init__(self, folded: Fold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
         self._log = log
-        self._parts: list[_Part] = [LiveVerdict(folded, log), LiveForecast(folded, say), LiveStragglers(folded, say)]
+        self._verdict = LiveVerdict(folded, log)
+        self._parts: list[_Part] = [self._verdict, LiveForecast(folded, say), LiveStragglers(folded, say)]
         self._errors: set[str] = set()
+
+    @property
+    def verdict_so_far(self) -> str:
+        """ "" where there is none."""
+        return self._verdict.said
 
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""

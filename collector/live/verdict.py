@@ -45,6 +45,11 @@ class LiveVerdict:
         self._saved, self._saved_at = _MOST_SAVED_S, clock()
         self._said = ""
 
+    @property
+    def said(self) -> str:
+        """The last line without its time; "" before there is one."""
+        return self._said
+
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
         if isinstance(body, EventMessage) and isinstance(body.event, Anomaly):

@@ -151,6 +151,24 @@ class RankState(msgspec.Struct, frozen=True):
     """Steps whose times are in `parts_us`."""
     parts_us: list[int] = []
     """Microseconds of all of them in each part (core/recorder/step_table.py); [] without one."""
+    begun: int = -1
+    """Of a rank that has rested for seconds: collectives that it has begun in its largest process group; else -1."""
+    waits: bool = False
+    """It is in one of them."""
+
+
+class HotModule(msgspec.Struct, frozen=True):
+    """What a module returned was close to its dtype's limit, in the last batch that was looked at."""
+
+    rank: int
+    batch: int
+    module: str
+    dtype: str
+    abs_max: float
+    left: float
+    """Powers of two up to the limit."""
+    change: float
+    """Powers of two a batch, over the last few batches."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
@@ -164,6 +182,9 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """By how much the collector's clock is ahead of this host's; None: not measured yet. It decides nothing."""
     clock_round_trip_ns: int | None = None
     """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
+    hot: bytes = b""
+    """Of its ranks' modules those that are closest to their limit (`pack_hot`). It decides nothing, and is read when
+    somebody looks."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -174,6 +195,19 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     signal: int = 0
     note: str = ""
     """Why no rank was heard, where that is known."""
+
+
+def pack_hot(hot: list[HotModule]) -> bytes:
+    """For a beat; b"" for none."""
+    return _encoder.encode(hot) if hot else b""
+
+
+def unpack_hot(data: bytes) -> list[HotModule]:
+    """Of a beat. [] for bytes that no agent sends."""
+    try:
+        return _hot_decoder.decode(data) if data else []
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return []
 
 
 def node_of(agent: str) -> str:
@@ -309,6 +343,7 @@ class _RawAgentMessage(msgspec.Struct, frozen=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
+_hot_decoder = msgspec.msgpack.Decoder(list[HotModule])
 _collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
 
 T = TypeVar("T")

@@ -134,6 +134,8 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     """What follows when no rank moves any more: it is told, or the job is ended, too; `auto`: if it cannot go on."""
     fallback: str = ""
     """Another folder for the store, should the runs' folder take no more; "" for none."""
+    viewer_private_key: str = ""
+    """Goes into the run's folder, for `gpuwatch top`; "" shows the run to nobody."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):

@@ -54,6 +54,7 @@ from ...core.wire.messages import (
     WireError,
     decode_collector,
     encode,
+    pack_hot,
     ranks_of,
 )
 from ...core.wire.pipe import (
@@ -78,7 +79,7 @@ from .gpus import GpuWatch
 from .memory_kills import memory_kills
 from .orphans import Orphans, session_of
 from .outbox import Outbox
-from .ranks import RankWatch
+from .ranks import MOST_HOT, RankWatch
 from .resending import Resending
 from .stall.stall_watch import StallWatch
 
@@ -497,7 +498,12 @@ class Agent:
             time.time_ns(),
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
+            self._hottest(),
         )
+
+    def _hottest(self) -> bytes:
+        found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
+        return pack_hot(sorted(found, key=lambda hot: hot.left)[:MOST_HOT])
 
     def _try_send(self, data: bytes) -> bool:
         try:

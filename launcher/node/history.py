@@ -19,10 +19,10 @@ from ...core.page_tables import PageTables
 from ...core.recorder.layout import Field
 from ...core.recorder.reader import RecorderReader
 from ...core.records import Definition, Forecast, ModuleDef, SlotDef, Where
-from ...core.values import DTYPE_MAX
+from ...core.values import DTYPE_MAX, DTYPE_NAMES
 from ...core.wire.history import ABSENT, OutputSlots, pack
-from ...core.wire.messages import History, PageMessage
-from .forecast.forecasts import Forecasts, Told
+from ...core.wire.messages import History, HotModule, PageMessage
+from .forecast.forecasts import Forecasts, Told, closest
 
 SHARE = 0.003
 """So much of one processor it may take for all ranks of a node."""
@@ -69,6 +69,8 @@ class RankHistory:
         self._forecasts: dict[int, Forecasts] = {}
         """By root."""
         self._told: list[Forecast] = []
+        self._hottest: list[HotModule] = []
+        self._hottest_of: tuple[int, ...] = ()
 
     def define(self, entries: Iterable[Definition]) -> None:
         """New definitions of the rank."""
@@ -99,6 +101,19 @@ class RankHistory:
         """The forecasts that were made since the last call: a module before the ones around it."""
         told, self._told = sorted(self._told, key=_depth, reverse=True), []
         return [replace(each, where=replace(each.where, rank=rank, attempt=attempt)) for each in told]
+
+    def hottest(self, rank: int, most: int) -> list[HotModule]:
+        """Of the newest batch of each root, the modules that are closest to their limit."""
+        newest = tuple(rows[-1].batch for rows in self._rows.values())
+        if newest != self._hottest_of:
+            self._hottest_of = newest
+            self._hottest = [
+                HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[close.column]], *close[1:])
+                for rows in self._rows.values()
+                for close in closest(rows, self._dtypes, most)
+                if (module := self._modules.get(self._module_of.get(self._slots.slots[close.column], -1))) is not None
+            ]
+        return self._hottest
 
     def finish(self, reader: RecorderReader) -> None:
         """The rank has ended: look at what its recorder still holds."""

@@ -27,7 +27,7 @@ from ...core.records import (
 )
 from ...core.stalls import stack_file_name
 from ...core.values import PENDING
-from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, PageMessage, RankState, Want
+from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, HotModule, PageMessage, RankState, Want
 from .history import RankHistory
 from .stall.looks import fatal_stack
 from .step_times import RankSteps
@@ -39,6 +39,10 @@ PAGE_SENDS = 5
 backward comes after that. At the end it is sent once more if it has grown."""
 _FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
 """Signals after which a rank has written its stack."""
+RESTS_S = 2.0
+"""A rank that has not moved for so long tells in its beats which collective it is in."""
+MOST_HOT = 4
+"""Modules of a rank whose headroom is told in a beat."""
 LAST_PAGES = 8
 """Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
 
@@ -224,9 +228,10 @@ class RankWatch:
             return None
         try:
             timed, parts_us = self._steps.so_far
-            return replace(self._reader.state(), steps_timed=timed, parts_us=parts_us)
+            state = replace(self._reader.state(), steps_timed=timed, parts_us=parts_us)
         except OSError:  # the next `poll` tells it
             return None
+        return state if state.age_s < RESTS_S else _resting(state, self.groups())
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
@@ -250,6 +255,12 @@ class RankWatch:
             return self._reader.groups()
         except OSError:  # the next `poll` tells it
             return []
+
+    def hottest(self) -> list[HotModule]:
+        """Its modules that are closest to their limit; [] where that is not known."""
+        with suppress(Exception):  # it decides nothing
+            return self._history.hottest(self.rank, MOST_HOT)
+        return []
 
     def where(self, state: RankState) -> Where:
         """The place of a state."""
@@ -357,6 +368,13 @@ class RankWatch:
             return []
         self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
+
+
+def _resting(state: RankState, groups: list[GroupState]) -> RankState:
+    largest = max(groups, key=lambda group: group.size, default=None)
+    if largest is None:
+        return state
+    return replace(state, begun=largest.begun, waits=any(group.phase in ("issuing", "waiting") for group in groups))
 
 
 def _shm_free() -> int:

@@ -16,6 +16,7 @@ from gpuwatch.cli.export import command as export
 from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import arguments_of, options_of
+from gpuwatch.cli.top import command as top
 from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.export.rows import ExportRow
 from gpuwatch.collector.report.model import RankReport, Report, RunInfo
@@ -107,6 +108,15 @@ def shown_commands() -> Iterator[tuple[str, list[str]]]:
 
 
 COMMANDS = list(shown_commands())
+PLAIN: dict[str, click.Command] = {
+    "report": report,
+    "runs": runs,
+    "diff": diff,
+    "export": export,
+    "collect": collect,
+    "top": top,
+}
+"""Those that click parses."""
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[shlex.join(words)[:60] for _, words in COMMANDS])
@@ -126,12 +136,9 @@ def test_every_command_that_is_shown_is_understood(page, words, monkeypatch):
     elif verb == "check":
         get_check_parser().parse_args(arguments)
     else:
-        command: click.Command = {"report": report, "runs": runs, "diff": diff, "export": export, "collect": collect}[
-            verb
-        ]
-        command.make_context(verb, arguments)
+        PLAIN[verb].make_context(verb, arguments)
 
 
 def test_commands_were_found():
-    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "export", "collect"}
+    verbs = {"launch", "run", "check", "report", "runs", "diff", "submit", "export", "collect", "top"}
     assert {words[0] for _, words in COMMANDS} == verbs

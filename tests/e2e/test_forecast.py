@@ -7,7 +7,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_it_is_told_before_the_overflow_and_stands_in_the_report(bench):
-    run = bench.launch("growing.py", "--preflight", "off")
+    run = bench.launch("growing.py", "--preflight", "off", nproc=1)
 
     assert (run.code, run.verdict["kind"], run.verdict["module"]) == (4, "overflow", "1")
     lines = [line for line in run.stderr.splitlines() if "outputs grow towards float16's limit of 65504" in line]

@@ -6,6 +6,7 @@ fast enough to be worth a line is seen from a few batches of all modules at once
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,8 @@ EVERY = 4
 MOST_TOLD = 8
 """Of one rank. Where one module grows, those behind it do, too."""
 _AT_A_TIME = 4
+_BACK = 16
+"""Rows, for the change of what is closest."""
 _GROWN = 16
 """Codes: an eighth of a power of two."""
 _INF = 0x7F80
@@ -44,6 +47,35 @@ class Told(NamedTuple):
     abs_max: float
     """In the last batch."""
     passing: Passing
+
+
+class Close(NamedTuple):
+    """A column, and how far it is from its limit."""
+
+    column: int
+    abs_max: float
+    left: float
+    """Powers of two."""
+    change: float
+    """Powers of two a batch."""
+
+
+def closest(rows: Sequence[Row], dtypes: dict[int, int], most: int) -> list[Close]:
+    """The columns that are closest to their limit in the newest of the rows."""
+    limits = _limits(dtypes)
+    now = _spread(rows[-1], len(limits))
+    then_row = rows[-min(_BACK, len(rows))]
+    then = _spread(then_row, len(limits))
+    batches = max(1, rows[-1].batch - then_row.batch)
+    left = numpy.where((now > 0) & (now < _INF), limits - now, _NO_LIMIT)
+    found = []
+    for column in numpy.argsort(left, kind="stable")[:most].tolist():
+        if left[column] < _NO_LIMIT >> 1:
+            change = (now[column] - then[column]) / 128 / batches if then[column] > 0 else 0.0
+            number = _number(int(now[column]))
+            to_go = math.log2(DTYPE_MAX[DTYPE_NAMES[dtypes[column]]]) - math.log2(number)
+            found.append(Close(column, number, to_go, float(change)))
+    return found
 
 
 class Forecasts:
@@ -109,6 +141,10 @@ def _code(number: float) -> int:
     """As a row has it; what float32 cannot hold is its inf."""
     with numpy.errstate(over="ignore"):
         return int(numpy.float32(number).view(numpy.uint32)) >> 16
+
+
+def _number(code: int) -> float:
+    return float(numpy.uint32(code << 16).view(numpy.float32))
 
 
 def _spread(row: Row, size: int) -> Any:

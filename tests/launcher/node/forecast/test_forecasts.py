@@ -12,7 +12,17 @@ from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Forecast, ModuleDef, RootDef, SlotDef
 from gpuwatch.core.values import DTYPE_CODES, Encoding
-from gpuwatch.core.wire.messages import EventMessage, History, PageMessage
+from gpuwatch.core.wire.messages import (
+    AgentMessage,
+    Beat,
+    EventMessage,
+    History,
+    PageMessage,
+    decode_agent,
+    encode,
+    pack_hot,
+    unpack_hot,
+)
 from gpuwatch.launcher.node import history
 from gpuwatch.launcher.node.ranks import RankWatch
 
@@ -118,3 +128,18 @@ def test_each_slow_overflow_and_each_healthy_model(name):
     assert course.overflow - course.told[0][0] >= 5
     healthy = list(made.HEALTHY.values())[name]
     assert made.train(healthy, 150, as_float16=True).told == []
+
+
+def test_the_modules_that_are_closest_to_their_limit_are_told(writer, watch):
+    told_of(writer, watch, 40, lambda n: [6000.0, 1000 * 2 ** (n / 20), 3.0])
+    found = watch.hottest()
+    assert [(hot.rank, hot.batch, hot.module, hot.dtype) for hot in found] == [
+        (3, 38, "calm", "float16"),
+        (3, 38, "grows", "float16"),
+        (3, 38, "fast", "float16"),
+    ]
+    calm, grows, _ = found
+    assert calm.left == pytest.approx(3.45, abs=0.05) and calm.change == 0
+    assert grows.change == pytest.approx(0.05, abs=0.01)
+    sent = encode(AgentMessage(0, Beat([], {}, hot=pack_hot(found))))
+    assert unpack_hot(decode_agent(sent).body.hot) == found

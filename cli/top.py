@@ -1,0 +1,72 @@
+"""`gpuwatch top`: look at a job while it runs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..core.errors import GpuwatchError, UsageError
+from .completion import complete_runs
+from .report import find_run
+
+if TYPE_CHECKING:
+    from ..collector.top.link import Link
+
+_PATIENCE_S = 15.0
+
+
+@click.command(name="top")
+@click.argument("run", required=False, shell_complete=complete_runs)
+@click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder with the runs' folders.")
+@click.option("--once", is_flag=True, help="Print one picture as text and end. It needs no textual.")
+def command(run: str | None, runs_dir: str, once: bool) -> int:
+    """Look at a job while it runs: its ranks, who waits for whom, what comes close to its limit, and what happened.
+
+    Without RUN: the latest one. It only looks: the job is not told of it, and does not wait for it. q ends it.
+    """
+    from ..collector.top.link import Link
+
+    path = find_run(run, Path(runs_dir))
+    link = Link(path)
+    try:
+        if not link.is_shown:
+            raise UsageError(
+                f"expected a run that goes on, found no collector that shows {path.name}; what it came to: "
+                f"gpuwatch report {path.name}"
+            )
+        if once:
+            return _print_once(link, path.name)
+        return _watch(link, path.name)
+    finally:
+        link.close()
+
+
+def _print_once(link: Link, run: str) -> int:
+    from ..collector.top.model import Model, plain
+
+    model = Model()
+    for timeout_s in (_PATIENCE_S, 3.0):  # the second one tells how fast it goes
+        view = link.newest(timeout_s)
+        if view is not None:
+            model.see(view)
+        elif timeout_s == _PATIENCE_S:
+            raise GpuwatchError(f"the collector of {run} shows nothing for {_PATIENCE_S:.0f} s; is its host in reach?")
+    size = shutil.get_terminal_size((110, 24))
+    click.echo(plain(model.screen(size.columns), 64))
+    return 0
+
+
+def _watch(link: Link, run: str) -> int:
+    from importlib.util import find_spec
+
+    if find_spec("textual") is None:
+        raise UsageError(
+            "expected textual, which draws the screen, found it not installed; install it with: pip install "
+            '"gpuwatch-cluster[top]", or print one picture: gpuwatch top --once'
+        )
+    from ..collector.top.app import Top
+
+    return Top(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0

@@ -1,0 +1,116 @@
+"""What a collector shows to those who look on: a picture of the job, once a second, to all of them at once.
+
+It is published (ZeroMQ's PUB and SUB) under the job's CURVE keys. A viewer's key opens this socket; nobody speaks
+there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ..errors import GpuwatchError
+from .messages import HotModule
+
+SCHEMA = 1
+FILE = "view.json"
+"""In a run's folder while its collector runs: who can read it may look on."""
+
+
+class ViewerKeys(msgspec.Struct, frozen=True):
+    """Contents of FILE."""
+
+    address: str
+    server_key: str
+    public_key: str
+    private_key: str
+    schema: int = SCHEMA
+
+
+class RankView(msgspec.Struct, frozen=True, array_like=True):
+    """One rank, as its recorder said last."""
+
+    rank: int
+    host: str
+    phase: str
+    step: int
+    batch: int
+    begun: int
+    """Of one that rests: collectives that it has begun in its largest process group; -1: it moves, or nobody knows."""
+    module: str
+    still_s: float
+    """Seconds since its recorder moved."""
+    overflow: bool
+    warned: int
+    exit: int | None = None
+    ended: bool = False
+    waits: bool = False
+    """It rests in a collective."""
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """One node."""
+
+    host: str
+    lost: bool
+    gpus: str
+    """`ok`, or what NVML could not tell; "" is not known."""
+    xids: list[int] = []
+    """Of all its GPUs, the newest last."""
+
+
+class Happened(msgspec.Struct, frozen=True):
+    """An event."""
+
+    time_ns: int
+    text: str
+    loud: bool = False
+
+
+class View(msgspec.Struct, frozen=True):
+    """The job."""
+
+    time_ns: int
+    """The collector's clock."""
+    run: str
+    command: list[str]
+    world_size: int
+    attempt: int
+    nodes: list[NodeView]
+    ranks: list[RankView]
+    hot: list[HotModule]
+    """The closest to its limit first."""
+    events: list[Happened]
+    """The newest last."""
+    verdict: str = ""
+    """The verdict so far, where a rank has overflowed."""
+    schema: int = SCHEMA
+
+
+def read_viewer_keys(folder: Path) -> ViewerKeys | None:
+    """None if nobody shows this run. Raises GpuwatchError for a file that is none of ours."""
+    path = folder / FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ViewerKeys)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise GpuwatchError(f"expected the address of a collector in {path}, it cannot be read: {error}") from error
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(View)
+
+
+def encode_view(view: View) -> bytes:
+    """Bytes for one ZeroMQ frame."""
+    return _encoder.encode(view)
+
+
+def decode_view(data: bytes) -> View | None:
+    """None for bytes that are no view."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return None
