@@ -211,3 +211,14 @@ def test_hot_modules_that_no_agent_sends_are_left_out(make, hot):
 
 def test_a_collector_with_no_word_yet_has_a_picture():
     assert view_of(Fold().as_it_stands(), "run-1", 7).ranks == []
+
+
+def test_a_picture_that_cannot_be_made_costs_the_view_alone(publisher, link, capsys):
+    looked(publisher, Shown(), link)
+
+    def broken() -> View:
+        raise RuntimeError("no such thing")
+
+    for _ in range(2):
+        publisher.show(broken, 1e9)
+    assert capsys.readouterr().err == "what a viewer sees could not be made: RuntimeError: no such thing\n"
