@@ -30,6 +30,7 @@ from ..core.wire.messages import (
     WireError,
     decode_agent,
     encode,
+    node_of,
 )
 from ..core.wire.pipe import Notice, PreflightOver, StageLine
 from ..core.wire.view import View
@@ -273,15 +274,17 @@ class Server:
         return made.result()[0]
 
     def _bid_farewell(self, store: RunStore, run_protocol: RunProtocol, final: Final) -> None:
-        """Until every agent has said that it has the verdict. One that was not connected gets it when it is heard.
+        """Until every node has said that it has the verdict. One that was not connected gets it when it is heard, from
+        an agent that has ended and was started again, too.
 
         Who has left is in the store: a collector that is started again now does not wait for them.
         """
-        waiting = {agent for agent, node in run_protocol.nodes.items() if not node.replaced}
-        for agent in waiting:
+        nodes = {node_of(agent) for agent in run_protocol.nodes}
+        speaking = [agent for agent, node in run_protocol.nodes.items() if not node.replaced]
+        for agent in speaking:
             self._send(agent, final)
         left = set(stored_fact(store, "left", list[str], []))
-        present = {agent for agent in waiting - left if not run_protocol.nodes[agent].lost}
+        present = {node_of(agent) for agent in speaking if not run_protocol.nodes[agent].lost} - left
         clock, ends = OwnClock(), VERDICT_PATIENCE_S
         while present and clock.now() < ends:
             if not self._socket.poll(TICK_MS):
@@ -289,8 +292,8 @@ class Server:
             before = len(left)
             for agent, message, _ in self._messages():
                 if isinstance(message.body, Leaving):
-                    left.add(agent)
-                elif agent in waiting:
+                    left.add(node_of(agent))
+                elif node_of(agent) in nodes:
                     self._send(agent, final)
             present -= left
             if len(left) > before:

@@ -180,6 +180,22 @@ def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(ru
     assert report.collector["refused"] == report.collector["malformed"] == 0
 
 
+def test_an_agent_that_is_started_again_while_the_verdict_is_told_has_it_too(running, connect, make, monkeypatch):
+    monkeypatch.setattr("gpuwatch.collector.server.VERDICT_PATIENCE_S", 300.0)
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    while not isinstance(receive(agent), Final):
+        pass
+    agent.close(linger=0)  # killed before it could hand the verdict on
+    again = connect(identity=b"a0.1")
+    again.send(encode(AgentMessage(1, make.hello("a0.1", nproc=0))))
+    final = receive(again)
+    assert isinstance(final, Final)
+    again.send(encode(AgentMessage(0, Leaving())))
+    assert running.join().verdict.statement in final.text
+
+
 def test_an_acknowledged_message_is_in_the_store(running, connect, make):
     agent = connect()
     agent.send(encode(AgentMessage(1, make.hello())))
