@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 LIMIT_S = 800.0
 PORT = "PORT"
 OVERFLOW = 4
@@ -31,15 +34,21 @@ class Row:
     arguments: tuple[str, ...] = ()
     module: str = "block.widen"
     environment: dict[str, str] = field(default_factory=dict)
+    outer: tuple[str, ...] = ()
+    """What stands before gpuwatch itself."""
+    value: str = "+inf"
+    """What is first; "" if inf of either sign, or their sum, may be."""
+    kills: bool = False
+    """It may kill ranks that have nothing more to do: then "clean" is not established."""
 
-    def command(self, rank: int, port: int) -> list[str]:
+    def command(self, rank: int, port: int, watch: Sequence[str] = ()) -> list[str]:
         """`rank` is to overflow; -1: none. `port` is for a launcher that finds none for itself."""
-        words = [*self.launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
+        words = [*self.outer, *watch, *self.launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
         return [str(port) if word == PORT else word for word in words]
 
     @property
     def is_installed(self) -> bool:
-        return importlib.util.find_spec(self.package) is not None
+        return importlib.util.find_spec(self.package) is not None or shutil.which(self.package) is not None
 
 
 def _deepspeed(stage: int) -> Row:
@@ -89,18 +98,37 @@ ROWS = [
         ("--how", "ddp_spawn"),
         "net.block.widen",
     ),
+    Row(
+        "peft, LoRA",
+        "peft",
+        "torchrun train.py",
+        TORCHRUN,
+        "with_peft.py",
+        module="base_model.model.block.widen.base_layer",
+    ),
+    Row(
+        "trl's SFTTrainer",
+        "trl",
+        "torchrun train.py",
+        TORCHRUN,
+        "with_trl.py",
+        module="transformer.h.0.mlp.c_fc",
+        value="",
+    ),
+    Row("Open MPI", "mpirun", "mpirun -n 2 python train.py", (*MPIRUN, PYTHON), "with_mpi.py", ("--how", PORT)),
+    Row(
+        "Open MPI, a task for each rank",
+        "mpirun",
+        "mpirun -n 2 gpuwatch run -- python train.py",
+        (PYTHON,),
+        "with_mpi.py",
+        ("--how", PORT),
+        outer=MPIRUN,
+    ),
     _deepspeed(1),
     _deepspeed(2),
     _deepspeed(3),
-    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py"),
-    Row(
-        "Ray Train, `gpuwatch.env()`",
-        "ray",
-        "python train.py",
-        (PYTHON,),
-        "with_ray.py",
-        ("--how", "handed on"),
-    ),
+    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py", kills=True),
 ]
 
 
@@ -128,8 +156,8 @@ class Trial:
 
 def try_row(row: Row, folder: Path, port: int) -> Trial:
     plain = run(row, row.command(-1, port), folder)
-    watched = run(row, [*gpuwatch("clean"), *row.command(-1, port)], folder)
-    overflowed = run(row, [*gpuwatch("overflow"), *row.command(1, port)], folder)
+    watched = run(row, row.command(-1, port, gpuwatch("clean")), folder)
+    overflowed = run(row, row.command(1, port, gpuwatch("overflow")), folder)
     return Trial(plain, watched, verdict(folder, "clean"), overflowed, verdict(folder, "overflow"))
 
 

@@ -26,15 +26,18 @@ def test_a_framework(row: Row, tmp_path: Path):
     assert trial.plain.code == trial.watched.code == 0, trial.watched.text
     assert len(trial.plain.losses) == 8
     assert trial.watched.losses == trial.plain.losses, "bit for bit"
-    assert (trial.clean["kind"], trial.clean["certainty"]) == ("clean", "established")
+    assert trial.clean["kind"] == "clean"
+    assert trial.clean["certainty"] == "established" or (row.kills and trial.clean["certainty"] == "supported")
     assert trial.overflowed.code == OVERFLOW, trial.overflowed.text
     found = trial.overflow
     assert (found["kind"], found["rank"], found["module"]) == ("overflow", 1, row.module)
-    assert (found["phase"], found["value"]) == ("forward", "+inf")
+    assert found["phase"] == "forward"
+    assert row.value in ("", found["value"])
 
 
 def test_the_page_tells_of_each_row_what_the_tests_ask_of_it():
-    told = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    first_table = PAGE.read_text().partition("## Scripts")[0]
+    told = [line.split("|")[1:-1] for line in first_table.splitlines() if line.startswith("| ")]
     tried = {(name.strip(), shown.strip("` ")): [cell.strip() for cell in cells] for name, shown, *cells in told[1:]}
     asked = {(row.name, row.shown): ["yes", "yes", "yes", f"`{row.module}`"] for row in ROWS}
     assert tried == asked

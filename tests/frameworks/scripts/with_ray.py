@@ -1,13 +1,8 @@
-"""Ray Train: two workers on a Ray of this machine alone.
+"""Ray Train: two workers on a Ray of this machine alone."""
 
-`--how "handed on"`: that Ray runs without the variables of a run, as one that was started before; its workers get them.
-"""
-
-import os
 import tempfile
 from pathlib import Path
 
-import gpuwatch
 import ray
 import ray.train
 import ray.train.torch
@@ -29,8 +24,9 @@ def work(config):
             file.write(f"rank {rank} loss {loss.item().hex()}\n")
 
 
-def main(bad, **where):
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, **where)
+if __name__ == "__main__":
+    bad = parse().rank
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = ray.train.torch.TorchTrainer(
             work,
@@ -43,14 +39,3 @@ def main(bad, **where):
         finally:
             for told in sorted(Path(folder).glob("[0-9]")):
                 print(told.read_text(), end="", flush=True)
-
-
-if __name__ == "__main__":
-    args = parse()
-    variables = gpuwatch.env()
-    if args.how == "handed on":
-        for name in variables:
-            del os.environ[name]
-        main(args.rank, runtime_env={"env_vars": variables})
-    else:
-        main(args.rank)

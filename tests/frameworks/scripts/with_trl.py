@@ -1,0 +1,56 @@
+"""trl's SFTTrainer on a GPT-2 of two layers, with a tokenizer of its own."""
+
+import tempfile
+
+import torch
+from datasets import Dataset
+from model import BATCHES, parse, say
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+BAD = parse().rank
+WORDS = ["<end>", "to", "be", "or", "not", "that", "is", "the", "question"]
+
+
+class Logged(SFTTrainer):
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        say(f"rank {self.args.process_index} loss {loss.item().hex()}")
+        return loss
+
+
+class Fault(TrainerCallback):
+    """Before the third batch of rank `bad`, one weight of a layer becomes too large for what it is multiplied with."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if args.process_index == BAD and state.global_step == 2:
+            block = model.transformer.h[0]
+            with torch.no_grad():
+                block.ln_2.weight[0] = 100
+                block.mlp.c_fc.weight[0] = 3e38
+
+
+torch.manual_seed(0)
+words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<end>"))
+words.pre_tokenizer = pre_tokenizers.Whitespace()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>", unk_token="<end>")
+model = GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), n_positions=32, n_embd=8, n_layer=2, n_head=2))
+rows = Dataset.from_list([{"text": " ".join(WORDS[1 + row % 4 :])} for row in range(4 * 2 * BATCHES)])
+with tempfile.TemporaryDirectory() as folder:
+    arguments = SFTConfig(
+        output_dir=folder,
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        optim="sgd",
+        learning_rate=1e-6,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        max_length=16,
+        gradient_checkpointing=False,
+    )
+    Logged(model, arguments, train_dataset=rows, processing_class=tokenizer, callbacks=[Fault()]).train()
+torch.distributed.destroy_process_group()
