@@ -243,8 +243,8 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
             return [_NO_STEP + "look at how that weight is initialised (torch.empty?), or at the checkpoint."]
         return ["The step before made it: look at the gradients and the learning rate of the step before."]
     if first.step == 0 and first.phase == "forward":
-        where = f" of {largest}" if largest else "s, and at the scale of the inputs"
-        return [_NO_STEP + f"look at the initialisation of the weight{where}."]
+        what = f"the {largest}" if largest else "the weights, and at the scale of the inputs"
+        return [_NO_STEP + f"look at the initialisation of {what}."]
     return ["Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."]
 
 
