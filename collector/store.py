@@ -201,7 +201,7 @@ class RunStore:
         return msgspec.msgpack.encode(_StoredNames(body.rank, body.attempt, message.after, runs))
 
     def _keep_memory_bounded(self) -> None:
-        if self._new.bytes > MEMORY_BYTES:
+        if self._new.num_bytes > MEMORY_BYTES:
             self.dropped += self._new.drop_pages(MEMORY_BYTES // 2)
 
     def beat(self, agent: str, data: bytes) -> None:
@@ -216,7 +216,7 @@ class RunStore:
     @property
     def has_room(self) -> bool:
         """Whether more pages should come. While the disk fails they should: memory is bounded in its own way."""
-        return self._failed or self._in_hand.bytes + self._new.bytes < ROOM_BYTES
+        return self._failed or self._in_hand.num_bytes + self._new.num_bytes < ROOM_BYTES
 
     @property
     def is_writing(self) -> bool:

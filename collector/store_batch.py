@@ -27,7 +27,7 @@ class Batch:
     """agent -> agent, received (ns), body"""
     facts: dict[str, str] = field(default_factory=dict)
     has_event: bool = False
-    bytes: int = 0
+    num_bytes: int = 0
     """Of the bodies of the messages."""
 
     def __bool__(self) -> bool:
@@ -36,18 +36,18 @@ class Batch:
     def add(self, row: Row, is_event: bool) -> None:
         """Take a message that is not in it yet."""
         self.messages[row[:2]] = row
-        self.bytes += len(row[4])
+        self.num_bytes += len(row[4])
         self.has_event |= is_event
 
     def drop_pages(self, most: int) -> int:
         """Forget pages and histories, oldest first, until it has at most so many bytes. Returns how many."""
         dropped = 0
         for key, (_, _, _, kind, body) in list(self.messages.items()):
-            if self.bytes <= most:
+            if self.num_bytes <= most:
                 break
             if kind in ("page", "history"):
                 del self.messages[key]
-                self.bytes -= len(body)
+                self.num_bytes -= len(body)
                 dropped += 1
         return dropped
 
@@ -59,7 +59,7 @@ class Batch:
             {**self.beats, **newer.beats},
             {**self.facts, **newer.facts},
             self.has_event or newer.has_event,
-            self.bytes + newer.bytes,
+            self.num_bytes + newer.num_bytes,
         )
 
     def write(self, db: sqlite3.Connection) -> Exception | None:

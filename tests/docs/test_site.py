@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.soak  # CI builds it with `make docs`
+pytestmark = pytest.mark.slow
 
 
 def test_it_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):

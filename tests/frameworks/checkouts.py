@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy
 import torch
-from rows import OVERFLOW, PYTHON, gpuwatch, verdict
+from rows import OVERFLOW, PYTHON, environment, gpuwatch, verdict
 
 VARIABLE = "GPUWATCH_CHECKOUTS"
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -201,13 +201,12 @@ def try_script(script: Script, checkouts: Path, port: int) -> Trial:
 
 def run(script: Script, folder: Path, name: str, fault: str, port: int) -> Run:
     before = set(folder.rglob("*"))
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("GPUWATCH", "SLURM", "PET_"))}
     told = {"PYTHONPATH": str(STAND_IN), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     told |= {"STAND_IN": "1"} if script.stand_in else {}
     told |= {"FAULT": fault} if fault else {}
     command = [str(port) if word == "PORT" else word for word in (*(gpuwatch(name) if name else ()), *script.command)]
     done = subprocess.run(
-        command, cwd=folder, env={**clean, **told}, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, cwd=folder, env={**environment(), **told}, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     made = [path for path in folder.rglob("*") if path.is_file() and path not in before and not _is_ours(path, folder)]
     files = {_TIMES.sub("T", str(path.relative_to(folder))): _content(path) for path in made}

@@ -169,14 +169,18 @@ def verdict(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / "gpuwatch-runs" / name / "report.json").read_text())["verdict"]
 
 
+def environment() -> dict[str, str]:
+    """This process's, without what a launcher around it has put there."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("GPUWATCH", "SLURM", "PET_"))}
+
+
 def run(row: Row, command: list[str], folder: Path) -> Outcome:
     told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **row.environment}
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("GPUWATCH", "SLURM", "PET_"))}
     began = time.monotonic()
     with (
         (folder / "errors").open("w+") as errors,
         subprocess.Popen(
-            command, cwd=folder, env={**clean, **told}, stdout=subprocess.PIPE, stderr=errors, text=True
+            command, cwd=folder, env={**environment(), **told}, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process,
     ):
         assert process.stdout is not None
