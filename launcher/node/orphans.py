@@ -22,11 +22,14 @@ _GIVE_UP_S = 40.0
 _LOOK_S = 0.5
 
 
-def session_of(pid: int) -> int:
-    """The session of a process; 0 if it has ended."""
+def session_of(pid: int) -> int | None:
+    """The session of a process; None if it has ended.
+
+    0 is a session, too: one whose leader is outside of this PID namespace, as a container's first session may be.
+    """
     with suppress(OSError):
         return os.getsid(pid)
-    return 0
+    return None
 
 
 class Orphans:
@@ -35,8 +38,8 @@ class Orphans:
     A process that has left the session and is no rank is a service that was meant to stay.
     """
 
-    def __init__(self, scratch: Path, session: int, ranks: Callable[[], Collection[int]], now: float) -> None:
-        """`session` is that of the run, 0 if unknown; `ranks` says the process ids of its ranks."""
+    def __init__(self, scratch: Path, session: int | None, ranks: Callable[[], Collection[int]], now: float) -> None:
+        """`session` is that of the run, None if unknown; `ranks` says the process ids of its ranks."""
         self._scratch = str(scratch)
         self._session = session
         self._ranks = ranks
@@ -67,6 +70,6 @@ class Orphans:
                     continue
             except psutil.Error:  # it has ended, or is somebody else's
                 continue
-            if process.pid in ranks or (self._session and session_of(process.pid) == self._session):
+            if process.pid in ranks or (self._session is not None and session_of(process.pid) == self._session):
                 found.append(process)
         return found

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -55,3 +56,24 @@ def test_what_does_not_hear_is_killed(start, tmp_path):
     assert stubborn.poll() is None
     assert not orphans.are_gone(GRACE_S + 1)
     assert stubborn.wait() == -signal.SIGKILL
+
+
+NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc"]
+
+
+@pytest.mark.skipif(
+    subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="no PID namespace can be made here",
+)
+@pytest.mark.skipif("GPUWATCH_TEST_INSIDE" in os.environ, reason="this is the one inside")
+def test_the_leader_of_the_session_may_be_outside_of_the_pid_namespace():
+    """As in a container whose first process made no session of its own: the kernel tells session 0."""
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    run = subprocess.run(
+        [*NAMESPACE, *tests],
+        env={**os.environ, "GPUWATCH_TEST_INSIDE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
