@@ -18,8 +18,9 @@ from . import traced_hooks as traced
 if TYPE_CHECKING:
     import torch
 
+    from .region import Region
     from .region_frames import RegionPages
-    from .trace import Region, Regions
+    from .regions import Regions
 
 
 class GradientHooks(Protocol):
@@ -41,7 +42,9 @@ class Graphs:
         rows: Rows,
         frames: Frames,
         gradients: GradientHooks,
+        fault: Callable[[str, Exception], None],
     ) -> None:
+        self._fault = fault
         self._resolve = resolve
         self._may_open = may_open
         self._progress = progress
@@ -71,10 +74,11 @@ class Graphs:
         if not self._attached:
             return
         from .region_frames import RegionPages
-        from .trace import Regions, traced_after, traced_before
+        from .regions import Regions
+        from .trace import traced_after, traced_before
 
         traced.before, traced.after = traced_before, traced_after
-        self._regions = Regions(self._resolve, self._may_open, "grads" in self._progress.settings.watch)
+        self._regions = Regions(self._resolve, self._may_open, "grads" in self._progress.settings.watch, self._fault)
         self._pages = RegionPages(self._regions, self._progress, self._roots, self._rows, self._frames, self._gradients)
         if "grads" in self._progress.settings.watch:
             self._gradients.before_parameter = self._pages.take_gradients

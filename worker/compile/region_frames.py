@@ -18,7 +18,10 @@ from ..record.rows import Row, Rows
 from ..without_modes import without_modes
 from .attach import GradientHooks
 from .graph_op import SEEN
-from .trace import MARK, Region, RegionFrame, RegionRow, Regions, on_device
+from .places import on_device
+from .region import Region, RegionFrame, RegionRow
+from .regions import Regions
+from .trace import MARK
 
 
 class RegionPages:

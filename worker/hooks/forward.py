@@ -134,6 +134,7 @@ class Hooks:
             self.rows,
             self.frames,
             self._gradients,
+            self._fault,
         )
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer

@@ -10,7 +10,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.records import Ignored, NotLookedInto
 from gpuwatch.worker.compile import graph_op as graph_look
-from gpuwatch.worker.compile import trace as compiled
+from gpuwatch.worker.compile import places
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -18,7 +18,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch, where it goes on after a break
+]
 
 GRADIENTS = ("forward", "weights", "grads")
 
@@ -85,6 +88,22 @@ class Residual(Plain):
         return x + self.block(x) * self.block(x + 1)
 
 
+class Notes:
+    def __init__(self):
+        self.is_new = True
+
+
+class Noting(Plain):
+    """As a cache of keys and values: it sets attributes of an object, before and after a module was called."""
+
+    def inner(self, x):
+        notes = Notes()
+        x = self.block(x)
+        if notes.is_new:
+            notes.dtype = x.dtype
+        return x.to(notes.dtype)
+
+
 def train(cls, *, batches=3, backend="aot_eager", spoil=None):
     torch.manual_seed(0)
     model = cls()
@@ -106,13 +125,13 @@ def train(cls, *, batches=3, backend="aot_eager", spoil=None):
 
 @pytest.mark.quick(4)
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
-@pytest.mark.parametrize("cls", [Plain, Checkpointed, Mapped, Differentiated, Conditional, Autocast, Residual])
+@pytest.mark.parametrize("cls", [Plain, Checkpointed, Mapped, Differentiated, Conditional, Autocast, Residual, Noting])
 def test_every_kind_of_body_compiles_and_trains_as_it_does_without_us(watch, monkeypatch, cls, on_host):
     losses, weights = train(cls)
     torch.compiler.reset()
     counters.clear()
     if not on_host:
-        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
     watched = watch(on_overflow="continue", watch=GRADIENTS)
     ours, our_weights = train(cls)
 
@@ -154,7 +173,7 @@ class ChangedInPlace(Plain):
 @pytest.mark.parametrize("cls", [Plain, ChangedInPlace])
 def test_a_graph_shows_the_same_numbers_as_eager_does(watch, monkeypatch, cls, value, on_host):
     if not on_host:
-        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
 
     def spoil(batch, model, x):
         if value is not None and batch == 2:
@@ -193,7 +212,7 @@ def same(one, other, on_host):
 def test_a_batch_that_is_left_out_leaves_nothing_to_the_next(watch, monkeypatch, on_host):
     """Its gradients, too, are written by the graph."""
     if not on_host:
-        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
 
     watched = watch(on_overflow="continue", watch=GRADIENTS, every=2)
     torch.manual_seed(0)
@@ -322,7 +341,7 @@ def test_a_look_never_raises():
 @pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
 def test_a_row_that_a_rule_covers_is_counted_in_a_graph_too(watch, monkeypatch, on_host):
     if not on_host:
-        monkeypatch.setattr(compiled, "in_host_memory", lambda device: False)
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
 
     def spoil(batch, model, x):
         if batch == 2:
@@ -381,3 +400,82 @@ def test_a_graph_that_is_compiled_again_is_told_as_not_looked_into(watch, compil
     (told,) = watched.of(NotLookedInto)
     assert (told.module, told.cls, told.around) == ("", "Scaled", around)
     assert watched.faults == []
+
+
+def breaks(call):
+    """As a decorator of a library: the frame of what it wraps is not that of the module's call."""
+
+    def wrapper(self, x):
+        return call(self, x)
+
+    return wrapper
+
+
+class Broken(Plain):
+    """Dynamo gives up the frames of its call, of the wrapper and of `forward`, and looks at the last one again."""
+
+    @breaks
+    def forward(self, x):
+        return self.loss_of(super().forward(x))
+
+    def loss_of(self, x):
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+class BrokenBlock(Block):
+    def forward(self, x):
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        return self.act(x)
+
+
+class Deep(nn.Module):
+    """Its blocks share what dynamo compiled for the first of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(BrokenBlock() for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def graphs_of(cls):
+    """How many graphs dynamo makes of two steps of training."""
+    torch.compiler.reset()
+    counters.clear()
+    model = cls()
+    compiled_model = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled_model(torch.ones(4, 16)).sum().backward()
+    return counters["stats"]["unique_graphs"]
+
+
+def test_a_graph_below_a_call_that_breaks_is_looked_into_and_stays_what_it_is(watch):
+    alone = graphs_of(Broken)
+    watched = watch(watch=GRADIENTS)
+    assert graphs_of(Broken) == alone
+    watched.hooks.settle()
+    assert {("block.up", "output"), ("block.act", "output"), ("head", "output")} <= set(watched.rows("forward"))
+    assert {("block.up", "grad output"), ("block.act", "grad output")} <= set(watched.rows("backward"))
+    assert watched.of(NotLookedInto) == []
+    assert watched.faults == []
+
+
+def test_blocks_that_break_are_not_compiled_one_by_one(watch):
+    alone = graphs_of(Deep)
+    watched = watch(watch=GRADIENTS)
+    assert graphs_of(Deep) <= alone + 1  # the first block's, before it is known that there are more
+    assert watched.of(NotLookedInto)
+    assert watched.faults == []
+
+
+def test_an_error_of_ours_ends_no_compilation(watch, monkeypatch):
+    watched = watch()
+    monkeypatch.setattr(watched.hooks._roots, "child", lambda *args: 1 / 0)
+    train(Plain)
+    (fault, *_) = watched.faults
+    assert fault.part == "a compiled forward"

@@ -1,0 +1,83 @@
+"""What is asked of dynamo while it traces, by names that are its own and differ between versions of torch."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+from ..record.names import class_of
+from ..record.roots import RootInfo
+
+
+def current_output() -> Any:
+    """What dynamo makes of the frame that it traces. A trace that begins again makes a new one."""
+    return InstructionTranslator.current_tx().output
+
+
+def traces_one_module(root: RootInfo) -> bool:
+    """Whether the frame that dynamo traces is a method of the root, or of the only module of its class in it."""
+    owner = getattr(InstructionTranslator.current_tx(), "f_locals", {}).get("self")  # no f_locals with an older torch
+    if not isinstance(owner, torch.nn.Module):
+        return False
+    same = [info for info in root.modules.values() if info.cls == class_of(owner) and not info.is_wrapper]
+    return len(same) <= 1 or any(info.ref() is owner and not info.name for info in same)
+
+
+def is_closed() -> bool:
+    """Whether dynamo traces the body of a higher-order function, which must not write to our buffers.
+
+    Such a function is one of `torch.func` (vmap has no rule for a write) or a higher-order operator (`torch.cond`).
+    The body of an activation checkpoint is not closed: dynamo allows writes in it.
+    """
+    if peek_interpreter_stack() is not None:
+        return True
+    tracer = _tracer()
+    while tracer is not None and tracer.parent is not None:
+        if tracer.source_target is not tag_activation_checkpoint:
+            return True
+        tracer = tracer.parent
+    return False
+
+
+def _tracer() -> Any:
+    """Dynamo's tracer of the current graph or body; None in a torch version without this attribute."""
+    try:
+        tracer = current_output().current_tracer
+        return tracer if hasattr(tracer, "parent") and hasattr(tracer, "source_target") else None
+    except AttributeError:
+        return None
+
+
+def current_graph() -> torch.fx.Graph | None:
+    """The graph that dynamo adds to; None in a torch version that keeps it elsewhere."""
+    found = getattr(_tracer(), "graph", None)
+    return found if isinstance(found, torch.fx.Graph) else None
+
+
+_NOTES: list[Any] = []
+"""What dynamo notes the traced code's assignments in, while the hook of a gradient is being traced."""
+
+
+def hook_begins() -> None:
+    """The traced code is about to register a hook on a tensor."""
+    with suppress(Exception):
+        _NOTES.append(current_output().side_effects)
+
+
+def hook_ends() -> None:
+    """Make dynamo go on with the object in which it notes assignments: it has put a copy in its place.
+
+    To trace a hook's body apart, torch 2.13 copies that object, and goes on with the copy. The `__dict__` of an object
+    whose attributes were set before still asks the first one, and does not see what is set from then on. That breaks
+    the graphs of transformers with `use_cache=True`, its default: "'DynamicLayer' object has no attribute 'dtype'".
+    """
+    with suppress(Exception):
+        output, first = current_output(), _NOTES.pop()
+        if first is not output.side_effects:
+            vars(first).update(vars(output.side_effects))
+            output.side_effects = first

@@ -1,0 +1,136 @@
+"""All graphs of a rank: which of them are recorded, and what is recorded of the one that is being traced."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._guards import CompileContext
+
+from ..record.roots import ModuleInfo
+from .dynamo import current_output, is_closed, traces_one_module
+from .places import place_on
+from .region import Region, RegionFrame, RegionRow
+
+
+class Regions:
+    """All graphs of a rank. One instance is current at a time, set by `attach`: the traced functions use it."""
+
+    current: Regions | None = None
+
+    def __init__(
+        self,
+        resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
+        may_open: Callable[[str, bool], bool],
+        gradients: bool,
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        self._fault = fault
+        self._resolve = resolve
+        """Returns the info of a module in a region. The region is None while it is being opened."""
+        self._may_open = may_open
+        """Given a class, and whether a graph of that class is known: whether a graph of it may be recorded."""
+        self._gradients = gradients
+        self._by_compile: dict[Any, Region | None] = {}
+        self._opening: tuple[Any, str] | None = None
+        self.regions: list[Region] = []
+
+    def attach(self) -> None:
+        """Record the graphs that are traced from now on here."""
+        Regions.current = self
+
+    def detach(self) -> None:
+        """Stop recording. Traced graphs go on writing to their buffers; nobody reads these."""
+        if Regions.current is self:
+            Regions.current = None
+
+    # -- called while tracing; dynamo treats the result of every call as a constant -------------------------------
+
+    def opens(self, cls: str) -> bool:
+        """A module is entered. False if this graph is not recorded."""
+        if is_closed():
+            return False
+        compile_id = CompileContext.current_compile_id()
+        if compile_id in self._by_compile:
+            return self._by_compile[compile_id] is not None or (compile_id, cls) == self._opening
+        self._by_compile[compile_id] = None  # until its root is entered
+        if not self._may_open(cls, self._knows(cls)):
+            return False
+        self._opening = compile_id, cls
+        return True
+
+    def _knows(self, cls: str) -> bool:
+        """Whether there is a graph of this class. One more could not be told from it, or be compiled for each block.
+
+        Where a call breaks, dynamo gives up the trace of its outer frames one by one, and traces the same modules from
+        an inner frame. What was given up is no graph, and the inner frame is not shared if one module alone runs it.
+        """
+        same = [region for region in self.regions if region.cls == cls]
+        return any(region.has_run for region in same) or any(not traces_one_module(region.root.root) for region in same)
+
+    def enter(self, module_id: int) -> int:
+        """A module is entered in a graph that is recorded."""
+        module = ctypes.cast(module_id, ctypes.py_object).value
+        compile_id = CompileContext.current_compile_id()
+        region = self._by_compile.get(compile_id)
+        if region is None:
+            region = Region(self._resolve(module, None), type(module).__name__)
+            self._by_compile[compile_id] = region
+            self.regions.append(region)
+        region.traced_in(current_output())
+        region.stack.append(self._resolve(module, region))
+        return 0
+
+    def leave(self, module_id: int) -> bool:
+        """A module returns. False if this graph is not recorded."""
+        region = self.traced
+        if region is None or not region.stack:
+            return False
+        info = region.left = region.stack.pop()
+        parent = region.stack[-1] if region.stack else None
+        region.frames.append(RegionFrame(info, parent, len(region.stack)))
+        return info.watched
+
+    def give_up(self, error: Exception) -> None:
+        """An error of gpuwatch itself: record it, and nothing of the graph that is being traced."""
+        region = self.traced
+        self._by_compile[CompileContext.current_compile_id()] = None
+        if region is not None:
+            self.regions.remove(region)
+        self._fault("a compiled forward", error)
+
+    def row(self, role: str, place: int, kind: int, dtype: torch.dtype | None, device: str) -> int:
+        """Add a row to the frame of the returning call. Returns the place of its numbers; -2 asks for a new place."""
+        region = self.region
+        if place == -2:
+            place = place_on(device)
+            region.places.append(place)
+        region.frames[-1].rows.append(RegionRow(role, place, kind, dtype))
+        return place
+
+    def gradient(self, device: str) -> int:
+        """A new place for the gradient of the last row's tensor."""
+        region = self.region
+        place = place_on(device)
+        region.gradients.append(place)
+        region.sources.append((region.frames[-1], region.frames[-1].rows[-1]))
+        return place
+
+    @property
+    def traced(self) -> Region | None:
+        """The region that is being traced; None if this graph is not recorded."""
+        return self._by_compile.get(CompileContext.current_compile_id())
+
+    @property
+    def region(self) -> Region:
+        """The region that is being traced, where there is one."""
+        region = self.traced
+        assert region is not None
+        return region
+
+    @property
+    def gradients(self) -> bool:
+        """Whether gradients of activations are recorded."""
+        return self._gradients
