@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_weight.py"
-WEIGHT = "weight of `transformer.h.1.mlp.c_fc` (Conv1D)"
 
 
 @pytest.mark.slow
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("options", "certainty"), [([], "established"), (["--compiled"], "supported")])
-def test_a_weight_that_was_changed_between_two_steps_is_named(tmp_path, options, certainty):
-    """In compiled code that is not looked into, too: no module in there is said to have overflowed."""
+@pytest.mark.parametrize("options", [[], ["--compiled"]], ids=["eager", "compiled"])
+def test_a_weight_that_was_changed_between_two_steps_is_named(tmp_path, options):
+    """In compiled code, too, which the model's own loss breaks in two."""
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
     command = ["launch", "--nproc-per-node", "2", "--preflight", "off", str(SCRIPT), *options]
@@ -30,9 +29,7 @@ def test_a_weight_that_was_changed_between_two_steps_is_named(tmp_path, options,
     verdict = report["verdict"]
     named = (verdict["kind"], verdict["rank"], verdict["module"], verdict["phase"], verdict["role"])
     assert named == ("overflow", 1, "transformer.h.1.mlp.c_fc", "weight", "weight")
-    assert verdict["certainty"] == certainty
+    assert verdict["certainty"] == "established"
     assert not any("learning rate that is too high" in line for line in verdict["next"])
-    if options:
-        assert f"{WEIGHT} was finite when it was read after the last step" in verdict["evidence"]
-        assert "what the script does with weights between two steps" in verdict["next"][0]
+    assert "not looked into" not in str(verdict)
     assert not any(rank["faults"] for rank in report["ranks"])
