@@ -18,7 +18,7 @@ from ..alarms.judging import Judging, NonFiniteRow
 from ..alarms.optimizer_steps import OptimizerSteps
 from ..record.collectives import ranks
 from ..record.progress import Progress
-from ..record.roots import ModuleInfo, Roots
+from ..record.roots import ModuleInfo, RootInfo, Roots
 from ..record.rows import Row, Rows
 from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
@@ -63,6 +63,8 @@ class Steps:
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
 
+        self._grouped: _Parameters | None = None
+        """The parameters of the optimizer that steps, as they were before the step."""
         self._last_step: dict[int, tuple[Callable[[], Any], dict[tuple[int, int], ModuleInfo]]] = {}
         """id of an optimizer -> weak reference to it, (page, frame) -> module, for the frames of its last step.
 
@@ -82,6 +84,7 @@ class Steps:
         self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
         self._last_step.pop(id(optimizer), None)
+        self._grouped = None
         self.found_inf = getattr(optimizer, "found_inf", None)
         self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
@@ -120,10 +123,8 @@ class Steps:
         reduced = ranks() > 1
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         written: list[tuple[OpenPage, int]] = []
-        for info, parameters in self._by_module(optimizer).items():
-            page = self._resume(info)
-            if page is None:
-                continue
+        self._grouped = self._by_module(optimizer)
+        for page, info, parameters in self._with_pages(self._grouped):
             self._rows.count_in(page.batch)
             if not reduced and not self._guard and self.writer is not None and self.writer.all_local(parameters):
                 continue
@@ -198,10 +199,8 @@ class Steps:
         self._rows.forget()  # an optimizer may change parameters without raising their version
         self._last_step = {key: last for key, last in self._last_step.items() if last[0]() is not None}
         written: dict[tuple[int, int], ModuleInfo] = {}
-        for info, parameters in self._by_module(optimizer).items():
-            page = self._resume(info)
-            if page is None:
-                continue
+        grouped, self._grouped = self._grouped, None
+        for page, info, parameters in self._with_pages(grouped or self._by_module(optimizer)):
             if self._rows.device_buffer is not None:
                 written[page.number, self._recorder.frame_count] = info
             if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
@@ -282,6 +281,18 @@ class Steps:
                         held = found[info] = []
                     held.append((owner[2], parameter))
         return found
+
+    def _with_pages(
+        self, grouped: _Parameters
+    ) -> Iterator[tuple[OpenPage, ModuleInfo, list[tuple[str, torch.Tensor]]]]:
+        """(page, module, its parameters): each module whose root has a page, which is continued."""
+        root: RootInfo | None = None
+        page: OpenPage | None = None
+        for info, parameters in grouped.items():
+            if info.root is not root:
+                root, page = info.root, self._resume(info)
+            if page is not None:
+                yield page, info, parameters
 
     def _resume(self, info: ModuleInfo) -> OpenPage | None:
         """Continue the last page of the module's root; None if it has none yet."""
