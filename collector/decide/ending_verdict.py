@@ -45,7 +45,7 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
         lost = lost_node_verdict(facts)
         if lost is None and all(_by_the_signal(facts, rank) for rank in endings.by_themselves):
             return None
-        return lost or _unknown_peer(facts, endings.by_themselves)
+        return lost or _left_early(facts, endings.by_themselves) or _unknown_peer(facts, endings.by_themselves)
     if _killed(endings.first):
         return _lost(facts, endings.first, endings.same)
     return _crash(facts, endings.first, endings.same)
@@ -103,6 +103,63 @@ def how_it_ended(rank: RankFacts) -> str:
         return f"left with exit code 0 {doing(rank.exit)}"
     code = rank.script_exit.code if rank.script_exit is not None else rank.exit.code if rank.exit is not None else None
     return f"ended with exit code {code}"
+
+
+def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
+    """All that raised lost a peer, and others had left before, with exit code 0; None if that is not all there is.
+
+    A rank that has issued fewer collectives than those that raised in one did not come to it.
+    """
+    reached = min(error.where.seq for rank in victims if (error := own_error(rank)) is not None)
+    ranks = facts.of_attempt(facts.last_attempt)
+    left = []
+    for rank in ranks:
+        exit_ = rank.exit
+        if rank in victims or (exit_ is not None and exit_.by == "torchrun"):
+            continue
+        if exit_ is None or (exit_.code, exit_.by) != (0, "itself") or not 0 <= exit_.where.seq < reached:
+            return None
+        left.append(rank)
+    if not left or len(ranks) < facts.announced_ranks:
+        return None
+    one, first = len(left) == 1, left[0]
+    assert first.exit is not None
+    who, others = (ranks_text([rank.rank for rank in some]) for some in (left, victims))
+    host = facts.host(first) if one else ""
+    ended = f"its process ended with exit code 0, {doing(first.exit)}" if one else "they ended with exit code 0"
+    return Verdict(
+        kind="crash",
+        statement=(
+            f"{who.capitalize()}{f' on {host}' if host else ''} left early: {ended}, and {others} lost the connection "
+            f"to {'it' if one else 'them'}."
+        ),
+        certainty="supported",
+        rank=first.rank if one else None,
+        host=host or None,
+        device=device_of(first) if one else None,
+        attempt=facts.last_attempt,
+        step=first.exit.where.step if one else None,
+        batch=first.exit.where.batch if one and first.exit.where.batch >= 0 else None,
+        concurrent=[],
+        evidence=[
+            *(
+                f"rank {rank.rank} ended by itself after {rank.exit.where.seq} collectives; its recorder says: "
+                f"{doing(rank.exit)}"
+                for rank in left
+                if rank.exit is not None
+            ),
+            *(
+                f"rank {rank.rank}, after {error.where.seq} collectives: {first_line(error.message)}"
+                for rank in victims
+                if (error := own_error(rank)) is not None
+            ),
+        ],
+        next=[
+            "Every rank must issue the same collectives: look for a loop that is shorter on it, an early return, "
+            "or os._exit."
+        ],
+        cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
+    )
 
 
 def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:

@@ -232,6 +232,38 @@ def test_a_crash_comes_before_the_peer_failures_that_it_caused(make):
     assert verdict.statement == "Rank 1 on alpha raised ValueError, inside `fc2`: boom."
 
 
+LEFT = "left early: its process ended with exit code 0, outside of a forward, after batch 5, and ranks 0 and 2 lost"
+
+
+@pytest.mark.parametrize(
+    ("seq", "third", "kind", "named", "said"),
+    [
+        (24, ["raised", "ended"], "crash", 1, LEFT),
+        (24, ["stopped"], "crash", 1, LEFT.replace("ranks 0 and 2", "rank 0")),
+        (26, ["raised", "ended"], "lost", None, "which one went first is unknown"),  # it had come to all that they had
+        (24, [], "lost", None, "which one went first is unknown"),  # and one was not heard
+    ],
+)
+def test_who_left_before_the_others_lost_a_peer_left_early(make, seq, third, kind, named, said):
+    of_rank_2 = {
+        "raised": make.raised(2, "RuntimeError", "Connection closed by peer", peer=True, seq=26),
+        "ended": make.ended(2, 1, seq=26),
+        "stopped": make.ended(2, -15, "torchrun", seq=26),
+    }
+    verdict = judge(
+        make.hello(nproc=3),
+        make.ended(1, 0, phase="script", step=6, batch=5, seq=seq),
+        make.raised(0, "RuntimeError", "Connection closed by peer", peer=True, seq=26),
+        make.ended(0, 1, seq=26),
+        *(of_rank_2[what] for what in third),
+        make.Bye("failed"),
+    )
+
+    assert (verdict.kind, verdict.rank) == (kind, named)
+    assert said in verdict.statement
+    assert verdict.certainty == ("supported" if named is not None else "unknown")
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [
