@@ -426,6 +426,8 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """Of a rank that a fatal signal ended: where the thread stood that it came to, innermost call first."""
     shm_free: int = -1
     """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
+    ended_ns: int = 0
+    """When its agent heard of it, by the host's own clock; 0: not told."""
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):

@@ -19,6 +19,7 @@ from ..decide.insights.insight import Insight
 from ..decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
 from ..decide.preflight_table import PreflightReport, preflight_report
 from ..decide.step_report import StepReport, step_report
+from ..decide.telemetry.telemetry_report import TelemetryReport, telemetry_report
 from ..decide.verdict import decide
 from ..decide.verdict_model import SeenIn, Verdict
 from ..decide.words import seen_in, unfinished_stage
@@ -172,6 +173,8 @@ class Report(msgspec.Struct, frozen=True):
     """What values near trouble come to, the most harmful first."""
     steps: StepReport | None = None
     """Where the ranks' time goes, and a rank that the others wait for."""
+    telemetry: TelemetryReport | None = None
+    """How the nodes did around the event."""
 
 
 def build_report(
@@ -224,6 +227,7 @@ def build_report(
         forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened[0]),
         steps=step_report(facts, attempt),
+        telemetry=telemetry_report(facts, verdict),
     )
 
 

@@ -1,6 +1,7 @@
 """A node's telemetry as it travels: a table of samples by series, packed into bytes.
 
-A count travels as what it grew by since the sample before it that has one, which float32 holds well enough.
+A count travels as what it grew by since the sample before it that has one, which float32 holds well enough; -1 is
+where it begins, or began anew.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def unpack_samples(data: bytes, series: int) -> tuple[Any, Any]:
 
 
 def _growth(count: Any) -> Any:
-    """Since the last one that is known: nan for the first one, and for one that began anew."""
     grown = numpy.full(len(count), numpy.nan)
     known = numpy.flatnonzero(numpy.isfinite(count))
     steps = numpy.diff(count[known])
-    grown[known[1:]] = numpy.where(steps >= 0, steps, numpy.nan)
+    grown[known[:1]] = -1
+    grown[known[1:]] = numpy.where(steps >= 0, steps, -1)
     return grown

@@ -18,12 +18,12 @@ def test_a_level_comes_as_it_was_and_a_count_as_what_it_grew_by():
     packed = pack_samples([5 * S, 6 * S, 9 * S], table, ["temperature", "net_sent"])
     seconds, values = unpack_samples(packed, 2)
     assert seconds.tolist() == [0.0, 1.0, 4.0]
-    numpy.testing.assert_array_equal(values, [[40.0, NONE], [NONE, NONE], [50.0, 4096.0]])
+    numpy.testing.assert_array_equal(values, [[40.0, -1.0], [NONE, NONE], [50.0, 4096.0]])
 
 
-def test_a_count_that_began_anew_says_nothing_there():
+def test_a_count_that_began_anew_says_so():
     _, values = unpack_samples(pack_samples([0, 1, 2], [[7.0], [2.0], [5.0]], ["rank_cpu"]), 1)
-    numpy.testing.assert_array_equal(values, [[NONE], [NONE], [3.0]])
+    numpy.testing.assert_array_equal(values, [[-1.0], [-1.0], [3.0]])
 
 
 GOOD = pack_samples([0, S], [[1.0], [2.0]], ["power"])
