@@ -47,10 +47,12 @@ def _nodes(console: Console, report: Report) -> None:
     if telemetry.notable:
         console.print()
         console.print(Text("On the nodes", style="bold"))
-    for notable in telemetry.notable[:_MAX_NOTABLE]:
-        console.print(Text(f"  - {notable.text}"))
-    if len(telemetry.notable) > _MAX_NOTABLE:
-        console.print(Text(f"{len(telemetry.notable) - _MAX_NOTABLE} more in report.json"))
+    first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
+    for notable in first[:_MAX_NOTABLE]:
+        alike = f"; so on {notable.alike} other node{'s' if notable.alike > 1 else ''}" if notable.alike else ""
+        console.print(Text(f"  - {notable.text}{alike}"))
+    if len(first) > _MAX_NOTABLE:
+        console.print(Text(f"{len(first) - _MAX_NOTABLE} more in report.json"))
     if telemetry.trouble:
         console.print()
         console.print(Text(telemetry.trouble, style="yellow"))

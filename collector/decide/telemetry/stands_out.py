@@ -6,7 +6,7 @@ What is told is far from how a healthy node does. It is no cause: a node may swa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy
@@ -26,6 +26,7 @@ OPEN_FILES = 0.9
 CLOCKS_HELD = 0.10
 """Share of the time."""
 CPU_HELD = 0.25
+_AS_LARGE = 0.99
 _HELD = {
     "clocks_hw_thermal": "the hardware held its clocks down because it was hot",
     "clocks_sw_thermal": "the driver held its clocks down because it was hot",
@@ -48,29 +49,34 @@ class Notable(msgspec.Struct, frozen=True):
     at_s: float
     """When it was so at the worst, in seconds after the event."""
     text: str
-    """`gpu-2: steal took 23% of its processors, 35 s before the overflow`"""
+    """`gpu-2: 5 new errors of its InfiniBand port mlx5_0/1, 35 s before the overflow`"""
+    alike: int = 0
+    """On so many other nodes the same figure stands out."""
 
 
-Found = tuple[str, str, float, str, float, str]
-"""of, what, value, unit, at_s, and the sentence without the host and the time."""
+class Found(NamedTuple):
+    """What a rule has found. `text` is the sentence without the host and the time."""
+
+    of: str
+    what: str
+    value: float
+    unit: str
+    at_s: float
+    text: str
+    lasted: bool = False
+    """It is told of all the time around the event, not of a moment."""
 
 
 def stands_out(node: NodeSeries, event: str) -> list[Notable]:
     """Of one node around the event, which `event` calls `the overflow`; the worst first."""
     around = node.within(-BEFORE_S, AFTER_S)
-    return [
-        Notable(
-            node.host,
-            of,
-            what,
-            float(f"{value:.4g}"),
-            unit,
-            round(at_s, 1),
-            f"{node.host}: {text}, {when_text(at_s, event)}",
-        )
-        for rule in _RULES
-        for of, what, value, unit, at_s, text in rule(around)
-    ]
+    return [_notable(node.host, found, event) for rule in _RULES for found in rule(around)]
+
+
+def _notable(host: str, found: Found, event: str) -> Notable:
+    when = f" around {event}" if found.lasted else f", {when_text(found.at_s, event)}"
+    value = float(f"{found.value:.4g}")
+    return Notable(host, found.of, found.what, value, found.unit, round(found.at_s, 1), f"{host}: {found.text}{when}")
 
 
 def _uncorrected(node: NodeSeries) -> Iterator[Found]:
@@ -84,8 +90,10 @@ def _clocks(node: NodeSeries) -> Iterator[Found]:
             if held is None or not held.share >= CLOCKS_HELD:
                 continue
             over_s = float(numpy.nansum(held.over_s))
-            seconds = f"for {time_text(held.share * over_s)} of {time_text(over_s)}"
-            yield of, what, held.share, "share", float(held.at_s[-1]), f"{of}: {text} {seconds}{_beside(node, of)}"
+            sentence = (
+                f"{of}: {text}{_beside(node, of)}, for {time_text(held.share * over_s)} of the {time_text(over_s)}"
+            )
+            yield Found(of, what, held.share, "share", _last(held), sentence, lasted=True)
             break
 
 
@@ -102,7 +110,7 @@ def _steal(node: NodeSeries) -> Iterator[Found]:
     peak = _peak(node.get(HOST, "steal"))
     if peak is not None and peak[0] >= STEAL:
         text = f"other virtual machines took {share_text(peak[0])} of its processors (steal)"
-        yield HOST, "steal", peak[0], "share", peak[1], text
+        yield Found(HOST, "steal", peak[0], "share", peak[1], text)
 
 
 def _swapping(node: NodeSeries) -> Iterator[Found]:
@@ -110,7 +118,7 @@ def _swapping(node: NodeSeries) -> Iterator[Found]:
         peak, used = _peak(node.get(HOST, what)), _peak(node.get(HOST, "swap_used"))
         if peak is not None and peak[0] >= SWAPPING:
             in_use = f", {size_text(used[0])} of it in use" if used is not None else ""
-            yield HOST, what, peak[0], "bytes/s", peak[1], f"it {text.format(size_text(peak[0]))}{in_use}"
+            yield Found(HOST, what, peak[0], "bytes/s", peak[1], f"it {text.format(size_text(peak[0]))}{in_use}")
             return
 
 
@@ -121,7 +129,7 @@ def _memory(node: NodeSeries) -> Iterator[Found]:
     ):
         peak, most = _peak(node.get(HOST, used)), _peak(node.get(HOST, limit))
         if peak is not None and most is not None and peak[0] >= MEMORY_FULL * most[0] > 0:
-            yield HOST, used, peak[0], "bytes", peak[1], text.format(size_text(peak[0]), size_text(most[0]))
+            yield Found(HOST, used, peak[0], "bytes", peak[1], text.format(size_text(peak[0]), size_text(most[0])))
             return
 
 
@@ -141,7 +149,7 @@ def _held_back(node: NodeSeries) -> Iterator[Found]:
     held = node.get(HOST, "job_cpu_held")
     if held is not None and held.share >= CPU_HELD:
         text = f"the job's own processor limit held it back in {share_text(held.share)} of the time"
-        yield HOST, "job_cpu_held", held.share, "share", float(held.at_s[-1]), text
+        yield Found(HOST, "job_cpu_held", held.share, "share", _last(held), text, lasted=True)
 
 
 def _disk(node: NodeSeries) -> Iterator[Found]:
@@ -152,7 +160,9 @@ def _disk(node: NodeSeries) -> Iterator[Found]:
         least = int(free.values.argmin())
         left = float(free.values[least])
         if left < DISK_FREE * float(size.values.max()):
-            yield of, "disk_free", left, "bytes", float(free.at_s[least]), f"{size_text(left)} were left in its {of}"
+            yield Found(
+                of, "disk_free", left, "bytes", float(free.at_s[least]), f"{size_text(left)} were left in its {of}"
+            )
 
 
 def _open_files(node: NodeSeries) -> Iterator[Found]:
@@ -160,7 +170,7 @@ def _open_files(node: NodeSeries) -> Iterator[Found]:
         peak, most = _peak(node.get(of, "open_files")), _peak(node.get(of, "open_files_limit"))
         if peak is not None and most is not None and peak[0] >= OPEN_FILES * most[0] > 0:
             text = f"{of} had {peak[0]:.0f} of {most[0]:.0f} files open that it may"
-            yield of, "open_files", peak[0], "", peak[1], text
+            yield Found(of, "open_files", peak[0], "", peak[1], text)
 
 
 _RULES: tuple[Callable[[NodeSeries], Iterator[Found]], ...] = (
@@ -182,21 +192,26 @@ def _grown(node: NodeSeries, what: str, text: Callable[[str, int], str]) -> Iter
     for of in node.of(what):
         series = node.get(of, what)
         assert series is not None
-        grown = numpy.nan_to_num(series.values)
-        number = round(float(grown.sum()))
+        number = round(float(numpy.nansum(series.values)))
         if number > 0:
-            yield of, what, number, "", float(series.at_s[numpy.flatnonzero(grown)[-1]]), text(of, number)
+            yield Found(of, what, number, "", _last(series), text(of, number))
+
+
+def _last(series: Series) -> float:
+    """When a count that has grown did so last."""
+    return float(series.at_s[numpy.flatnonzero(numpy.nan_to_num(series.values))[-1]])
 
 
 def _peak(series: Series | None) -> tuple[float, float] | None:
-    """(the largest, when); None if there is none."""
+    """(the largest, when it was so closest to the event); None if there is none."""
     if series is None:
         return None
     shown: Any = series.shown
     if not numpy.isfinite(shown).any():
         return None
-    at = int(numpy.nanargmax(shown))
-    return float(shown[at]), float(series.at_s[at])
+    largest = float(numpy.nanmax(shown))
+    at_s = series.at_s[shown >= _AS_LARGE * largest]
+    return largest, float(at_s[numpy.abs(at_s).argmin()])
 
 
 def _s(number: int) -> str:

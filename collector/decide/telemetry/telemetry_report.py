@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy
+from msgspec.structs import replace
 
 from ....core.telemetry.metrics import METRICS
 from ...facts.facts import RunFacts
@@ -17,7 +18,8 @@ from .stands_out import Notable, stands_out
 
 MOST_NODES = 4
 """Whose figures are in the report. Of all nodes it is told what stands out."""
-MOST_NOTABLE = 64
+MOST_ALIKE = 4
+"""Of a figure that stands out on many nodes, so many are told one by one."""
 MOST_POINTS = 48
 SHOWN_BEFORE_S, SHOWN_AFTER_S = 300.0, 60.0
 """Around the event."""
@@ -57,7 +59,7 @@ class TelemetryReport(msgspec.Struct, frozen=True):
     event_time: str | None = None
     """ISO 8601, by the collector's clock."""
     notable: list[Notable] = []
-    """What stands out around the event, the verdict's node first."""
+    """What stands out around the event, the verdict's node first; of many nodes alike, the first few."""
     nodes: list[NodeFigures] = []
     """The verdict's node, those where something stands out, then others."""
     nodes_left_out: int = 0
@@ -98,6 +100,7 @@ def _telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | No
     named = facts.ranks.get((verdict.attempt or 0, -1 if verdict.rank is None else verdict.rank))
     agents = sorted(nodes, key=lambda agent: named is None or agent != named.agent)
     notable = [each for agent in agents for each in (stands_out(nodes[agent], event.text) if event is not None else [])]
+    notable = _alike_counted(notable)
     notable_hosts = {each.host for each in notable}
     order = sorted(
         agents, key=lambda agent: (named is None or agent != named.agent, nodes[agent].host not in notable_hosts)
@@ -107,10 +110,22 @@ def _telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | No
     return TelemetryReport(
         event.text if event is not None else "",
         when.isoformat(timespec="seconds").replace("+00:00", "Z") if when is not None else None,
-        notable[:MOST_NOTABLE],
+        notable,
         shown,
         len(order) - len(shown),
     )
+
+
+def _alike_counted(notable: list[Notable]) -> list[Notable]:
+    """The first few of each figure that stands out, each with how many other nodes it does on."""
+    hosts: dict[str, dict[str, int]] = {}
+    kept = []
+    for each in notable:
+        on = hosts.setdefault(each.what, {})
+        on[each.host] = on.get(each.host, 0) + 1
+        if len(on) <= MOST_ALIKE and on[each.host] <= MOST_ALIKE:
+            kept.append(each)
+    return [replace(each, alike=len(hosts[each.what]) - 1) for each in kept]
 
 
 def _figures(node: NodeSeries, *, with_event: bool) -> NodeFigures:

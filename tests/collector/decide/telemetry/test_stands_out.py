@@ -99,12 +99,12 @@ NEAR = (EVENT - 7,)
         ),
         (
             {"job_cpu_held": counts(0.4)},
-            "the job's own processor limit held it back in 40% of the time, 30 s after the overflow",
+            "the job's own processor limit held it back in 40% of the time around the overflow",
         ),
         (
             {"clocks_sw_thermal": counts(0, at=range(EVENT - 8, EVENT), peak=1.0), "temperature": level(91)},
-            "GPU-0: the driver held its clocks down because it was hot for 40 s of 155 s (up to 91 C, SM clock down to "
-            "1755 of 1980 MHz), 30 s after the overflow",
+            "GPU-0: the driver held its clocks down because it was hot (up to 91 C, SM clock down to 1755 of 1980 "
+            "MHz), for 40 s of the 155 s around the overflow",
         ),
         ({"ecc_uncorrected": counts(0, at=NEAR, peak=0.4)}, "2 new uncorrectable ECC errors on GPU-0, 35 s before"),
         ({"ecc_corrected": counts(0, at=NEAR, peak=0.2)}, "1 new corrected ECC error on GPU-0, 35 s before"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.telemetry.telemetry_report import MOST_NODES, MOST_POINTS
+from gpuwatch.collector.decide.telemetry.telemetry_report import MOST_ALIKE, MOST_NODES, MOST_POINTS
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.model import build_report, to_json
 from gpuwatch.collector.report.text import render_text
@@ -123,6 +123,17 @@ def test_figures_that_cannot_be_read_cost_nothing_else(make, samples):
     report = report_of(*of_node("a0", make.hello(nproc=1), bad, *overflow(make)))
     assert report.verdict.kind == "overflow"
     assert (report.telemetry.nodes, report.telemetry.trouble) == ([], "")
+
+
+def test_many_nodes_alike_are_counted(make):
+    job = of_node("a5", *overflow(make, 5))
+    for node in range(20):
+        figures = make.telemetry(STEALS)
+        job += of_node(f"a{node}", make.hello(f"a{node}", f"h{node}", nproc=1, nodes=20), figures)
+    report = report_of(*job)
+    assert (report.telemetry.notable[0].host, report.telemetry.notable[0].alike) == ("h5", 19)
+    assert len(report.telemetry.notable) == MOST_ALIKE
+    assert "(steal), at the overflow; so on 19 other nodes" in " ".join(render_text(report).split())
 
 
 def test_of_many_nodes_the_named_one_and_those_that_stand_out_are_shown(make):
