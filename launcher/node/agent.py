@@ -318,16 +318,16 @@ class Agent:
             watch.ended = True
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
-                self._put(self._with_memory_kills(body))
+                self._put(self._with_what_ranks_cannot_see(body))
 
-    def _with_memory_kills(self, body: AgentBody) -> AgentBody:
-        """The kernel's out-of-memory killer sends SIGKILL, and so do others: its counter tells them apart."""
+    def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
+        """When a rank ended. And the kernel's out-of-memory killer sends SIGKILL, as others do: its counter tells."""
         if not isinstance(body, EventMessage) or not isinstance(body.event, WorkerExit):
             return body
-        before, after = self._memory_kills, memory_kills()
-        if body.event.code != -signal.SIGKILL or before is None or after is None or after <= before:
-            return body
-        return EventMessage(replace(body.event, memory_kills=after - before))
+        before, after, kills = self._memory_kills, memory_kills(), 0
+        if body.event.code == -signal.SIGKILL and before is not None and after is not None:
+            kills = max(0, after - before)
+        return EventMessage(replace(body.event, memory_kills=kills, ended_ns=time.time_ns()))
 
     def _launch_done(self, done: LaunchDone, now: float) -> None:
         if self._done is not None:

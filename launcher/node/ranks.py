@@ -143,7 +143,7 @@ class RankWatch:
         """The process has ended: read the rest, and send its last pages, its last state and where it was."""
         messages = self.poll(now)
         self.ended = True
-        bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting", ended_ns=time.time_ns()))
+        bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
         if reader is None:
             return [*messages, bare]
@@ -176,9 +176,7 @@ class RankWatch:
             messages.append(EventMessage(ScriptExit(where, code)))
         if code is None and by == "itself":  # nobody could see it
             code = self._script_code
-        exit_ = WorkerExit(
-            where, code, by, state.phase, state.module, state.cls, reader.groups(), ended_ns=time.time_ns()
-        )
+        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         if by == "itself" and code is not None and -code in _FATAL:
             stack = fatal_stack(self._path.parent, self.rank, self.attempt)
             exit_ = replace(exit_, stack=stack, shm_free=_shm_free() if -code == signal.SIGBUS else -1)

@@ -39,9 +39,9 @@ def offset_ns(node: NodeFacts | None) -> int:
 
 def _of_rank(facts: RunFacts, rank: RankFacts, kind: str) -> EventTime | None:
     node = facts.nodes.get(rank.agent)
-    if kind == "overflow" and rank.anomalies:
+    if kind == "overflow" and rank.anomalies and rank.anomalies[0].where.time_ns:
         return _at(node, rank.anomalies[0].where.time_ns, "the overflow")
-    if kind == "hang" and rank.looks:
+    if kind == "hang" and rank.looks and rank.looks[-1].where.time_ns:
         look = rank.looks[-1]
         return _at(node, look.where.time_ns - round(look.still_s * 1e9), "the stall")
     if kind in ("crash", "lost", "hang"):
