@@ -99,10 +99,19 @@ def _spark(at_s: Sequence[float], figures: list[Figure], top: float, highest: fl
         one.text,
         amount_text(highest, one.unit),
         curves,
-        round(EDGE - wide * first, 1) if event and first <= 0 <= last else None,
+        _event_x(at_s, wide) if event else None,
         f"{one.text}, {len(figures)} curve{'s' if len(figures) > 1 else ''}, {span}, "
         f"at most {amount_text(highest, one.unit)}",
     )
+
+
+def _event_x(at_s: Sequence[float], wide: float) -> float | None:
+    """None where it was further away than two samples are from each other."""
+    first, last = at_s[0], at_s[-1]
+    near = (last - first) / (len(at_s) - 1)
+    if not first - near <= 0 <= last + near:
+        return None
+    return round(EDGE + wide * (min(max(0.0, first), last) - first), 1)
 
 
 def _path(xs: list[str], values: Sequence[float | None], high: float) -> str:
