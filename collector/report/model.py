@@ -28,7 +28,7 @@ from .attempts import AttemptReport, EarlierLife, other_attempts
 from .frame_selection import Shown, frames_of_batch, frames_to_show, target_of
 from .history import ModuleHistory, ModulesByRanks, histories, open_histories
 from .ranks_to_show import ranks_to_show, traces_to_show
-from .stacks import stack_of
+from .stacks import stack_of, threads_of
 from .timeline import TimelineEntry, timeline_of
 
 SCHEMA = 1
@@ -132,6 +132,8 @@ class RankReport(msgspec.Struct, frozen=True):
     absorbed: int = 0
     """Nan out of masks of -inf that the model took away again; `absorbed_first` has the first of each place."""
     absorbed_first: list[dict[str, Any]] = []
+    threads: list[str] = []
+    """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -324,6 +326,7 @@ def _rank_report(
         traces_left_out=traces_left_out,
         absorbed=rank.absorbed_rows,
         absorbed_first=absorbed_of(rank),
+        threads=threads_of(rank),
     )
 
 

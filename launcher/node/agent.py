@@ -262,6 +262,7 @@ class Agent:
             watch.close()
         self._gpus.close(KILLED_S)
         self._telemetry.close()
+        self._stalls.close()
         self._spool.close()
         self._socket.close(linger=1000)
         if self._own_context:
