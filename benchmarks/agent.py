@@ -1,6 +1,7 @@
 """What a node agent costs: memory and share of a core, while the recorders of its ranks are written.
 
-    python benchmarks/agent.py [--ranks 8] [--seconds 60] [--batch-ms 10] [--frames 20] [--trace-batches 1000000]
+    python benchmarks/agent.py [--ranks 8] [--seconds 60] [--batch-ms 10] [--frames 20]
+                               [--trace-batches 1000000] [--telemetry 5]
 
 The agent and the collector are those of a launch, in processes of their own. The recorders are written by the
 product's own writer in this process: each rank a batch every so many milliseconds. Linux.
@@ -47,7 +48,7 @@ def write_batch(writer: RecorderWriter, batch: int, frames: int) -> None:
     writer.end_page(page)
 
 
-def start(folder: Path, ranks: int, traced: list[int]) -> tuple[HeadCollector, NodeAgent]:
+def start(folder: Path, ranks: int, traced: list[int], telemetry_s: float) -> tuple[HeadCollector, NodeAgent]:
     """As a launch does on its head node."""
     keys = derive_keys(random_secret(), "benchmark")
     public, private = keys.collector.public.decode(), keys.collector.private.decode()
@@ -80,6 +81,7 @@ def start(folder: Path, ranks: int, traced: list[int]) -> tuple[HeadCollector, N
             versions={},
             rdzv_id="benchmark",
             trace_batches=traced,
+            telemetry_s=telemetry_s,
         ),
         print,
         print,
@@ -95,11 +97,12 @@ def main() -> None:
     parser.add_argument("--batch-ms", type=float, default=10)
     parser.add_argument("--frames", type=int, default=20)
     parser.add_argument("--trace-batches", type=int, nargs="*", default=[], help="as gpuwatch launch has it")
+    parser.add_argument("--telemetry", type=float, default=5.0, help="as gpuwatch launch has it; 0: never")
     args = parser.parse_args()
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="gpuwatch-benchmark-", dir=base) as name:
         folder = Path(name)
-        collector, agent = start(folder, args.ranks, args.trace_batches)
+        collector, agent = start(folder, args.ranks, args.trace_batches, args.telemetry)
         writers = [make_rank(folder, rank, args.ranks, args.frames) for rank in range(args.ranks)]
         agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1), {rank: rank for rank in range(args.ranks)}))
         write(writers, args, psutil.Process(agent.pid))

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.launcher.node.forecast.forecasts import Forecasts, Told
-from gpuwatch.launcher.node.history import EVERY_BATCH, thinned
+from gpuwatch.launcher.node.history import EVERY_BATCH
+from gpuwatch.launcher.node.thinning import thinned
 from torch import Tensor, nn
 
 WIDTH = 32
@@ -99,7 +100,7 @@ def train(
             continue
         rows.append(seen)
         if len(rows) % EVERY_BATCH == 0:
-            rows = thinned(rows)  # type: ignore[arg-type,assignment]  # they have what it reads
+            rows = thinned(rows, lambda row: row.batch, EVERY_BATCH)
         told += [(number, recorder.names[each.column], each) for each in forecasts.look(rows, recorder.dtypes)]
     return Course(batches, None, told)
 

@@ -408,6 +408,20 @@ class StackLine(msgspec.Struct, frozen=True):
         )
 
 
+class ThreadSeen(msgspec.Struct, frozen=True):
+    """One thread of a rank, as it was seen from outside."""
+
+    name: str
+    state: str = ""
+    """A letter as in /proc/PID/stat; "" is unknown."""
+    kernel: str = ""
+    """The function of the kernel in which it waits: `hrtimer_nanosleep`; "" is none, or not to be seen."""
+    system_call: str = ""
+    """`clock_nanosleep`; "" as above."""
+    at: str = ""
+    """`data.py:7 in load`; "" is unknown."""
+
+
 class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
 
@@ -426,6 +440,8 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     """Of a rank that a fatal signal ended: where the thread stood that it came to, innermost call first."""
     shm_free: int = -1
     """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
+    ended_ns: int = 0
+    """When its agent heard of it, by the host's own clock; 0: not told."""
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
@@ -457,6 +473,10 @@ class RankLook(msgspec.Struct, frozen=True, tag="look"):
     """Where it stands in its process groups."""
     limit_s: float = 0.0
     """How long it may rest where it stands; 0: not told."""
+    native: list[StackLine] = []
+    """Of a rank that did not answer itself: native calls inside of the innermost call of `stack`, by py-spy."""
+    threads: list[ThreadSeen] = []
+    """Of a rank that did not answer itself: its threads, the main one first where Linux tells them."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):

@@ -30,6 +30,11 @@ _AROUND_COLLECTIVES = "/worker/hooks/collectives.py"
 """gpuwatch's own function around torch's method, which is no call of the script's."""
 
 
+def is_around_collectives(file: str) -> bool:
+    """Whether a file has gpuwatch's own functions around torch's collectives."""
+    return file.endswith(_AROUND_COLLECTIVES)
+
+
 _TAKES_LONG = (
     "/torch/_dynamo/convert_frame.py",
     "/torch/_inductor/compile_fx.py",
@@ -100,7 +105,7 @@ def parse_stack(text: str, source: Callable[[str, int], str] = lambda file, line
         match = _LINE.fullmatch(line)
         if match is None:
             break
-        if match["file"].endswith(_AROUND_COLLECTIVES):
+        if is_around_collectives(match["file"]):
             continue
         number = int(match["line"])
         found.append(StackLine(match["file"], number, match["function"], source(match["file"], number).strip()[:200]))

@@ -283,7 +283,9 @@ def _fatal_lines(exit_: WorkerExit) -> list[str]:
     lines = []
     if exit_.stack:
         calls = "; ".join(line.short for line in exit_.stack[:_MOST_CALLS])
-        lines.append(f"it stood there, innermost call first: {calls}")
+        native = any(not line.line for line in exit_.stack)
+        why = "" if native else " (Python's calls alone: faulthandler tells native ones from Python 3.14 on)"
+        lines.append(f"it stood there, innermost call first: {calls}{why}")
     if exit_.shm_free >= 0:
         lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host when it had ended")
     return lines

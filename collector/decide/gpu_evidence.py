@@ -15,10 +15,14 @@ _MAX_LINES = 6
 
 def gpu_of(facts: RunFacts, rank: RankFacts) -> GpuSincePreflight | None:
     """A rank's GPU since the preflight; None if it has none, or it is unknown which."""
-    known = rank.inventory.facts if rank.inventory is not None else None
-    node = facts.nodes.get(rank.agent)
-    uuid = gpu_of_rank(known.uuid, known.local_rank, known.environment) if known is not None else ""
+    node, uuid = facts.nodes.get(rank.agent), uuid_of(rank)
     return since_preflight(node.gpu_events, uuid) if uuid and node is not None else None
+
+
+def uuid_of(rank: RankFacts) -> str:
+    """UUID of a rank's GPU; "" if it has none, or it is unknown which."""
+    known = rank.inventory.facts if rank.inventory is not None else None
+    return gpu_of_rank(known.uuid, known.local_rank, known.environment) if known is not None else ""
 
 
 def with_gpu(facts: RunFacts, verdict: Verdict) -> Verdict:

@@ -7,8 +7,10 @@ import msgspec
 from ...core.recorder.step_table import PARTS
 from ...core.wire.step_times import unpack_steps
 from ..facts.facts import RankFacts, RunFacts
-from .gpu_evidence import gpu_lines, gpu_of
+from .gpu_evidence import gpu_lines, gpu_of, uuid_of
 from .stragglers import LOUD, Compared, RankTimes, SlowRank, find_stragglers
+from .telemetry.beside_slow import beside_slow
+from .telemetry.telemetry_report import series_of_all
 from .words import device_of
 
 PART_TEXT = {
@@ -44,7 +46,7 @@ class Straggler(msgspec.Struct, frozen=True):
     text: str
     """One sentence or several."""
     beside: list[str] = []
-    """What is known of its GPU since the preflight."""
+    """How its host and its GPU did over the run, and what is known of its GPU since the preflight."""
 
 
 class StepReport(msgspec.Struct, frozen=True):
@@ -127,8 +129,14 @@ def _straggler(facts: RunFacts, rank: RankFacts, slow: SlowRank, found: Compared
         slow.how,
         slow.part,
         text,
-        gpu_lines(gpu) if gpu is not None else [],
+        [*_telemetry(facts, rank), *(gpu_lines(gpu) if gpu is not None else [])],
     )
+
+
+def _telemetry(facts: RunFacts, rank: RankFacts) -> list[str]:
+    nodes = series_of_all(facts, None)
+    own = nodes.pop(rank.agent, None)
+    return beside_slow(own, uuid_of(rank), nodes.values())
 
 
 def _time(seconds: float) -> str:

@@ -46,6 +46,7 @@ from ...core.wire.messages import (
     History,
     PageMessage,
     RankState,
+    Telemetry,
     node_of,
 )
 from ..diagnose.diagnose import diagnose
@@ -107,6 +108,10 @@ class Fold:
             self._take_page(name, n, body)
         elif isinstance(body, History):
             self._take_history(name, n, body)
+        elif isinstance(body, Telemetry):
+            known = node.telemetry.get(body.began_ns)
+            if known is None or (known.sent_ns, known.samples) < (body.sent_ns, body.samples):
+                node.telemetry[body.began_ns] = body
         elif isinstance(body, Beat):
             _take_beat(self._facts, node, body)
         elif isinstance(body, EventMessage):

@@ -19,6 +19,7 @@ from ..decide.insights.insight import Insight
 from ..decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
 from ..decide.preflight_table import PreflightReport, preflight_report
 from ..decide.step_report import StepReport, step_report
+from ..decide.telemetry.telemetry_report import TelemetryReport, telemetry_report
 from ..decide.verdict import decide
 from ..decide.verdict_model import SeenIn, Verdict
 from ..decide.words import seen_in, unfinished_stage
@@ -27,7 +28,7 @@ from .attempts import AttemptReport, EarlierLife, other_attempts
 from .frame_selection import Shown, frames_of_batch, frames_to_show, target_of
 from .history import ModuleHistory, ModulesByRanks, histories, open_histories
 from .ranks_to_show import ranks_to_show, traces_to_show
-from .stacks import stack_of
+from .stacks import stack_of, threads_of
 from .timeline import TimelineEntry, timeline_of
 
 SCHEMA = 1
@@ -131,6 +132,8 @@ class RankReport(msgspec.Struct, frozen=True):
     absorbed: int = 0
     """Nan out of masks of -inf that the model took away again; `absorbed_first` has the first of each place."""
     absorbed_first: list[dict[str, Any]] = []
+    threads: list[str] = []
+    """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
 
 
 class NodeReport(msgspec.Struct, frozen=True):
@@ -172,6 +175,8 @@ class Report(msgspec.Struct, frozen=True):
     """What values near trouble come to, the most harmful first."""
     steps: StepReport | None = None
     """Where the ranks' time goes, and a rank that the others wait for."""
+    telemetry: TelemetryReport | None = None
+    """How the nodes did around the event."""
 
 
 def build_report(
@@ -224,6 +229,7 @@ def build_report(
         forecasts=forecasts_of(all_ranks),
         insights=find_insights(facts, attempt, opened[0]),
         steps=step_report(facts, attempt),
+        telemetry=telemetry_report(facts, verdict),
     )
 
 
@@ -320,6 +326,7 @@ def _rank_report(
         traces_left_out=traces_left_out,
         absorbed=rank.absorbed_rows,
         absorbed_first=absorbed_of(rank),
+        threads=threads_of(rank),
     )
 
 

@@ -16,6 +16,7 @@ from .model import RankReport, Report
 _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
 _MAX_HIDDEN = 4
+_MAX_NOTABLE = 3
 
 
 def print_notices(console: Console, report: Report, *, warnings: bool = False) -> None:
@@ -23,6 +24,7 @@ def print_notices(console: Console, report: Report, *, warnings: bool = False) -
 
     `warnings`: the rows that are near trouble, too.
     """
+    _nodes(console, report)
     _stragglers(console, report)
     _insights(console, report, warnings)
     if warnings:
@@ -35,6 +37,25 @@ def notice_lines(report: Report) -> list[str]:
     """Skipped steps, waived and absorbed values, skipped batches, the cost of watching: a line each."""
     ranks = report.ranks
     return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *_cost(ranks)]
+
+
+def _nodes(console: Console, report: Report) -> None:
+    """What stands out in the figures of the nodes around the event."""
+    telemetry = report.telemetry
+    if telemetry is None:
+        return
+    if telemetry.notable:
+        console.print()
+        console.print(Text("On the nodes", style="bold"))
+    first = list({notable.what: notable for notable in reversed(telemetry.notable)}.values())[::-1]
+    for notable in first[:_MAX_NOTABLE]:
+        alike = f"; so on {notable.alike} other node{'s' if notable.alike > 1 else ''}" if notable.alike else ""
+        console.print(Text(f"  - {notable.text}{alike}"))
+    if len(first) > _MAX_NOTABLE:
+        console.print(Text(f"{len(first) - _MAX_NOTABLE} more in report.json"))
+    if telemetry.trouble:
+        console.print()
+        console.print(Text(telemetry.trouble, style="yellow"))
 
 
 def _stragglers(console: Console, report: Report) -> None:

@@ -101,7 +101,22 @@ class AskCounters(msgspec.Struct, frozen=True, tag="ask"):
     moment: str
 
 
-Line = Started | Trouble | Asking | Told | Finished | Watching | XidLine | CountersLine
+class AskSamples(msgspec.Struct, frozen=True, tag="ask_samples"):
+    """To a watching child: read the figures of all GPUs, a `SampleLine` each."""
+
+
+class SampleLine(msgspec.Struct, frozen=True, tag="sample"):
+    """How one GPU does now; `last` is the last GPU of that answer."""
+
+    device: str
+    values: dict[str, float] = {}
+    """By a key of METRICS (core/telemetry/metrics.py)."""
+    trouble: str = ""
+    """Why there is no figure at all."""
+    last: bool = False
+
+
+Line = Started | Trouble | Asking | Told | Finished | Watching | XidLine | CountersLine | SampleLine
 
 _decoder: msgspec.json.Decoder[Line] = msgspec.json.Decoder(Line)
 

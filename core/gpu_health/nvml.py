@@ -24,6 +24,17 @@ class NotKnown(Exception):
         return self.code in (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 
     @property
+    def is_for_good(self) -> bool:
+        """It need not be asked again: this GPU, driver or nvidia-ml-py does not have it, or not for us."""
+        return self.code in (
+            None,
+            pynvml.NVML_ERROR_INVALID_ARGUMENT,
+            pynvml.NVML_ERROR_NOT_SUPPORTED,
+            pynvml.NVML_ERROR_NO_PERMISSION,
+            pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+        )
+
+    @property
     def is_timeout(self) -> bool:
         """Nothing has happened."""
         return bool(self.code == pynvml.NVML_ERROR_TIMEOUT)

@@ -255,7 +255,7 @@ def _clocks_and_link(device: Any, whole: Any, asked: Asked) -> None:
         if number:
             time.sleep(_LOADED_STEP_S)
         with asked.facts(*CLOCK_REASONS):
-            reasons.append(_clock_reasons(whole))
+            reasons.append(clock_reasons(whole))
         with asked.facts("pcie_generation"):
             generations.append(ask("nvmlDeviceGetCurrPcieLinkGeneration", whole))
         with asked.facts("pcie_width"):
@@ -269,7 +269,8 @@ def _clocks_and_link(device: Any, whole: Any, asked: Asked) -> None:
         asked.values["pcie_width"] = max(widths)
 
 
-def _clock_reasons(whole: Any) -> int:
+def clock_reasons(whole: Any) -> int:
+    """What holds the clocks back: bits of CLOCK_REASONS. Raises NotKnown."""
     try:
         return int(ask("nvmlDeviceGetCurrentClocksEventReasons", whole))
     except NotKnown:  # before R535 it was called

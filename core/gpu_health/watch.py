@@ -1,7 +1,7 @@
 """The watching child. It registers for XIDs before the training, prints each, and reads counters when asked on stdin.
 
-NVML has no history of XIDs. It is only called in threads: one waits for events, one reads counters. The main thread
-reads stdin, so that its end ends this process even when the driver hangs.
+NVML has no history of XIDs. It is only called in threads: one waits for events, one reads counters, one samples. The
+main thread reads stdin, so that its end ends this process even when the driver hangs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from .facts import AskCounters, CountersLine, Trouble, Watching, XidLine
+from .facts import AskCounters, AskSamples, CountersLine, Trouble, Watching, XidLine
 from .start import say, start
 
 _WAIT_MS = 1000
@@ -27,14 +27,19 @@ _XID_EVENT = 8
 def watch() -> None:
     """Until stdin is closed."""
     questions: queue.SimpleQueue[AskCounters] = queue.SimpleQueue()
-    threading.Thread(target=_begin, args=(questions,), daemon=True).start()
-    decoder = msgspec.json.Decoder(AskCounters)
+    samples: queue.SimpleQueue[AskSamples] = queue.SimpleQueue()
+    threading.Thread(target=_begin, args=(questions, samples), daemon=True).start()
+    decoder: msgspec.json.Decoder[AskCounters | AskSamples] = msgspec.json.Decoder(AskCounters | AskSamples)
     for line in sys.stdin.buffer:
-        questions.put(decoder.decode(line))
+        question = decoder.decode(line)
+        if isinstance(question, AskSamples):
+            samples.put(question)
+        else:
+            questions.put(question)
     os._exit(0)  # the threads may be in a driver that never returns
 
 
-def _begin(questions: queue.SimpleQueue[AskCounters]) -> None:
+def _begin(questions: queue.SimpleQueue[AskCounters], samples: queue.SimpleQueue[AskSamples]) -> None:
     begun = start()
     if isinstance(begun, Trouble):
         say(begun)
@@ -57,6 +62,7 @@ def _begin(questions: queue.SimpleQueue[AskCounters]) -> None:
     say(Watching(begun.driver, names, unwatched))
     if devices.keys() - unwatched.keys():
         threading.Thread(target=_tell_xids, args=(events, devices), daemon=True).start()
+    threading.Thread(target=_tell_samples, args=(samples, devices), daemon=True).start()
     while True:
         _tell_counters(questions.get().moment, devices)
 
@@ -82,6 +88,16 @@ def _tell_xids(events: Any, devices: dict[str, Any]) -> None:
                 mig = f"{event.gpuInstanceId}/{event.computeInstanceId}"
             uuid = by_address.get(address_of(event.device), "")
             say(XidLine(uuid, int(event.eventData), time.time_ns(), mig))
+
+
+def _tell_samples(samples: queue.SimpleQueue[AskSamples], devices: dict[str, Any]) -> None:
+    from .sample import GpuSampler
+
+    samplers = {uuid: GpuSampler(uuid, handle) for uuid, handle in devices.items()}
+    while True:
+        samples.get()
+        for left, sampler in zip(range(len(samplers))[::-1], samplers.values(), strict=True):
+            say(sampler.sample(time.monotonic(), last=not left))
 
 
 def _tell_counters(moment: str, devices: dict[str, Any]) -> None:

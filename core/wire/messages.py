@@ -109,6 +109,36 @@ class History(msgspec.Struct, frozen=True, tag="history"):
     """Batches by columns, packed."""
 
 
+class SeriesName(msgspec.Struct, frozen=True):
+    """What one series of a node's telemetry is about."""
+
+    of: str
+    """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
+    what: str
+    """A key of METRICS (core/telemetry/metrics.py)."""
+
+
+class Telemetry(msgspec.Struct, frozen=True, tag="telemetry"):
+    """How a node has done since its agent began: samples, the older, the further apart (launcher/node/telemetry).
+
+    Sent when a rank stalls, when one meets an overflow, and when the run ends; a later one has all of those before it.
+    It decides nothing.
+    """
+
+    began_ns: int
+    """The first sample, by the host's own clock."""
+    sent_ns: int
+    reason: str
+    """`stall`, `anomaly` or `end`"""
+    interval_s: float
+    """Between the newest samples."""
+    series: list[SeriesName]
+    samples: bytes
+    """By series, packed (core/telemetry/packing.py)."""
+    troubles: list[str] = []
+    """What could not be read, and why: a sentence each."""
+
+
 class RankState(msgspec.Struct, frozen=True):
     """Where a rank is, as its recorder says. The rank itself need not answer."""
 
@@ -233,7 +263,7 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The agent has the verdict. Not numbered."""
 
 
-AgentBody = Hello | EventMessage | Definitions | PageMessage | History | Beat | Bye | Leaving
+AgentBody = Hello | EventMessage | Definitions | PageMessage | History | Telemetry | Beat | Bye | Leaving
 
 
 def ranks_of(body: AgentBody) -> list[tuple[int, int]]:

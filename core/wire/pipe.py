@@ -42,6 +42,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """Who starts the ranks, for a sentence."""
     ends_ranks: bool = False
     """It ends what its launch leaves behind, should that be killed."""
+    telemetry_s: float = 0.0
+    """So often the figures of the node are read; 0: never."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):

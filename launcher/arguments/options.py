@@ -83,6 +83,7 @@ def get_check_parser() -> argparse.ArgumentParser:
         trace_batches=[],
         hang_timeout=0.0,
         on_hang="report",
+        telemetry=0.0,
     )
     return parser
 

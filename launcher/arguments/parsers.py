@@ -81,6 +81,17 @@ def hang_timeout(text: str) -> float | None:
     return found
 
 
+def telemetry(text: str) -> float:
+    """A number of seconds, 0 for never."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if found != 0 and not 1 <= found <= 3600:
+        raise argparse.ArgumentTypeError(f"expected 0, or a number of seconds from 1 to 3600, found {text!r}")
+    return found
+
+
 def watched(text: str) -> tuple[str, ...]:
     """`forward,grads`"""
     parts = tuple(part.strip() for part in text.split(","))

@@ -139,6 +139,15 @@ def add_watching_options(group: argparse._ArgumentGroup) -> None:
         help="when no rank moves any more: only say so, or end the ranks, too, which --max-restarts may start again; "
         "auto (the default) ends them only where no rank can go on by itself, as in a deadlock",
     )
+    add_option(
+        group,
+        "--telemetry",
+        type=parsers.telemetry,
+        default=5.0,
+        metavar="SECONDS",
+        help="how often to read the figures of each node: processors, memory, network, disks, GPUs (5; 0: never); the "
+        "report says what stood out around the event",
+    )
 
 
 def check_together(args: argparse.Namespace) -> None:

@@ -49,6 +49,7 @@ from ...core.wire.messages import (
     RankState,
     Refused,
     Stop,
+    Telemetry,
     Want,
     Welcome,
     WireError,
@@ -82,6 +83,7 @@ from .outbox import Outbox
 from .ranks import MOST_HOT, RankWatch
 from .resending import Resending
 from .stall.stall_watch import StallWatch
+from .telemetry.node_telemetry import NodeTelemetry
 
 TICK_S = 0.05
 UNREACHABLE_S = 30.0
@@ -125,6 +127,8 @@ class Agent:
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._memory_kills = memory_kills()
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
+        folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
+        self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
         self._ends_told: set[tuple[int, int]] = set()
         """(attempt, rank) whose end an agent before this one has told of."""
         self._done: LaunchDone | None = None
@@ -170,7 +174,7 @@ class Agent:
     def _take_over(self) -> None:
         """What no recorder has any more is in the spool of an agent before this one, and nowhere else.
 
-        That is what it has seen of the GPUs, and the ranks whose recorders were freed.
+        That is what it has seen of the GPUs and of the node, and the ranks whose recorders were freed.
         """
         for spool in self._spools()[:-1]:
             with suppress(GpuwatchError):
@@ -179,6 +183,8 @@ class Agent:
                         self._put(message.body)
 
     def _is_only_there(self, body: AgentBody) -> bool:
+        if isinstance(body, Telemetry):
+            return True
         if isinstance(body, EventMessage) and isinstance(body.event, Xid | GpuCounters | GpuHealth):
             return True
         ranks = ranks_of(body)
@@ -243,6 +249,8 @@ class Agent:
         self._now = now
         self._hear_collector(now)
         self._poll_ranks(now)
+        if self._done is None:
+            self._telemetry.turn(self._running, now)
         self._end_orphans(now)
         self._say_goodbye(now)
         self._send(now)
@@ -253,6 +261,8 @@ class Agent:
         for watch in self._ranks.values():
             watch.close()
         self._gpus.close(KILLED_S)
+        self._telemetry.close()
+        self._stalls.close()
         self._spool.close()
         self._socket.close(linger=1000)
         if self._own_context:
@@ -309,16 +319,16 @@ class Agent:
             watch.ended = True
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
-                self._put(self._with_memory_kills(body))
+                self._put(self._with_what_ranks_cannot_see(body))
 
-    def _with_memory_kills(self, body: AgentBody) -> AgentBody:
-        """The kernel's out-of-memory killer sends SIGKILL, and so do others: its counter tells them apart."""
+    def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
+        """When a rank ended. And the kernel's out-of-memory killer sends SIGKILL, as others do: its counter tells."""
         if not isinstance(body, EventMessage) or not isinstance(body.event, WorkerExit):
             return body
-        before, after = self._memory_kills, memory_kills()
-        if body.event.code != -signal.SIGKILL or before is None or after is None or after <= before:
-            return body
-        return EventMessage(replace(body.event, memory_kills=after - before))
+        before, after, kills = self._memory_kills, memory_kills(), 0
+        if body.event.code == -signal.SIGKILL and before is not None and after is not None:
+            kills = max(0, after - before)
+        return EventMessage(replace(body.event, memory_kills=kills, ended_ns=time.time_ns()))
 
     def _launch_done(self, done: LaunchDone, now: float) -> None:
         if self._done is not None:
@@ -329,6 +339,7 @@ class Agent:
         self._tell_signal(done)
         self._done = done
         self._done_at = now
+        self._put_telemetry(self._telemetry.ended())
         self._gpus.end(now)
         if self._worst is ExitCode.CLEAN and done.outcome == "failed":
             self._worst = ExitCode.SCRIPT_FAILED
@@ -393,19 +404,28 @@ class Agent:
         if self._done is None:
             for stalled in self._stalls.stalled(self._ranks.values(), now):
                 self._put(EventMessage(stalled))
+                self._put_telemetry(self._telemetry.told("stall", now))
             for look in self._stalls.seen(now):
                 self._put(EventMessage(look))
+
+    def _running(self) -> list[tuple[int, int]]:
+        return [(watch.rank, watch.pid) for watch in self._ranks.values() if not watch.ended]
+
+    def _put_telemetry(self, message: Telemetry | None) -> None:
+        if message is not None:
+            self._put(message)
 
     def _put(self, body: AgentBody) -> None:
         if isinstance(body, EventMessage):
             self._note(body)
-        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage | History))
+        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage | History | Telemetry))
 
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
         event = message.event
         if isinstance(event, Anomaly):
             self._gpus.anomaly(self._now)
+            self._put_telemetry(self._telemetry.told("anomaly", self._now))
         if isinstance(event, PreflightResult) and event.stops:
             self._worst = ExitCode.PREFLIGHT_FAILED
         elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
@@ -450,6 +470,7 @@ class Agent:
                     watch.want(message, now)
             elif isinstance(message, LookAtRanks):
                 self._stalls.look(self._ranks.values(), message.number, now)
+                self._put_telemetry(self._telemetry.told("stall", now))
             elif isinstance(message, Stop):
                 self._tell(StopRequest(message.reason, message.restart))
             elif isinstance(message, Final):

@@ -16,7 +16,17 @@ import time
 import msgspec
 
 from ...core.gpu_health.child import command
-from ...core.gpu_health.facts import AskCounters, CountersLine, Line, Trouble, Watching, XidLine, parse
+from ...core.gpu_health.facts import (
+    AskCounters,
+    AskSamples,
+    CountersLine,
+    Line,
+    SampleLine,
+    Trouble,
+    Watching,
+    XidLine,
+    parse,
+)
 from ...core.gpu_health.xids import meaning_of
 from ...core.records import GpuCounters, GpuHealth, Xid
 
@@ -42,6 +52,7 @@ class GpuWatch:
         self._watching: Watching | None = None
         self._asked: list[tuple[str, float]] = []
         """Moments that are not answered yet, and when they were asked."""
+        self._samples: list[SampleLine] = []
         self._last_anomaly = -AGAIN_S
         self._killed: subprocess.Popen[bytes] | None = None
         """Stuck in the driver, it goes when the driver lets it."""
@@ -81,6 +92,17 @@ class GpuWatch:
         if now - self._last_anomaly >= AGAIN_S:
             self._last_anomaly = now
             self._ask("anomaly", now)
+
+    def ask_samples(self, now: float) -> bool:
+        """Whether NVML was asked how the GPUs do. It is not while it starts, without GPUs, and once it was given up."""
+        return self._tell(AskSamples())
+
+    def samples(self) -> list[SampleLine] | None:
+        """How all GPUs do, once that has come after it was asked for; None until then."""
+        if not self._samples or not self._samples[-1].last:
+            return None
+        samples, self._samples = self._samples, []
+        return samples
 
     def end(self, now: float) -> None:
         """The ranks have ended: read the counters for the last time."""
@@ -134,15 +156,19 @@ class GpuWatch:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _ask(self, moment: str, now: float) -> None:
+        if self._tell(AskCounters(moment)):
+            self._asked.append((moment, now))
+
+    def _tell(self, question: AskCounters | AskSamples) -> bool:
         if self._child is None or self._watching is None or not self._watching.devices:
-            return
+            return False
         assert self._child.stdin is not None
         try:
-            self._child.stdin.write(msgspec.json.encode(AskCounters(moment)) + b"\n")
+            self._child.stdin.write(msgspec.json.encode(question) + b"\n")
             self._child.stdin.flush()
         except BrokenPipeError:
-            return  # `hear` will meet the end of its output
-        self._asked.append((moment, now))
+            return False  # `hear` will meet the end of its output
+        return True
 
     def _take(self, line: Line) -> None:
         if isinstance(line, Watching):
@@ -160,6 +186,8 @@ class GpuWatch:
             self._events.append(
                 Xid(line.device, line.number, line.time_ns, meaning.meaning, meaning.next, meaning.grade, line.mig)
             )
+        elif isinstance(line, SampleLine):
+            self._samples.append(line)
         elif isinstance(line, CountersLine):
             self._events.append(
                 GpuCounters(line.device, line.moment, line.counters, line.unknown, line.time_ns, line.mig)

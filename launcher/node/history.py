@@ -23,6 +23,7 @@ from ...core.values import DTYPE_MAX, DTYPE_NAMES
 from ...core.wire.history import ABSENT, OutputSlots, pack
 from ...core.wire.messages import History, HotModule, PageMessage
 from .forecast.forecasts import Forecasts, Told, closest
+from .thinning import spread, thinned
 
 SHARE = 0.003
 """So much of one processor it may take for all ranks of a node."""
@@ -162,7 +163,7 @@ class RankHistory:
 
     def _thin(self) -> None:
         for root, rows in self._rows.items():
-            self._rows[root] = thinned(rows)
+            self._rows[root] = thinned(rows, _batch_of, EVERY_BATCH)
         self._bytes = sum(_size(row) for rows in self._rows.values() for row in rows)
         while self._bytes > BYTES and any(len(rows) > 1 for rows in self._rows.values()):
             rows = max(self._rows.values(), key=len)
@@ -175,7 +176,7 @@ class RankHistory:
         found = []
         for root, rows in self._rows.items():
             used = sorted({column for row in rows for column in row.columns.tolist()})
-            rows = _spread(rows, max(8, SENT_BYTES // (2 * max(1, len(used)))))
+            rows = spread(rows, max(8, SENT_BYTES // (2 * max(1, len(used)))))
             place = numpy.full(len(self._slots.slots), 0, numpy.int64)
             place[used] = numpy.arange(len(used))
             codes = numpy.full((len(rows), len(used)), ABSENT, numpy.uint16)
@@ -200,24 +201,8 @@ def _depth(forecast: Forecast) -> int:
     return forecast.module.count(".") + (forecast.module != "")
 
 
-def thinned(rows: list[_Row]) -> list[_Row]:
-    """Of the rows that are older than EVERY_BATCH one of 2 batches, of those twice as old one of 4, and so on."""
-    newest = rows[-1].batch
-    kept: dict[tuple[int, int], _Row] = {}
-    for row in rows:
-        step = 1 << max(0, ((newest - row.batch) // EVERY_BATCH).bit_length())
-        kept.setdefault((step, row.batch // step), row)
-    return list(kept.values())
-
-
-def _spread(rows: list[_Row], most: int) -> list[_Row]:
-    """At most so many: the newest half of them, and as many of the older ones at even distances."""
-    if len(rows) <= most:
-        return rows
-    newest = rows[-(most // 2) :]
-    older = rows[: -(most // 2)]
-    left = most - len(newest)
-    return [*(older[n * len(older) // left] for n in range(left)), *newest]
+def _batch_of(row: _Row) -> int:
+    return row.batch
 
 
 def _size(row: _Row) -> int:

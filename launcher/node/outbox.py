@@ -14,7 +14,17 @@ from __future__ import annotations
 
 from collections import deque
 
-from ...core.wire.messages import FIRST_CREDIT, AgentBody, Bye, Definitions, History, PageMessage, encode_body, envelope
+from ...core.wire.messages import (
+    FIRST_CREDIT,
+    AgentBody,
+    Bye,
+    Definitions,
+    History,
+    PageMessage,
+    Telemetry,
+    encode_body,
+    envelope,
+)
 
 PAGE_BYTES = 64 << 20
 """Pages that wait for credit may take this much memory; and so may those that were sent and are not stored."""
@@ -27,7 +37,7 @@ class Outbox:
         self._page_limit = page_bytes
         self._names: deque[bytes] = deque()
         self._pages: deque[tuple[bytes, int]] = deque()
-        """(body, rank)"""
+        """(body, rank); the rank is -1 where it is about the node"""
         self._page_bytes = 0
         self._bye: bytes | None = None
         self._credit = FIRST_CREDIT
@@ -51,9 +61,9 @@ class Outbox:
             self._pages.append((data, body.rank))
             self._page_bytes += len(data)
             self._drop_pages()
-        elif isinstance(body, History):
+        elif isinstance(body, History | Telemetry):
             if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
-                self._pages.append((data, body.rank))
+                self._pages.append((data, body.rank if isinstance(body, History) else -1))
                 self._page_bytes += len(data)
         elif isinstance(body, Definitions):
             self._names.append(data)
@@ -75,7 +85,8 @@ class Outbox:
         while self._page_bytes > self._page_limit and len(self._pages) > 1:  # the newest is what is asked about
             data, rank = self._pages.popleft()
             self._page_bytes -= len(data)
-            self.pages_dropped[rank] = self.pages_dropped.get(rank, 0) + 1
+            if rank >= 0:
+                self.pages_dropped[rank] = self.pages_dropped.get(rank, 0) + 1
 
     def _release(self) -> None:
         """Number what there is credit for: names first, as the pages are about them."""

@@ -7,6 +7,7 @@ import struct
 from types import SimpleNamespace
 
 import msgspec
+import numpy
 import pytest
 from gpuwatch.collector.facts.kept_pages import KeptPage, RankNames, Shelf
 from gpuwatch.core.frames import Mark, Phase, RowKind
@@ -30,6 +31,7 @@ from gpuwatch.core.records import (
     Where,
     WorkerExit,
 )
+from gpuwatch.core.telemetry.packing import pack_samples
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, Encoding, NonFinite
 from gpuwatch.core.wire.messages import (
     AgentBody,
@@ -41,6 +43,8 @@ from gpuwatch.core.wire.messages import (
     PageMessage,
     RankState,
     Segment,
+    SeriesName,
+    Telemetry,
 )
 
 NAN, INF, NEGINF = math.nan, math.inf, -math.inf
@@ -276,6 +280,16 @@ def ended(rank, code=0, by="itself", *, phase="script", module=None, cls=None, *
     return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls))
 
 
+def telemetry(figures, *, began_s=1000.0, step_s=5.0, reason="end", troubles=()) -> Telemetry:
+    """A node's figures: (what it is of, key of METRICS) -> values `step_s` apart, a count as it stood."""
+    names = list(figures)
+    table = numpy.array([figures[name] for name in names], float).T
+    times = [round((began_s + step_s * n) * 1e9) for n in range(len(table))]
+    packed = pack_samples(times, table, [what for _, what in names])
+    series = [SeriesName(of, what) for of, what in names]
+    return Telemetry(times[0], times[-1] + 10**9, reason, step_s, series, packed, list(troubles))
+
+
 def finished(rank, *, last=None, **place) -> list[AgentBody]:
     """Its script and its process ended well; `last` are fields of its recorder's last state."""
     at = where(rank, **place)
@@ -339,6 +353,7 @@ BUILDERS = SimpleNamespace(
     found=found,
     concluded=concluded,
     state=state,
+    telemetry=telemetry,
 )
 
 

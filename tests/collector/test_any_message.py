@@ -51,6 +51,7 @@ def wires(make) -> list[bytes]:
         make.hello("a0"),
         *batch.messages(),
         *map(EventMessage, events),
+        make.telemetry({("", "steal"): [0.0, 4.0, 8.0], ("GPU-0", "temperature"): [50.0, 60.0, 70.0]}),
         make.began(1, "compute"),
         make.stage(1, "compute"),
         EventMessage(make.Inventory(place, "GPU-0", {"torch": "2"})),

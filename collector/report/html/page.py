@@ -23,6 +23,9 @@ from ..stacks import stacks_text
 from .heat_map import heat_map
 from .lanes import lanes
 from .pictures import picture_of, stage_grid
+from .sparklines import HEIGHT as SPARK_HEIGHT
+from .sparklines import WIDTH as SPARK_WIDTH
+from .sparklines import sparklines
 
 MOST_EVENTS = 400
 """Of the timeline."""
@@ -90,6 +93,8 @@ def render_html(report: Report) -> str:
         notices=notice_lines(report),
         heat=heat_map(report),
         lanes=lanes(report),
+        sparks=sparklines(report),
+        spark_size=(SPARK_WIDTH, SPARK_HEIGHT),
         shown=shown,
         healthy=healthy,
         pairs=_pairs(report, shown, healthy) if shown is not None else [],

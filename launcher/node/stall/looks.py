@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import linecache
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....core.records import StackLine
+from ....core.records import StackLine, ThreadSeen
 from ....core.stalls import asking_signal, parse_fatal, parse_stack, stack_file_name
+from .py_spy import PySpy
+from .threads import threads_of
 
 LOOK_S = 1.0
 """How long a rank has to answer, and over which its use of the processor is measured."""
@@ -25,10 +27,17 @@ class Seen:
     busy: float
     """Share of one core."""
     stack: list[StackLine]
+    native: list[StackLine] = field(default_factory=list)
+    """Where the process did not answer: what py-spy has seen inside of the innermost call of `stack`,"""
+    threads: list[ThreadSeen] = field(default_factory=list)
+    """and its threads."""
 
 
 class Look:
-    """One look at one process: made at `now`, finished by `result` about `LOOK_S` later."""
+    """One look at one process: made at `now`, finished by `result` about `LOOK_S` later.
+
+    Later by up to py-spy's limit where the process does not answer and py-spy is there.
+    """
 
     def __init__(self, folder: Path, rank: int, attempt: int, pid: int, now: float) -> None:
         self._file = folder / stack_file_name(rank, attempt)
@@ -36,17 +45,41 @@ class Look:
         self._began = now
         self._ticks = _stat(pid)[1]
         self._size = _size(self._file)
+        self._busy: float | None = None
+        """Share of one core, once the process has had its time to answer."""
+        self._answer: list[StackLine] = []
+        self._spy: PySpy | None = None
         _ask(pid, self._file)
 
     def is_due(self, now: float) -> bool:
         """Whether it has had its time."""
-        return now - self._began >= LOOK_S
+        if now - self._began < LOOK_S:
+            return False
+        if self._busy is None:
+            state, ticks = _stat(self._pid)
+            spent_s = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK")
+            self._busy = round(max(0.0, spent_s / (now - self._began)), 2)
+            self._answer = self._stack()
+            if not self._answer:
+                self._spy = PySpy(self._pid, state, now)
+        return self._spy is None or self._spy.is_done(now)
 
     def result(self, now: float) -> Seen:
-        """What it has shown."""
-        state, ticks = _stat(self._pid)
-        spent_s = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK")
-        return Seen(state, round(max(0.0, spent_s / max(now - self._began, 1e-3)), 2), self._stack())
+        """What it has shown, once it is due."""
+        assert self._busy is not None
+        state = _stat(self._pid)[0]
+        if self._spy is None:
+            return Seen(state, self._busy, self._answer)
+        threads = threads_of(self._pid)
+        spied = self._spy.result()
+        if spied is None:
+            return Seen(state, self._busy, [], [], threads)
+        return Seen(state, self._busy, spied.stack, spied.native, [*threads[:1], *spied.others])
+
+    def close(self) -> None:
+        """Without a result: end what is still at work."""
+        if self._spy is not None:
+            self._spy.close()
 
     def _stack(self) -> list[StackLine]:
         try:

@@ -55,7 +55,7 @@ class StallWatch:
     def seen(self, now: float) -> Iterator[RankLook]:
         """The looks that are finished."""
         due = [entry for entry in self._looks if entry[2].is_due(now)]
-        self._looks = [entry for entry in self._looks if not entry[2].is_due(now)]
+        self._looks = [entry for entry in self._looks if entry not in due]
         for number, watch, look in due:
             found = look.result(now)
             state = watch.state()
@@ -73,8 +73,16 @@ class StallWatch:
                 busy=found.busy,
                 stack=found.stack,
                 groups=watch.groups(),
+                native=found.native,
+                threads=found.threads,
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
             )
+
+    def close(self) -> None:
+        """Let go of looks that are not finished."""
+        for _, _, look in self._looks:
+            look.close()
+        self._looks.clear()
 
     def _limit(self, watch: RankWatch) -> HangLimit:
         return learned_limit(watch.last_steps_s) if self._timeout_s is None else fixed_limit(self._timeout_s)

@@ -189,6 +189,22 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device *device, u32 *count, Process 
     return SUCCESS;
 }
 
+typedef struct { u32 gpu, memory; } Use;
+int nvmlDeviceGetUtilizationRates(Device *device, Use *use) { return look32(device, "use", &use->gpu, 97); }
+typedef struct { u64 total, free, used; } Memory;
+int nvmlDeviceGetMemoryInfo(Device *device, Memory *memory) {
+    memory->total = 80ULL << 30;
+    memory->used = 60ULL << 30;
+    return look(device, "memory", &memory->used);
+}
+int nvmlDeviceGetClockInfo(Device *device, int kind, u32 *mhz) {
+    return kind == 1 ? look32(device, "sm_clock", mhz, 1980) : NOT_SUPPORTED;
+}
+int nvmlDeviceGetMaxClockInfo(Device *device, int kind, u32 *mhz) {
+    return kind == 1 ? look32(device, "sm_clock_max", mhz, 1980) : NOT_SUPPORTED;
+}
+int nvmlDeviceGetPowerUsage(Device *device, u32 *milliwatts) { return look32(device, "power", milliwatts, 650000); }
+
 #ifndef OLD
 int nvmlDeviceGetCurrentClocksEventReasons(Device *device, u64 *reasons) {
     return nvmlDeviceGetCurrentClocksThrottleReasons(device, reasons);
@@ -225,6 +241,9 @@ int nvmlDeviceGetFieldValues(Device *device, int count, Field *fields) {
             fields[i].type = 3;
             fields[i].answer = look(device, "nvlink5_errors", &fields[i].value.big);
             if (fields[i].scope != 17) fields[i].value.big = 0;
+        } else if (fields[i].field == 138 || fields[i].field == 139) { /* NVLink, KiB that were sent and received */
+            fields[i].type = 3;
+            fields[i].answer = fields[i].scope == ~0u ? look(device, "nvlink_kib", &fields[i].value.big) : NOT_SUPPORTED;
         } else fields[i].answer = NOT_SUPPORTED;
     }
     return SUCCESS;

@@ -64,6 +64,9 @@ EVENTS = [
         0.02,
         [records.StackLine("/x/train.py", 7, "main", "step()")],
         [records.GroupState("0", "0-3", 4, 7, 6, "waiting", 7, 1.5, [records.Issued(7, "send", "float32", 3, 1)])],
+        60.0,
+        [records.StackLine("/x/libc.so.6", 0, "read")],
+        [records.ThreadSeen("loader", "S", "pipe_read", "read", "data.py:7 in load")],
     ),
     records.NodeSignal(15, 12),
     records.Xid("GPU-1", 79, 12, "GPU has fallen off the bus", "Restart the node.", "fail", "1/0"),
@@ -98,6 +101,9 @@ BODIES = [
         9,
     ),
     Bye("failed", 15),
+    messages.Telemetry(
+        12, 15, "end", 5.0, [messages.SeriesName("GPU-1", "temperature")], b"packed", ["NVML did not answer for 15 s"]
+    ),
     messages.Leaving(),
 ]
 ANSWERS = [

@@ -15,9 +15,10 @@ from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
 from gpuwatch.core.wire.history import unpack
 from gpuwatch.core.wire.messages import History, PageMessage, Segment, Want
 from gpuwatch.launcher.node import history
-from gpuwatch.launcher.node.history import EVERY_BATCH, RankHistory, thinned
+from gpuwatch.launcher.node.history import EVERY_BATCH, RankHistory
 from gpuwatch.launcher.node.outbox import Outbox
 from gpuwatch.launcher.node.ranks import RankWatch
+from gpuwatch.launcher.node.thinning import thinned
 
 NAMES = [RootDef(0, "Net"), ModuleDef(0, 0, "fc", "Linear"), SlotDef(0, 0, "output")]
 
@@ -103,12 +104,12 @@ def test_numbers_that_are_late_are_waited_for(writer, reader):
 
 
 def test_the_older_the_coarser():
-    rows = [history._Row(number, number, [], []) for number in range(1000)]
-    kept = [row.batch for row in thinned(rows)]
+    rows = list(range(1000))
+    kept = thinned(rows, int, EVERY_BATCH)
     assert kept[-EVERY_BATCH:] == list(range(1000 - EVERY_BATCH, 1000))
     steps = [later - earlier for earlier, later in itertools.pairwise(kept)]
     assert steps == sorted(steps, reverse=True)
-    assert thinned(rows) == thinned(thinned(rows)), "it is thin already"
+    assert thinned(kept, int, EVERY_BATCH) == kept, "it is thin already"
 
 
 @pytest.mark.slow

@@ -28,6 +28,22 @@ def batch_of(make, rank, out=1.0, *, page=0, seq=1, dtype="float16", name="encod
     return batch
 
 
+def figures(port="mlx5_0/1", *, num_gpus=2):
+    """Of a node, for ten minutes: one GPU is hot, and its host is stolen from."""
+    grows = [5.0 * n for n in range(120)]
+    found = {("", "cpu"): [0.8 * at for at in grows], ("", "steal"): [0.3 * at for at in grows]}
+    found |= {("", "memory_used"): [9e9 + at for at in grows], ("", "memory_total"): [64e9] * 120}
+    found |= {(port, "ib_received"): [7e9 * at for at in grows], (port, "ib_errors"): [0.0] * 120}
+    for gpu in range(num_gpus):
+        held = 0.5 if gpu == 1 else 0.0
+        values = {"temperature": 60.0 + 20 * held, "sm_clock": 1980 - 900 * held, "sm_clock_max": 1980, "power": 600.0}
+        found |= {(f"GPU-{gpu}", what): [value + (n % 3) for n in range(120)] for what, value in values.items()}
+        found[f"GPU-{gpu}", "clocks_sw_thermal"] = [held * at for at in grows]
+        found[f"GPU-{gpu}", "clocks_hw_slowdown"] = [0.0] * 120
+        found[f"rank {gpu}", "rss"] = [3e9 + 1e7 * at for at in grows]
+    return found
+
+
 def forward(make):
     bodies = [make.hello(nproc=2)]
     bodies += batch_of(make, 0, 50_000.0, page=7).messages() + batch_of(make, 1, make.INF, page=7).messages()
@@ -54,9 +70,9 @@ def hang(make):
         StackLine("/home/me/train.py", 41, "step", "dist.all_reduce(loss)"),
     ]
     loads = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)")]
-    bodies = [make.hello(nproc=3)]
+    bodies = [make.hello(nproc=3), make.telemetry(figures(HOSTILE), began_s=1000.0)]
     for rank, stack in enumerate((waits, loads, waits)):
-        where = Where(rank, step=4, batch=4, seq=9)
+        where = Where(rank, step=4, batch=4, seq=9, time_ns=1500 * 10**9)
         bodies.append(EventMessage(RankLook(where, 1, 300.0, "script", state="S", stack=stack)))
         bodies.append(EventMessage(WorkerExit(where, -15, "torchrun", "script")))
     return [*bodies, Bye("failed")]
@@ -126,6 +142,7 @@ def thousand(make):
     found = []
     for node in range(128):
         bodies = [make.hello(f"a{node}", f"host-{node}", nproc=8, nodes=128)]
+        bodies.append(make.telemetry(figures(num_gpus=8), began_s=0.0))
         for rank in range(8 * node, 8 * node + 8):
             bodies += batch_of(make, rank, make.INF if rank == 77 else 1.0).messages()
             bodies.append(grown(rank, make.INF if rank == 77 else 1.0))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.core.stalls import stack_file_name
+from gpuwatch.launcher.node.stall import py_spy
 from gpuwatch.launcher.node.stall.looks import LOOK_S, Look
 
 SCRIPT = """
@@ -27,6 +28,12 @@ def compute():
         pass
 {"sleeps": rest, "computes": compute}[sys.argv[3]]()
 """
+
+
+@pytest.fixture(autouse=True)
+def no_py_spy(monkeypatch):
+    """It is not installed, as on most nodes."""
+    monkeypatch.setattr(py_spy, "find_py_spy", lambda: None)
 
 
 def state(process) -> str:
@@ -97,6 +104,10 @@ def test_a_process_without_the_handler_is_not_signalled(tmp_path, started):
     found = seen(tmp_path, process.pid)
 
     assert (found.state, found.stack) == ("S", [])
+    assert (found.threads[0].name, found.threads[0].state) == (
+        Path(f"/proc/{process.pid}/comm").read_text().strip(),
+        "S",
+    )
     assert process.poll() is None
 
 
@@ -108,7 +119,8 @@ def test_a_stopped_rank_is_seen_as_stopped_and_goes_on_when_it_is_resumed(tmp_pa
     found = seen(tmp_path, process.pid)
     process.send_signal(signal.SIGCONT)
 
-    assert (found.state, found.stack) == ("T", [])
+    assert (found.state, found.stack, found.native) == ("T", [], [])
+    assert [thread.state for thread in found.threads] == ["T"]
     assert process.poll() is None
 
 

@@ -1,0 +1,28 @@
+"""Figures in words."""
+
+from __future__ import annotations
+
+
+def share_text(share: float) -> str:
+    """`23%`; below 10 % with a digit more."""
+    return f"{share:.0%}" if share >= 0.0995 or not share else f"{share:.1%}"
+
+
+def size_text(size: float) -> str:
+    """`245 GiB`, `1.5 MiB`"""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if size >= 1 << power:
+            return f"{size / (1 << power):.3g} {unit}" if size < 1000 << power else f"{size / (1 << power):.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+def time_text(seconds: float) -> str:
+    """`40 s`, `12 min`"""
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def when_text(at_s: float, event: str) -> str:
+    """`35 s before the overflow`, `at the overflow`"""
+    if abs(at_s) < 1:
+        return f"at {event}"
+    return f"{time_text(abs(at_s))} {'before' if at_s < 0 else 'after'} {event}"

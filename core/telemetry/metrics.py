@@ -1,0 +1,80 @@
+"""Every figure that a node's telemetry may have: what it is, its unit, and what it is called in a sentence.
+
+A `level` is what was there at that moment, such as a temperature. A `count` only grows, such as bytes that were sent:
+what is shown of it is how fast it grew. So a record that is thinned loses no count.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+HOST = ""
+"""What a series of the host itself is of. Others are of a GPU's UUID, `rank 3`, `mlx5_0/1` or `runs-dir`."""
+
+
+class Metric(NamedTuple):
+    """One figure."""
+
+    kind: Literal["level", "count"]
+    unit: str
+    """Of a count: the unit of its growth in a second; "" counts things."""
+    text: str
+
+
+METRICS: dict[str, Metric] = {
+    # the host
+    "cpu": Metric("count", "share", "processor in use"),
+    "steal": Metric("count", "share", "processor stolen by other virtual machines"),
+    "iowait": Metric("count", "share", "processor idle while it waits for a disk"),
+    "memory_used": Metric("level", "bytes", "memory in use"),
+    "memory_total": Metric("level", "bytes", "memory"),
+    "swap_used": Metric("level", "bytes", "swap in use"),
+    "swap_in": Metric("count", "bytes/s", "read from swap"),
+    "swap_out": Metric("count", "bytes/s", "written to swap"),
+    "net_received": Metric("count", "bytes/s", "received over the network"),
+    "net_sent": Metric("count", "bytes/s", "sent over the network"),
+    "net_errors": Metric("count", "", "errors of the network interfaces"),
+    # the memory cgroup of the job
+    "job_memory_used": Metric("level", "bytes", "memory of the job's cgroup in use"),
+    "job_memory_limit": Metric("level", "bytes", "memory that the job's cgroup may use"),
+    "job_cpu_held": Metric("count", "share", "time in which the job's cgroup was held back by its processor limit"),
+    # a port of InfiniBand
+    "ib_received": Metric("count", "bytes/s", "received over InfiniBand"),
+    "ib_sent": Metric("count", "bytes/s", "sent over InfiniBand"),
+    "ib_errors": Metric("count", "", "errors of the InfiniBand port"),
+    # a folder's disk
+    "disk_free": Metric("level", "bytes", "free on the disk"),
+    "disk_size": Metric("level", "bytes", "size of the disk"),
+    # a rank
+    "rss": Metric("level", "bytes", "resident memory"),
+    "rank_cpu": Metric("count", "cores", "processor used"),
+    "open_files": Metric("level", "", "open files"),
+    "open_files_limit": Metric("level", "", "files that it may open"),
+    # a GPU
+    "gpu_use": Metric("level", "share", "GPU in use"),
+    "gpu_memory_used": Metric("level", "bytes", "GPU memory in use"),
+    "gpu_memory_total": Metric("level", "bytes", "GPU memory"),
+    "sm_clock": Metric("level", "MHz", "SM clock"),
+    "sm_clock_max": Metric("level", "MHz", "highest SM clock"),
+    "power": Metric("level", "W", "power"),
+    "temperature": Metric("level", "C", "temperature"),
+    "clocks_hw_slowdown": Metric("count", "share", "the hardware holds its clocks at half or less"),
+    "clocks_sw_thermal": Metric("count", "share", "the driver holds its clocks down because it is hot"),
+    "clocks_hw_thermal": Metric("count", "share", "the hardware holds its clocks down because it is hot"),
+    "clocks_hw_power_brake": Metric("count", "share", "the power supply holds its clocks down"),
+    "clocks_sw_power_cap": Metric("count", "share", "its power limit holds its clocks down, as is usual at full load"),
+    "ecc_corrected": Metric("count", "", "corrected ECC errors"),
+    "ecc_uncorrected": Metric("count", "", "uncorrectable ECC errors"),
+    "nvlink_received": Metric("count", "bytes/s", "received over NVLink"),
+    "nvlink_sent": Metric("count", "bytes/s", "sent over NVLink"),
+    "pcie_received": Metric("count", "bytes/s", "received over PCIe"),
+    "pcie_sent": Metric("count", "bytes/s", "sent over PCIe"),
+    "pcie_replays": Metric("count", "", "PCIe replays"),
+    "pcie_generation": Metric("level", "", "PCIe generation of its link"),
+    "pcie_width": Metric("level", "", "PCIe lanes of its link"),
+}
+
+
+def is_count(what: str) -> bool:
+    """Whether a figure only grows. One that a later version has is taken for a level."""
+    return what in METRICS and METRICS[what].kind == "count"

@@ -1,0 +1,131 @@
+"""A node's telemetry: when its figures are read, what becomes of them, and when they are sent. No socket.
+
+    every few seconds  --> a thread reads the host      --.
+                       --> the child of gpus.py asks NVML --> one sample, in the record of the node
+
+Who does not answer is waited for without harm: samples go on without its figures, and that is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from ....core.gpu_health.facts import SampleLine
+from ....core.wire.messages import Telemetry
+from .reading_thread import Pids, ReadingThread, read_all
+from .record import NodeRecord
+from .values import Values
+
+AGAIN_S = 60.0
+"""From a stall or an overflow to the next one that is worth a message of its own; each time twice as long."""
+
+
+SILENT_S = 10.0
+"""Who has not answered for so long is told of."""
+
+
+class GpuSamples(Protocol):
+    """The part of GpuWatch that gives samples."""
+
+    def ask_samples(self, now: float) -> bool:
+        """Whether NVML was asked."""
+
+    def samples(self) -> list[SampleLine] | None:
+        """Of all GPUs; None if they have not come yet."""
+
+
+class NodeTelemetry:
+    """Of one node. `now` is monotonic time in seconds; `interval_s` 0: reads nothing, and sends nothing."""
+
+    def __init__(
+        self,
+        interval_s: float,
+        folders: dict[str, Path],
+        gpus: GpuSamples,
+        *,
+        read: Callable[[Pids], Values] | None = None,
+        time_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._interval_s = interval_s
+        self._gpus = gpus
+        self._time_ns = time_ns
+        self._thread = ReadingThread(read if read is not None else lambda pids: read_all(folders, pids))
+        self._record = NodeRecord()
+        self._next = 0.0
+        self._asked_ns = 0
+        """When the sample was begun that is not complete; 0: there is none."""
+        self._values: Values = {}
+        """What has come of it."""
+        self._waits: dict[str, float] = {}
+        """Who was asked, and when. One that has not answered is not asked again."""
+        self._troubles: dict[str, str] = {}
+        self._again_s = AGAIN_S
+        self._told_at: float | None = None
+
+    def turn(self, pids: Callable[[], Pids], now: float) -> None:
+        """Take what has come, and ask anew if it is time. `pids` gives (rank, pid) of the ranks that run."""
+        if self._interval_s == 0:
+            return
+        self._take(now)
+        if self._asked_ns and (not self._waits or now >= self._next):
+            self._close_sample()
+        if now >= self._next:
+            self._next = now + self._interval_s
+            self._ask(pids(), now)
+
+    def _ask(self, pids: Pids, now: float) -> None:
+        self._asked_ns = self._time_ns()
+        for name, since in self._waits.items():
+            if now - since >= SILENT_S:
+                self._troubles[name] = f"{_WHO[name]} did not answer for {now - since:.0f} s"
+        if "host" not in self._waits:
+            self._thread.ask(pids)
+            self._waits["host"] = now
+        if "gpus" not in self._waits and self._gpus.ask_samples(now):
+            self._waits["gpus"] = now
+
+    def _take(self, now: float) -> None:
+        values = self._thread.answer()
+        if values is not None:
+            self._values.update(values)
+            del self._waits["host"]
+        lines = self._gpus.samples()
+        if lines is not None and "gpus" in self._waits:
+            del self._waits["gpus"]
+            for line in lines:
+                self._values.update({(line.device, what): value for what, value in line.values.items()})
+                if line.trouble:
+                    self._troubles[line.device] = f"NVML has no figures of {line.device}: {line.trouble}"
+
+    def _close_sample(self) -> None:
+        if self._asked_ns and self._values:
+            self._record.add(self._asked_ns, self._values)
+        self._asked_ns, self._values = 0, {}
+
+    def told(self, reason: str, now: float) -> Telemetry | None:
+        """What to send because of a stall or an anomaly; None if the last one was not long ago, or nothing is known."""
+        if self._told_at is not None and now - self._told_at < self._again_s:
+            return None
+        message = self._message(reason)
+        if message is not None:
+            self._again_s *= 1 if self._told_at is None else 2
+            self._told_at = now
+        return message
+
+    def ended(self) -> Telemetry | None:
+        """What to send when the run has ended; None if nothing is known."""
+        return self._message("end")
+
+    def _message(self, reason: str) -> Telemetry | None:
+        self._close_sample()
+        return self._record.message(reason, self._time_ns(), self._interval_s, list(self._troubles.values()))
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        self._thread.close()
+
+
+_WHO = {"host": "the host's own files, or a file system,", "gpus": "NVML"}

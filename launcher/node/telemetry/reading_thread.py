@@ -1,0 +1,60 @@
+"""The thread that reads the host's figures: a file system that does not answer stops it, and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+
+from .cgroup import read_cgroup
+from .host import read_disks, read_host
+from .infiniband import read_infiniband
+from .processes import read_ranks
+from .values import Values
+
+_END_S = 1.0
+Pids = Sequence[tuple[int, int]]
+"""(rank, pid)"""
+
+
+def read_all(folders: dict[str, Path], pids: Pids) -> Values:
+    """Everything that is read of a host without its GPUs: disks last, which may never answer."""
+    return {**read_host(), **read_cgroup(), **read_ranks(pids), **read_infiniband(), **read_disks(folders)}
+
+
+class ReadingThread:
+    """Reads when it is asked. It is started with the first question."""
+
+    def __init__(self, read: Callable[[Pids], Values]) -> None:
+        self._read = read
+        self._questions: SimpleQueue[Pids | None] = SimpleQueue()
+        self._answers: deque[Values] = deque()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, pids: Pids) -> None:
+        """Read once; `answer` has it later."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="gpuwatch-telemetry", daemon=True)
+            self._thread.start()
+        self._questions.put(pids)
+
+    def answer(self) -> Values | None:
+        """What was read since the last call; None if that has not come yet."""
+        return self._answers.popleft() if self._answers else None
+
+    def close(self) -> None:
+        """End it, if it answers: a thread that is stuck ends with the process."""
+        if self._thread is not None:
+            self._questions.put(None)
+            self._thread.join(_END_S)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (pids := self._questions.get()) is not None:
+            values: Values = {}
+            with suppress(Exception):  # it decides nothing
+                values = self._read(pids)
+            self._answers.append(values)
