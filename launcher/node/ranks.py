@@ -285,7 +285,7 @@ class RankWatch:
         """Its modules that are closest to their limit; [] where that is not known."""
         found: list[HotModule] = []
         with self._fails_alone("hottest modules"):
-            found = self._history.hottest(self.rank, MOST_HOT)
+            found += self._history.hottest(self.rank, MOST_HOT)
         return found
 
     def where(self, state: RankState) -> Where:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
+import pytest
 from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.top.link import Link
 from gpuwatch.core.wire.messages import Beat, unpack_hot
@@ -18,6 +19,7 @@ def told(node) -> list:
     return [hot for beat in beats for hot in unpack_hot(beat.hot)]
 
 
+@pytest.mark.slow
 def test_the_modules_closest_to_their_limits_are_told_while_somebody_looks_and_not_after(make_node):
     node = make_node()
     node.is_shown = True
