@@ -1,7 +1,7 @@
 """What a node agent costs: memory and share of a core, while the recorders of its ranks are written.
 
     python benchmarks/agent.py [--ranks 8] [--seconds 60] [--batch-ms 10] [--frames 20]
-                               [--trace-batches 1000000] [--telemetry 5]
+                               [--trace-batches 1000000] [--telemetry 5] [--viewer]
 
 The agent and the collector are those of a launch, in processes of their own. The recorders are written by the
 product's own writer in this process: each rank a batch every so many milliseconds. Linux.
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import psutil
+from gpuwatch.collector.top.link import Link
 from gpuwatch.core.recorder.layout import NOTHING, Field, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import ModuleDef, RootDef, ScriptExit, SlotDef, Where
@@ -61,6 +62,7 @@ def start(folder: Path, ranks: int, traced: list[int], telemetry_s: float) -> tu
             viewer_public_key=keys.viewer.public.decode(),
             runs_dir=str(folder / "runs"),
             rdzv_id="benchmark",
+            viewer_private_key=keys.viewer.private.decode(),
         ),
         print,
         lambda line: None,
@@ -98,6 +100,7 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=20)
     parser.add_argument("--trace-batches", type=int, nargs="*", default=[], help="as gpuwatch launch has it")
     parser.add_argument("--telemetry", type=float, default=5.0, help="as gpuwatch launch has it; 0: never")
+    parser.add_argument("--viewer", action="store_true", help="somebody looks on, as with gpuwatch top")
     args = parser.parse_args()
     base = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(prefix="gpuwatch-benchmark-", dir=base) as name:
@@ -105,7 +108,15 @@ def main() -> None:
         collector, agent = start(folder, args.ranks, args.trace_batches, args.telemetry)
         writers = [make_rank(folder, rank, args.ranks, args.frames) for rank in range(args.ranks)]
         agent.tell(WorkersStarted(0, dict.fromkeys(range(args.ranks), 1), {rank: rank for rank in range(args.ranks)}))
+        assert isinstance(collector.answer, Bound)
+        viewer = Link(Path(collector.answer.run_dir)) if args.viewer else None
+        if viewer is not None:
+            viewer.newest(0)
         write(writers, args, psutil.Process(agent.pid))
+        if viewer is not None:
+            view = viewer.newest(5)
+            assert view is not None and view.hot
+            viewer.close()
         for rank, writer in enumerate(writers):
             writer.append(ScriptExit(Where(rank, 0), 0))
             writer.fields[Field.PHASE] = RankPhase.FINISHED

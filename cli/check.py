@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-import click
-
-from .completion import ParsedByArgparse, complete_files
+from .completion import handed_over
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -15,14 +13,7 @@ def _parser() -> argparse.ArgumentParser:
     return get_check_parser()
 
 
-@click.command(
-    name="check",
-    cls=ParsedByArgparse,
-    parser=_parser,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    add_help_option=False,
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
+@handed_over("check", _parser)
 def command(arguments: tuple[str, ...]) -> int:
     """Test the ranks, GPUs, nodes and links of a job before it is run."""
     if "--slurm" in arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -9,6 +10,16 @@ import click
 
 from ..core.errors import UsageError
 from ..core.wire.keys import read_secret
+
+
+def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
+    """As gpuwatch launch has it."""
+    from ..launcher.arguments.parsers import metrics_address
+
+    try:
+        return metrics_address(text) if text is not None else None
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--metrics-port: {error}") from error
 
 
 @click.command(name="collect")
@@ -20,7 +31,23 @@ from ..core.wire.keys import read_secret
 )
 @click.option("--runs-dir", default="gpuwatch-runs", show_default=True, help="Folder for the runs' folders.")
 @click.option("--max-frames", type=click.IntRange(min=1), default=21, show_default=True, help="Frames shown of a rank.")
-def command(bind: str, nodes: int, rdzv_id: str, secret_file: str | None, runs_dir: str, max_frames: int) -> int:
+@click.option(
+    "--metrics-port",
+    default=None,
+    metavar="[HOST:]PORT",
+    callback=_metrics_address,
+    help="Serve metrics for a Prometheus at this port, of 127.0.0.1 unless HOST is another address of this host "
+    "(0.0.0.0: all). It needs the extra `metrics`.",
+)
+def command(
+    bind: str,
+    nodes: int,
+    rdzv_id: str,
+    secret_file: str | None,
+    runs_dir: str,
+    max_frames: int,
+    metrics_port: str | None,
+) -> int:
     """Wait for the node agents of one job, write its report, and exit with its exit code.
 
     The launches of the job are given --collector tcp://THIS_HOST:PORT and the same secret. Ctrl-C ends it early, with
@@ -38,4 +65,4 @@ def command(bind: str, nodes: int, rdzv_id: str, secret_file: str | None, runs_d
         )
     if not bind.startswith("tcp://"):
         raise UsageError(f"--bind: expected tcp://ADDRESS:PORT, found {bind!r}")
-    return collect(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, sys.stdout)
+    return collect(bind, nodes, rdzv_id, secret, Path(runs_dir), max_frames, metrics_port, sys.stdout)

@@ -31,6 +31,29 @@ class ParsedByArgparse(click.Command):
         return [CompletionItem(option, help=text) for option, text in known.items() if option.startswith(incomplete)]
 
 
+def handed_over(
+    name: str, parser: Callable[[], argparse.ArgumentParser]
+) -> Callable[[Callable[[tuple[str, ...]], int]], click.Command]:
+    """A command whose options are those of `parser`: click hands all that follows its name over untouched.
+
+    `parser` is called when a user presses Tab, and only then.
+    """
+
+    def decorate(function: Callable[[tuple[str, ...]], int]) -> click.Command:
+        made = click.command(
+            name=name,
+            cls=ParsedByArgparse,
+            parser=parser,
+            context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+            add_help_option=False,
+        )
+        return made(
+            click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)(function)
+        )
+
+    return decorate
+
+
 def complete_files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The shell's own names of files: a script."""
     return [CompletionItem(incomplete, type="file")]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-import click
-
-from .completion import ParsedByArgparse, complete_files
+from .completion import handed_over
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -15,14 +13,7 @@ def _parser() -> argparse.ArgumentParser:
     return get_run_parser()
 
 
-@click.command(
-    name="run",
-    cls=ParsedByArgparse,
-    parser=_parser,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    add_help_option=False,
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
+@handed_over("run", _parser)
 def command(arguments: tuple[str, ...]) -> int:
     """Run a command as it stands and watch what becomes a rank below it."""
     from ..launcher.run.run import run

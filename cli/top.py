@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ..collector.top.link import Link
 
 _PATIENCE_S = 15.0
+_MORE, _MORE_S = 3, 1.5
+"""Pictures after the first, and how long each is waited for: they tell how fast the job goes, and what is close to its
+limit."""
 
 
 @click.command(name="top")
@@ -47,13 +50,17 @@ def command(run: str | None, runs_dir: str, once: bool) -> int:
 def _print_once(link: Link, run: str) -> int:
     from ..collector.top.model import Model, plain
 
+    view = link.newest(_PATIENCE_S)
+    if view is None:
+        raise GpuwatchError(f"the collector of {run} shows nothing for {_PATIENCE_S:.0f} s; is its host in reach?")
     model = Model()
-    for timeout_s in (_PATIENCE_S, 3.0):  # the second one tells how fast it goes
-        view = link.newest(timeout_s)
+    model.see(view)
+    for _ in range(_MORE):
+        view = link.newest(_MORE_S)
         if view is not None:
             model.see(view)
-        elif timeout_s == _PATIENCE_S:
-            raise GpuwatchError(f"the collector of {run} shows nothing for {_PATIENCE_S:.0f} s; is its host in reach?")
+            if view.hot:  # the agents tell of them when they have heard that somebody looks
+                break
     size = shutil.get_terminal_size((110, 24))
     click.echo(plain(model.screen(size.columns), 64))
     return 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import zmq
 
-from ..core.errors import GpuwatchError
+from ..core.errors import GpuwatchError, UsageError
 from ..core.exits import ExitCode
 from ..core.wire.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
 from .finish import fold_store, open_store
@@ -35,6 +35,14 @@ def main() -> int:
         write_line(sys.stdout.buffer, CannotBind(error.errno == zmq.EADDRINUSE, str(error)))
         return int(ExitCode.USAGE)
     try:
+        server.serve_metrics(config.metrics)
+    except UsageError as error:
+        if not config.resume:
+            write_line(sys.stdout.buffer, CannotBind(False, str(error), is_told=True))
+            server.close()
+            return int(ExitCode.USAGE)
+        _tell(f"the run goes on without metrics: {error}")
+    try:
         paths = RunPaths(Path(config.resume)) if config.resume else new_run(Path(config.runs_dir), config.run_name)
         fallback = Path(config.fallback) if config.fallback else None
         store = open_store(paths, config.max_frames, fallback, _tell)
@@ -42,7 +50,8 @@ def main() -> int:
         write_line(sys.stdout.buffer, CannotBind(False, f"no folder for the run: {error}"))
         server.close()
         return int(ExitCode.USAGE)
-    write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder)))
+    url = server.metrics.url if server.metrics is not None else ""
+    write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder), url))
     with suppress(OSError):
         sys.stderr = (paths.logs / "collector.log").open("a", buffering=1)
     serve(server, paths, store, config)

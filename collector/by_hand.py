@@ -20,8 +20,13 @@ from .report.text import render_text
 from .server import Server
 
 
-def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, max_frames: int, out: TextIO) -> int:
-    """Serve one job. Returns its exit code; raises UsageError when the address or the folder cannot be had."""
+def collect(
+    bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, max_frames: int, metrics: str | None, out: TextIO
+) -> int:
+    """Serve one job. Returns its exit code; raises UsageError when an address or the folder cannot be had.
+
+    `metrics` is `HOST:PORT` where a Prometheus scrapes.
+    """
     keys = derive_keys(secret, rdzv_id)
     try:
         server = Server(
@@ -35,6 +40,11 @@ def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, ma
     except zmq.ZMQError as error:
         raise UsageError(f"--bind: expected an address that is free, found {bind}: {error}") from error
     try:
+        server.serve_metrics(metrics or "")
+    except UsageError:
+        server.close()
+        raise
+    try:
         paths = new_run(runs_dir.absolute())
         store = open_store(paths, max_frames)
     except (OSError, GpuwatchError) as error:
@@ -43,6 +53,8 @@ def collect(bind: str, nodes: int, rdzv_id: str, secret: str, runs_dir: Path, ma
     print(
         f"gpuwatch: listening at {server.address} for {nodes} node(s); the report will be in {paths.folder}", file=out
     )
+    if server.metrics is not None:
+        print(f"gpuwatch: metrics for a Prometheus are at {server.metrics.url}", file=out)
     out.flush()
     read_end, write_end = os.pipe()
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import zmq
 from msgspec import structs
@@ -40,6 +41,7 @@ from .facts.fold import Fold
 from .finish import build, stamp, stored_fact, write_page, write_where_there_is_room
 from .live.live import Live
 from .log import log
+from .metrics.own_numbers import OwnNumbers
 from .paths import RunPaths
 from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
 from .report.model import Report
@@ -49,6 +51,9 @@ from .report.timeline import utc
 from .store import RunStore
 from .view.publisher import Publisher, publisher
 from .view.snapshot import view_of
+
+if TYPE_CHECKING:
+    from .metrics.metrics import Metrics  # without --metrics-port, none of it is imported
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
@@ -79,6 +84,9 @@ class Server:
         viewer_private_key: str = "",
     ) -> None:
         """With the viewer's private key, the job can be looked at: it is written into the run's folder."""
+        self.metrics: Metrics | None = None
+        """What is scraped; it is closed with the server."""
+        self._looked_at = False
         self._context = zmq.Context()
         self._view: Publisher | None = None
         self._doorkeeper = Doorkeeper(agent_public_key, viewer_public_key)
@@ -115,6 +123,14 @@ class Server:
         self._credit = -1
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
+
+    def serve_metrics(self, address: str) -> None:
+        """At `HOST:PORT`, from now on; "" is nowhere. Raises UsageError where it cannot."""
+        if address:
+            from .metrics.metrics import Metrics
+
+            self.metrics = Metrics(address)
+            self._looked_at = True
 
     def run(
         self,
@@ -153,8 +169,7 @@ class Server:
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
             self._live.tick()
-            if self._view is not None:
-                self._view.show(lambda: self._picture(paths.run_id), now)
+            self._show(paths.run_id, store, run_protocol, now)
             self._write(store, run_protocol)
             self._count_failed_handshakes()
             for line in self._lines.due():
@@ -221,8 +236,35 @@ class Server:
                 self._tell(Notice(action.text))
         return any(isinstance(action, Finish) for action in actions)
 
+    def _show(self, run: str, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
+        """To viewers, and to who scrapes. The agents are told when the first has come or the last has left."""
+        if self._view is not None:
+            self._view.show(lambda: self._picture(run), now)
+        if self.metrics is not None:
+            self.metrics.show(lambda: (self._picture(run), self._own_numbers(store, run_protocol)), now)
+        looked_at = self.metrics is not None or (self._view is not None and self._view.has_viewers)
+        if looked_at != self._looked_at:
+            self._looked_at = looked_at
+            self._act(run_protocol.tell_again())
+
     def _picture(self, run: str) -> View:
-        return view_of(self._folded.as_it_stands(), run, time.time_ns(), self._live.verdict_so_far)
+        verdict = self._live.verdict_so_far
+        kind = "overflow" if verdict else ""
+        return view_of(self._folded.as_it_stands(), run, time.time_ns(), verdict, kind, self._live.slow)
+
+    def _own_numbers(self, store: RunStore, run_protocol: RunProtocol) -> OwnNumbers:
+        faults = self.metrics.faults if self.metrics is not None else 0
+        return OwnNumbers(*store.waiting, store.dropped, self._turned_away(run_protocol), faults)
+
+    def _turned_away(self, run_protocol: RunProtocol) -> dict[str, int]:
+        return {
+            "refused": self._doorkeeper.refused + run_protocol.strangers,
+            "failed_handshakes": self._doorkeeper.failed_handshakes,
+            "from_viewers": self._doorkeeper.from_viewers,
+            "replayed": run_protocol.replays,
+            "malformed": self.malformed,
+            "disbelieved": run_protocol.disbelieved,
+        }
 
     def _say(self, sentence: str) -> None:
         """To the user and to the log."""
@@ -231,7 +273,7 @@ class Server:
 
     def _send(self, agent: str, message: CollectorMessage) -> None:
         if isinstance(message, Ack):
-            message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit)
+            message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit, looks=self._looked_at)
         try:
             self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -246,14 +288,9 @@ class Server:
         """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
-        counters = {
-            "refused": self._doorkeeper.refused + run_protocol.strangers,
-            "failed_handshakes": self._doorkeeper.failed_handshakes,
-            "from_viewers": self._doorkeeper.from_viewers,
-            "replayed": run_protocol.replays,
-            "malformed": self.malformed,
-            "disbelieved": run_protocol.disbelieved,
-        }
+        counters = self._turned_away(run_protocol)
+        if self.metrics is not None:
+            counters["metrics_faults"] = self.metrics.faults
         store.set("counters", to_json(counters).decode())
         if store.commit():
             self._act(run_protocol.committed(run_protocol.received))
@@ -268,6 +305,8 @@ class Server:
             self._tell(line)
         error = made.exception()
         final = made.result()[1] if error is None else _no_report(paths, error)
+        if self.metrics is not None:
+            self.metrics.conclude(final.kind)
         self._bid_farewell(store, run_protocol, final)
         if error is not None:
             raise ReportFailed(str(error)) from error
@@ -302,6 +341,8 @@ class Server:
 
     def close(self) -> None:
         """Let the last messages out, then close everything."""
+        if self.metrics is not None:
+            self.metrics.close()
         if self._view is not None:
             self._view.close()
         if hasattr(self, "_monitor"):

@@ -209,6 +209,12 @@ class RunStore:
         self._new.beats[agent] = (agent, time.time_ns(), data)
 
     @property
+    def waiting(self) -> tuple[int, int]:
+        """Messages that are not on the disk yet, and their bytes."""
+        both = self._in_hand, self._new
+        return sum(len(batch.messages) for batch in both), sum(batch.num_bytes for batch in both)
+
+    @property
     def has_new(self) -> bool:
         """Whether something waits to be handed over."""
         return bool(self._new)

@@ -105,13 +105,18 @@ class Helpers:
             on_hang=self._args.on_hang,
             fallback=str(scratch / RESCUED),
             viewer_private_key=self._keys.viewer.private.decode(),
+            metrics=self._args.metrics_port or "",
         )
         self._collector = HeadCollector(config, say, show)
         answer = self._collector.answer
         if isinstance(answer, Bound):
             self.run_dir = Path(answer.run_dir)
             say(f"the report will be in {_relative(answer.run_dir)}")
+            if answer.metrics:
+                say(f"metrics for a Prometheus are at {answer.metrics}")
             return plan.connect or answer.address
+        if answer is not None and answer.is_told:
+            raise UsageError(answer.reason)
         if answer is None:
             say("the collector did not start; training on, and this node's own records will be kept")
         elif not answer.in_use:

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATES = ("report.html.jinja", "macros.html.jinja", "report.css", "report.js")
 DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
+DATA += ["gpuwatch/collector/metrics/dashboard.json"]
 DATA += [f"gpuwatch/collector/report/html/templates/{name}" for name in TEMPLATES]
 pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
 NOT_SHIPPED = {"tests", "docs", "examples", "benchmarks", "build", "dist"}

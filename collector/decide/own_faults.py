@@ -7,9 +7,23 @@ from collections.abc import Iterable
 from ...core.records import Fault
 from ..facts.facts import RankFacts
 
-_HARMLESS = frozenset(("preflight", "hooks", "device note", "native frame writer", "stacks", "collectives"))
+_HARMLESS = frozenset(
+    (
+        "preflight",
+        "hooks",
+        "device note",
+        "native frame writer",
+        "stacks",
+        "collectives",
+        "step times",
+        "history",
+        "forecasts",
+        "hottest modules",
+    )
+)
 """Parts whose faults cost no frame. `hooks`, `device note` and `native frame writer` are notes about how frames are
-read and written. Without `stacks` or `collectives` a hang is told with less."""
+read and written. Without `stacks` or `collectives` a hang is told with less. The last four are the node agent's: they
+look back at frames that it has."""
 
 
 def that_cost_frames(faults: Iterable[Fault]) -> list[Fault]:

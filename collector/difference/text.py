@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import Row, format_number, module_text
+from ...core.text.console import TextConsole
 from ...core.text.shown import shown_name
 from .difference import Difference, RowDifference
 from .sides import Side
@@ -32,10 +30,7 @@ def render_difference(
     every_row: bool = False,
 ) -> str:
     """The whole text, `width` characters wide. `factor`: what counts as a large difference between two abs max."""
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False
-    )
+    console = TextConsole(width, color=color)
     for name, side in zip("AB", sides, strict=True):
         console.print(Text(f"{name}  {_side_text(side)}"))
     console.print(Text(""))
@@ -43,7 +38,7 @@ def render_difference(
     if first is None:
         alike = f"SAME  All {found.compared} tensors are the same by abs max, abs min and zeros."
         console.print(Text(alike, "bold green"))
-        return out.getvalue().rstrip()
+        return console.text()
     console.print(Text(f"DIFFERENT  The first difference is {_sentence(first)}.", "bold yellow"))
     console.print(Text(f"  {_before(found)}"))
     if large is None:
@@ -55,7 +50,7 @@ def render_difference(
     console.print(_table(rows))
     if len(rows) < len(found.rows):
         console.print(Text(f"and {len(found.rows) - len(rows)} more: --all"))
-    return out.getvalue().rstrip()
+    return console.text()
 
 
 def _side_text(side: Side) -> str:

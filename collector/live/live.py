@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ...core.wire.messages import AgentBody
+from ...core.wire.view import SlowRank
 from ..facts.fold import Fold
 from .forecast import LiveForecast
 from .stragglers import LiveStragglers
@@ -29,7 +30,8 @@ class Live:
     def __init__(self, folded: Fold, say: Callable[[str], object], log: Callable[[str], object]) -> None:
         self._log = log
         self._verdict = LiveVerdict(folded, log)
-        self._parts: list[_Part] = [self._verdict, LiveForecast(folded, say), LiveStragglers(folded, say)]
+        self._stragglers = LiveStragglers(folded, say)
+        self._parts: list[_Part] = [self._verdict, LiveForecast(folded, say), self._stragglers]
         self._errors: set[str] = set()
 
     @property
@@ -37,19 +39,23 @@ class Live:
         """ "" where there is none."""
         return self._verdict.said
 
+    @property
+    def slow(self) -> SlowRank | None:
+        """The rank that the others wait for in their steps."""
+        return self._stragglers.slow
+
     def hear(self, body: AgentBody) -> None:
         """What was added to the fold."""
-        for part in self._parts:
-            try:
-                part.hear(body)
-            except Exception as error:
-                self._failed(part, error)
+        self._each(lambda part: part.hear(body))
 
     def tick(self) -> None:
         """After what has come at once."""
+        self._each(lambda part: part.tick())
+
+    def _each(self, do: Callable[[_Part], None]) -> None:
         for part in self._parts:
             try:
-                part.tick()
+                do(part)
             except Exception as error:
                 self._failed(part, error)
 

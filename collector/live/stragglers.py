@@ -17,6 +17,7 @@ import numpy
 
 from ...core.recorder.step_table import PARTS
 from ...core.wire.messages import AgentBody, Beat, RankState
+from ...core.wire.view import SlowRank
 from ..decide.step_report import PART_TEXT
 from ..decide.stragglers import LEAST_STEPS, LOUD, WARM_UP, SlowNow, find_slow_now
 from ..facts.fold import Fold
@@ -48,6 +49,8 @@ class LiveStragglers:
         self._seen: _Told | None = None
         """What the last comparison has shown, and what was told last."""
         self._told: _Told | None = None
+        self.slow: SlowRank | None = None
+        """Who it is now, where the last two comparisons agree."""
 
     def hear(self, body: AgentBody) -> None:
         """A beat has where its ranks are."""
@@ -56,7 +59,7 @@ class LiveStragglers:
         for state in body.ranks:
             if state.attempt > self._attempt:
                 self._attempt = state.attempt
-                self._newest, self._before, self._seen, self._told = {}, {}, None, None
+                self._newest, self._before, self._seen, self._told, self.slow = {}, {}, None, None, None
             if state.attempt == self._attempt:
                 self._take(state)
 
@@ -85,6 +88,7 @@ class LiveStragglers:
         slow = find_slow_now(means)
         seen = _Told(ranks[slow.place], slow.cost >= LOUD) if slow is not None else None
         if _rank_of(seen) == _rank_of(self._seen):
+            self.slow = SlowRank(seen.rank, self._host(seen.rank), slow.cost) if seen and slow else None
             self._tell(seen, slow)
         self._seen = seen
 
@@ -110,12 +114,15 @@ class LiveStragglers:
             assert before is not None
             self._say(f"Rank {before.rank} is no longer the one that the others wait for.")
             return
-        facts = self._folded.facts()
-        host = next((facts.host(rank) for rank in facts.of_attempt(self._attempt) if rank.rank == seen.rank), "")
+        host = self._host(seen.rank)
         where = f" on {host}" if host else ""
         part = f" Most of the difference is {PART_TEXT[slow.part]}." if slow.part else ""
         who = f"{'WARNING: ' if seen.loud else ''}Rank {seen.rank}{where}"
         self._say(f"{who} costs the job {slow.cost:.0%} of its time now: the others wait for it.{part}")
+
+    def _host(self, number: int) -> str:
+        facts = self._folded.as_it_stands()
+        return next((facts.host(rank) for rank in facts.of_attempt(self._attempt) if rank.rank == number), "")
 
 
 def _is_timed(state: RankState) -> bool:

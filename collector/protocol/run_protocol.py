@@ -194,6 +194,10 @@ class RunProtocol:
                 found.append(Send(agent, Ack(node.stored)))
         return found
 
+    def tell_again(self) -> list[Send]:
+        """What every agent that speaks has had acknowledged last: what else an acknowledgement says has changed."""
+        return [Send(agent, Ack(node.stored)) for agent, node in self.nodes.items() if not node.gone]
+
     def restore(self, stored: Iterable[tuple[str, int, AgentBody]], now: float) -> None:
         """Go on where a collector was that had ended: what is in its store has been heard and acknowledged."""
         for agent, n, body in stored:

@@ -82,6 +82,9 @@ def trouble_lines(report: Report) -> Iterator[str]:
     for rank in report.ranks:
         for fault in rank.faults:
             yield f"gpuwatch's own fault on rank {rank.rank}: {fault}"
+    untold = report.collector.get("metrics_faults", 0)
+    if untold:
+        yield f"gpuwatch's own fault in the collector: the metrics could not be told, {untold} times (its log says why)"
     unwritten = report.collector.get("unwritten", 0)
     if unwritten:
         yield f"{unwritten} messages could not be written to the run store (is the disk full?)"

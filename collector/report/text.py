@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...core.text.console import TextConsole
 from .frames_text import frames_text
 from .lines import attempt_lines, cascade_lines, concurrent_lines, earlier_lines, first_text, trouble_lines
 from .model import RankReport, Report
@@ -30,10 +30,7 @@ def render_text(
 
     `warnings`: each row near overflow or in underflow is shown, too.
     """
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width, force_terminal=color, color_system="standard" if color else None, highlight=False
-    )
+    console = TextConsole(width, color=color)
     _head(console, report)
     preflight_first = report.run.check_only or report.verdict.kind == "preflight"
     if preflight_first:
@@ -42,7 +39,7 @@ def render_text(
     if preflight_first:
         print_findings(console, report.preflight, [report.verdict.statement, *report.verdict.evidence])
         _trouble(console, report)
-        return _text_of(out)
+        return console.text()
     _ranks(console, report)
     _stacks(console, report)
     _trouble(console, report)
@@ -54,11 +51,7 @@ def render_text(
         _frames(console, shown)
     for traced in report.ranks if rank is None else [r for r in report.ranks if r.rank == rank]:
         _traces(console, traced)
-    return _text_of(out)
-
-
-def _text_of(out: io.StringIO) -> str:
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip("\n")
+    return console.text()
 
 
 def _head(console: Console, report: Report) -> None:

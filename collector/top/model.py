@@ -16,11 +16,10 @@ from ...core.text.ranks_text import numbers_text
 from ...core.text.shown import shown
 from ...core.values import DTYPE_MAX
 from ...core.wire.view import RankView, View
+from ..view.waited_for import STATES, STILL_S, behind_of, state_of
 
 WINDOW_S = 20.0
 """Batches a second are those of so long."""
-STILL_S = 3.0
-"""So long a rank may rest before anything is said of it."""
 _ENDED = "ended"
 
 
@@ -93,21 +92,7 @@ class Model:
     def _ordered(self, view: View, behind: set[int]) -> list[RankView]:
         if self.by_number:
             return view.ranks
-        return sorted(view.ranks, key=lambda rank: (_badness(rank, behind), rank.rank))
-
-
-def behind_of(ranks: list[RankView]) -> set[int]:
-    """The ranks that the others wait for: all rest, and these are in no collective and have begun the fewest.
-
-    Nobody, while any rank moves, where all have begun as many, or where that is not known.
-    """
-    running = [rank for rank in ranks if not rank.ended]
-    if len(running) < 2 or any(rank.still_s < STILL_S or rank.begun < 0 for rank in running):
-        return set()
-    fewest = min(rank.begun for rank in running)
-    found = {rank.rank for rank in running if rank.begun == fewest and not rank.waits}
-    others = [rank for rank in running if rank.rank not in found]
-    return found if all(rank.waits and rank.begun > fewest for rank in others) and others else set()
+        return sorted(view.ranks, key=lambda rank: (STATES.index(state_of(rank, behind)), rank.rank))
 
 
 def _head(view: View, rates: dict[int, float], behind: set[int]) -> list[Line]:
@@ -127,6 +112,8 @@ def _head(view: View, rates: dict[int, float], behind: set[int]) -> list[Line]:
         lines.append(_waiting(view, behind))
     if view.verdict:
         lines.append(Line(view.verdict, "bad"))
+    if view.slow is not None:
+        lines.append(Line(f"rank {view.slow.rank} costs the job {view.slow.cost:.0%} of its time now", "warn"))
     gpus = [f"{node.host}: {node.gpus}" for node in view.nodes if node.gpus not in ("", "ok")]
     lost = [node.host for node in view.nodes if node.lost]
     xids = [f"{node.host}: XID {', '.join(map(str, node.xids))}" for node in view.nodes if node.xids]
@@ -165,16 +152,6 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool) -> Line:
     )
     bad = rank.overflow or is_behind or (rank.ended and rank.exit not in (0, None))
     return Line(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
-
-
-def _badness(rank: RankView, behind: set[int]) -> int:
-    if rank.overflow:
-        return 0
-    if rank.rank in behind:
-        return 1
-    if rank.ended:
-        return 5 if rank.exit in (0, None) else 2
-    return 3 if rank.still_s >= STILL_S else 4
 
 
 def _hot(view: View) -> list[Line]:

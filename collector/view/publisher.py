@@ -6,7 +6,6 @@ stands in a file of the run's folder, which only its user can read.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -21,10 +20,8 @@ from ...core import host
 from ...core.wire.keys import KeyPair
 from ...core.wire.view import FILE, View, ViewerKeys, encode_view
 from ..log import log
+from .pace import Pace
 
-EVERY_S = 1.0
-_SHARE = 0.02
-"""So much of one processor it may take."""
 _MOST_WORDS = 64
 """Of viewers, in one turn: they come and go. Nothing else that they say is looked at."""
 
@@ -35,7 +32,7 @@ class Publisher:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, server: KeyPair, viewer: KeyPair) -> None:
         self._socket = context.socket(zmq.XPUB)
         self._viewers = 0
-        self._due = 0.0
+        self._pace = Pace()
         self._file: Path | None = None
         try:
             self._socket.linger = 0
@@ -68,9 +65,8 @@ class Publisher:
 
     def show(self, make: Callable[[], View], now: float) -> None:
         """Send a picture, if somebody looks and it is time. `now` is monotonic time in seconds."""
-        if now < self._due:
+        if not self._pace.is_due(now):
             return
-        self._due = now + EVERY_S
         self._hear()
         if not self._viewers:
             return
@@ -79,11 +75,16 @@ class Publisher:
             picture = encode_view(make())
         except Exception as error:  # it costs the view alone
             log(f"what a viewer sees could not be made: {type(error).__name__}: {error}")
-            self._due = math.inf
+            self._pace.stop()
             return
         with suppress(zmq.ZMQError):
             self._socket.send(picture, zmq.NOBLOCK)
-        self._due = now + max(EVERY_S, (time.thread_time() - began) / _SHARE)
+        self._pace.took(time.thread_time() - began, now)
+
+    @property
+    def has_viewers(self) -> bool:
+        """Whether somebody looked, when it last heard."""
+        return self._viewers > 0
 
     def _hear(self) -> None:
         """Count who looks: \\x01 says that the first has come, \\x00 that the last has left."""

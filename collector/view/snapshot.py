@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ...core.records import GpuHealth, Xid
-from ...core.wire.messages import unpack_hot
-from ...core.wire.view import Happened, NodeView, RankView, View
-from ..decide.insights.growth import is_sound, passing_text
+from ...core.wire.messages import closest_modules, unpack_hot
+from ...core.wire.view import Happened, NodeView, Passing, RankView, SlowRank, View
+from ..decide.insights.growth import forecasts_of, is_sound, passing_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.shown_body import shown_body
 
 MOST_HOT = 8
 MOST_EVENTS = 12
+MOST_PASSING = 8
 _MOST_XIDS = 4
 
 
-def view_of(facts: RunFacts, run: str, time_ns: int, verdict: str = "") -> View:
-    """`verdict` is the one so far, "" where there is none."""
+def view_of(
+    facts: RunFacts, run: str, time_ns: int, verdict: str = "", kind: str = "", slow: SlowRank | None = None
+) -> View:
+    """`verdict` is the one so far, "" where there is none, `kind` its kind, `slow` who costs the others time."""
     attempt = facts.last_attempt
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
-    hot = sorted((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), key=lambda hot: hot.left)
+    hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), MOST_HOT)
     return View(
         time_ns,
         run,
@@ -28,9 +33,15 @@ def view_of(facts: RunFacts, run: str, time_ns: int, verdict: str = "") -> View:
         attempt,
         _nodes(facts),
         [_rank(facts, rank) for rank in ranks],
-        [shown_body(each) for each in hot[:MOST_HOT]],
+        [shown_body(each) for each in hot],
         _events(facts, ranks)[-MOST_EVENTS:],
         verdict,
+        kind,
+        slow,
+        _passing(ranks),
+        _events_by_kind(facts),
+        dict(Counter(anomaly.value for rank in facts.ranks.values() for anomaly in rank.anomalies)),
+        _lost(facts),
     )
 
 
@@ -94,3 +105,36 @@ def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[Happened]:
         if node.lost:
             found.append(Happened(1 << 62, f"{host} is silent", True))
     return sorted(found, key=lambda event: event.time_ns)
+
+
+def _passing(ranks: list[RankFacts]) -> list[Passing]:
+    found = [
+        Passing(told.module, told.dtype, told.batch + told.after, told.batch + told.earliest, told.batch + told.latest)
+        for told in forecasts_of(ranks)
+    ]
+    return sorted(found, key=lambda passing: (passing.batch, passing.module))[:MOST_PASSING]
+
+
+def _events_by_kind(facts: RunFacts) -> dict[str, int]:
+    """Of all attempts, so that a restart takes nothing away."""
+    found: Counter[str] = Counter()
+    for rank in facts.ranks.values():
+        found["anomaly"] += len(rank.anomalies)
+        found["exception"] += len(rank.errors)
+        found["forecast"] += len(rank.forecasts)
+        found["scaler_skip"] += rank.skipped_steps
+        found["warned_row"] += rank.warned_rows
+        found["fault"] += len(rank.faults)
+        found["exit"] += rank.exit is not None
+    found["xid"] = sum(isinstance(event, Xid) for node in facts.nodes.values() for event in node.gpu_events)
+    return dict(found)
+
+
+def _lost(facts: RunFacts) -> dict[str, int]:
+    states = [rank.state for rank in facts.ranks.values() if rank.state is not None]
+    return {
+        "frames": sum(state.frames_lost for state in states),
+        "rows": sum(state.rows_lost for state in states),
+        "records": sum(state.records_lost for state in states),
+        "pages": sum(sum(node.pages_dropped.values()) for node in facts.nodes.values()),
+    }

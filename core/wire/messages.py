@@ -8,6 +8,7 @@ dropped, oldest first; how many is in every beat. Beats are not numbered: the ne
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
@@ -213,8 +214,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     clock_round_trip_ns: int | None = None
     """Of the exchange that the offset was measured in. The offset is uncertain by half of this."""
     hot: bytes = b""
-    """Of its ranks' modules those that are closest to their limit (`pack_hot`). It decides nothing, and is read when
-    somebody looks."""
+    """Of its ranks' modules those that are closest to their limit (`pack_hot`), while somebody looks on. It decides
+    nothing."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -230,6 +231,16 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 def pack_hot(hot: list[HotModule]) -> bytes:
     """For a beat; b"" for none."""
     return _encoder.encode(hot) if hot else b""
+
+
+def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
+    """Those with the least left, the closest first. Of a module that several ranks have told of, its closest rank."""
+    chosen: dict[str, HotModule] = {}
+    for hot in sorted(found, key=lambda hot: hot.left):
+        if len(chosen) == most:
+            break
+        chosen.setdefault(hot.module, hot)
+    return list(chosen.values())
 
 
 def unpack_hot(data: bytes) -> list[HotModule]:
@@ -315,6 +326,8 @@ class Ack(msgspec.Struct, frozen=True, tag="ack"):
     """To a beat: everything up to this number had come before it, stored or not. -1: not said."""
     credit: int = -1
     """So many bytes of definitions and pages may be on the way; one message always may. -1: as before."""
+    looks: bool = False
+    """Somebody looks on: beats should say which modules are closest to their limit."""
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):

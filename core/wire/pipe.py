@@ -138,6 +138,8 @@ class CollectorConfig(msgspec.Struct, frozen=True, tag="config"):
     """Another folder for the store, should the runs' folder take no more; "" for none."""
     viewer_private_key: str = ""
     """Goes into the run's folder, for `gpuwatch top`; "" shows the run to nobody."""
+    metrics: str = ""
+    """`HOST:PORT` where a Prometheus scrapes; "": nowhere."""
 
 
 class Bound(msgspec.Struct, frozen=True, tag="bound"):
@@ -145,6 +147,8 @@ class Bound(msgspec.Struct, frozen=True, tag="bound"):
 
     address: str
     run_dir: str
+    metrics: str = ""
+    """URL of its metrics; "": none."""
 
 
 class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
@@ -152,6 +156,8 @@ class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
 
     in_use: bool
     reason: str
+    is_told: bool = False
+    """`reason` is the whole sentence for the user."""
 
 
 class StageLine(msgspec.Struct, frozen=True, tag="stage"):

@@ -60,6 +60,25 @@ class NodeView(msgspec.Struct, frozen=True):
     """Of all its GPUs, the newest last."""
 
 
+class SlowRank(msgspec.Struct, frozen=True):
+    """The rank that the others wait for in their steps, as the last comparisons have shown."""
+
+    rank: int
+    host: str
+    cost: float
+    """Share of the job's time."""
+
+
+class Passing(msgspec.Struct, frozen=True):
+    """A module's output that passes its dtype's limit, if it goes on so: the batches in which it does."""
+
+    module: str
+    dtype: str
+    batch: int
+    earliest: int
+    latest: int
+
+
 class Happened(msgspec.Struct, frozen=True):
     """An event."""
 
@@ -85,6 +104,16 @@ class View(msgspec.Struct, frozen=True):
     """The newest last."""
     verdict: str = ""
     """The verdict so far, where a rank has overflowed."""
+    kind: str = ""
+    """Its kind; "" as long as there is none."""
+    slow: SlowRank | None = None
+    passing: list[Passing] = []
+    """The soonest first, one for each module."""
+    events_by_kind: dict[str, int] = {}
+    """How many there were, of all attempts."""
+    anomalies_by_value: dict[str, int] = {}
+    lost: dict[str, int] = {}
+    """What was lost for want of room: `frames`, `rows`, `records`, `pages`."""
     schema: int = SCHEMA
 
 

@@ -9,7 +9,13 @@ from torch.distributed.run import get_args_parser
 
 from ...core.errors import UsageError
 from ...core.settings import WorkerSettings
-from .shared_options import SentenceParser, add_collector_options, add_option, add_preflight_options
+from .shared_options import (
+    SentenceParser,
+    add_collector_options,
+    add_metrics_option,
+    add_option,
+    add_preflight_options,
+)
 from .watching_options import add_watching_options
 
 LAUNCH_TIMEOUT_S = 300.0
@@ -46,6 +52,7 @@ def get_parser() -> argparse.ArgumentParser:
         help="end the job with exit code 3 (stop, the default), or record it and train",
     )
     add_collector_options(group)
+    add_metrics_option(group)
     parser.set_defaults(check_only=False)
     return parser
 
@@ -84,6 +91,7 @@ def get_check_parser() -> argparse.ArgumentParser:
         hang_timeout=0.0,
         on_hang="report",
         telemetry=0.0,
+        metrics_port=None,
     )
     return parser
 

@@ -137,6 +137,15 @@ def address(text: str) -> str:
     return text
 
 
+def metrics_address(text: str) -> str:
+    """`PORT` or `HOST:PORT`, as `HOST:PORT`."""
+    host, colon, digits = text.rpartition(":")
+    is_host = not colon or (host and ("[" in host) == (":" in host))
+    if not is_host or not is_number(digits) or not 0 < int(digits) < 65536:
+        raise argparse.ArgumentTypeError(f"expected [HOST:]PORT with a port from 1 to 65535, found {text!r}")
+    return f"{host or '127.0.0.1'}:{digits}"
+
+
 def size(text: str) -> int:
     """Bytes, such as `256MiB`."""
     found = parse_size(text)

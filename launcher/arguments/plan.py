@@ -44,6 +44,11 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
     if args.collector is not None:
         if args.collector_port is not None:
             raise UsageError("expected one of --collector and --collector-port, found both; drop --collector-port")
+        if args.metrics_port is not None:
+            raise UsageError(
+                "expected one of --collector and --metrics-port, found both; it is the collector that serves metrics: "
+                "gpuwatch collect --metrics-port [HOST:]PORT"
+            )
         return Plan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
     if not several:
         port = str(args.collector_port) if args.collector_port is not None else "*"

@@ -85,6 +85,19 @@ def add_preflight_options(group: argparse._ArgumentGroup, timeout_s: float) -> N
     )
 
 
+def add_metrics_option(group: argparse._ArgumentGroup) -> None:
+    """Where a Prometheus scrapes."""
+    add_option(
+        group,
+        "--metrics-port",
+        type=parsers.metrics_address,
+        default=None,
+        metavar="[HOST:]PORT",
+        help="on the head node, serve metrics for a Prometheus at this port, of 127.0.0.1 unless HOST is another "
+        "address of that node (0.0.0.0: all); it needs the extra `metrics`",
+    )
+
+
 def add_collector_options(group: argparse._ArgumentGroup) -> None:
     """Where the report is made, and who may take part."""
     add_option(

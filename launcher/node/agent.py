@@ -53,6 +53,7 @@ from ...core.wire.messages import (
     Want,
     Welcome,
     WireError,
+    closest_modules,
     decode_collector,
     encode,
     pack_hot,
@@ -126,6 +127,8 @@ class Agent:
         self._gpus = gpus if gpus is not None else GpuWatch(self._now)
         self._ranks: dict[tuple[int, int], RankWatch] = {}
         self._memory_kills = memory_kills()
+        self._looks = False
+        """Somebody looks on."""
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
@@ -459,6 +462,7 @@ class Agent:
             elif isinstance(message, Ack):
                 self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
                 self._beats.answered(message.echo_ns)
+                self._looks = message.looks
                 if self.outbox.acknowledged(message.n, message.credit, message.received):
                     self._resending.acknowledged(now)
                 if message.resend and self.outbox.is_forgotten(message.n):
@@ -519,12 +523,12 @@ class Agent:
             time.time_ns(),
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
-            self._hottest(),
+            self._hottest() if self._looks else b"",
         )
 
     def _hottest(self) -> bytes:
         found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
-        return pack_hot(sorted(found, key=lambda hot: hot.left)[:MOST_HOT])
+        return pack_hot(closest_modules(found, MOST_HOT))
 
     def _try_send(self, data: bytes) -> bool:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy
@@ -70,6 +69,8 @@ class RankHistory:
         self._forecasts: dict[int, Forecasts] = {}
         """By root."""
         self._told: list[Forecast] = []
+        self.forecast_error: Exception | None = None
+        """The first error of ours in them."""
         self._hottest: list[HotModule] = []
         self._hottest_of: tuple[int, ...] = ()
 
@@ -138,9 +139,11 @@ class RankHistory:
         self._bytes += _size(row)
         if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
             self._thin()
-        with suppress(Exception):  # it decides nothing, and costs the history nothing
+        try:
             told = self._forecasts.setdefault(page.root, Forecasts()).look(self._rows[page.root], self._dtypes)
             self._told += [found for each in told if (found := self._forecast(each, page)) is not None]
+        except Exception as error:  # it decides nothing, and costs the history nothing
+            self.forecast_error = self.forecast_error or error
 
     def _forecast(self, told: Told, page: PageMessage) -> Forecast | None:
         module = self._modules.get(self._module_of.get(self._slots.slots[told.column], -1))

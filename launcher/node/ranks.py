@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ...core.records import (
     Anomaly,
     Definition,
     Fault,
+    Forecast,
     GroupState,
     ScriptError,
     ScriptExit,
@@ -100,6 +102,8 @@ class RankWatch:
         self._steps = RankSteps()
         self._asked = False
         """Whether a batch of it was asked for, by its own anomaly or by the collector."""
+        self._faults: dict[str, Fault | None] = {}
+        """By part: errors of ours that cost no frame; None once told."""
 
     def poll(self, now: float) -> list[AgentBody]:
         """What this rank has recorded since the last call."""
@@ -195,25 +199,46 @@ class RankWatch:
     def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> list[AgentBody]:
         """The history and the times of steps decide nothing: without them, everything else goes on.
 
-        Returns what the history says of the batches to come.
+        Returns what the history says of the batches to come, and what has failed.
         """
-        with suppress(Exception):
+        forecasts: list[Forecast] = []
+        with self._fails_alone("step times"):
             self._steps.look(reader)
-        with suppress(Exception):
+        with self._fails_alone("history"):
             self._history.define(definitions)
             if not self.ended:
                 self._history.look(reader, now)
-                return [EventMessage(forecast) for forecast in self._history.told(self.rank, self.attempt)]
-        return []
+                forecasts = self._history.told(self.rank, self.attempt)
+        if self._history.forecast_error is not None:
+            self._failed("forecasts", self._history.forecast_error)
+        return [*map(EventMessage, forecasts), *self._new_faults()]
+
+    @contextmanager
+    def _fails_alone(self, part: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failed(part, error)
+
+    def _failed(self, part: str, error: Exception) -> None:
+        """An error of ours that costs no frame is told once for each part."""
+        where = Where(self.rank, self.attempt)
+        self._faults.setdefault(part, Fault(where, part, f"{type(error).__name__}: {error}"))
+
+    def _new_faults(self) -> list[EventMessage]:
+        found = [EventMessage(fault) for fault in self._faults.values() if fault is not None]
+        self._faults = dict.fromkeys(self._faults)
+        return found
 
     def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
         """Of a rank that ended well nobody wants to know, unless a batch of it was asked for."""
         if code == 0 and not self._asked:
             return []
-        with suppress(Exception):
+        found: list[AgentBody] = []
+        with self._fails_alone("history"):
             self._history.finish(reader)
-            return [*self._history.messages(self.rank, self.attempt)]
-        return []
+            found += self._history.messages(self.rank, self.attempt)
+        return [*found, *self._new_faults()]
 
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
         """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
@@ -258,9 +283,10 @@ class RankWatch:
 
     def hottest(self) -> list[HotModule]:
         """Its modules that are closest to their limit; [] where that is not known."""
-        with suppress(Exception):  # it decides nothing
-            return self._history.hottest(self.rank, MOST_HOT)
-        return []
+        found: list[HotModule] = []
+        with self._fails_alone("hottest modules"):
+            found += self._history.hottest(self.rank, MOST_HOT)
+        return found
 
     def where(self, state: RankState) -> Where:
         """The place of a state."""

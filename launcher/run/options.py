@@ -6,7 +6,7 @@ import argparse
 
 from ...core.errors import UsageError
 from ...core.settings import WorkerSettings
-from ..arguments.shared_options import SentenceParser, add_collector_options, add_option
+from ..arguments.shared_options import SentenceParser, add_collector_options, add_metrics_option, add_option
 from ..arguments.watching_options import add_watching_options, check_together
 
 
@@ -50,6 +50,7 @@ def get_run_parser() -> argparse.ArgumentParser:
         "need the variables that gpuwatch env prints; --head says by which name they reach this host",
     )
     add_collector_options(group)
+    add_metrics_option(group)
     parser.add_argument("--preflight", default="off", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     defaults = WorkerSettings("")

@@ -1,11 +1,20 @@
-"""`gpuwatch top` beside a job of four ranks that trains, stands, and ends."""
+"""`gpuwatch top` and the metrics beside a job of four ranks that trains, stands, and ends."""
 
 import pathlib
+import shlex
+import shutil
+import socket
+import sys
 import time
+import urllib.request
 
 import pytest
 from gpuwatch.collector.top.link import Link
 from gpuwatch.collector.top.model import Model
+from gpuwatch.core.host import host_name
+from prometheus_client.parser import text_string_to_metric_families
+
+from .tmux import Terminal
 
 pytestmark = pytest.mark.slow
 DEADLINE_S = 300
@@ -26,10 +35,10 @@ def until(job, link, model, seen):
     raise AssertionError(f"it was never seen; the last screen: {screen}; {job.communicate()}")
 
 
-def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path):
+def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path, port):
     job = bench.start(
         *("gpuwatch.cli.main", "launch", "--nproc-per-node", "4", "--preflight", "off", "--run-name", "shown"),
-        *("--hang-timeout", "0", bench.script("looked_at.py"), str(tmp_path)),
+        *("--hang-timeout", "0", "--metrics-port", str(port), bench.script("looked_at.py"), str(tmp_path)),
     )
     folder = bench.cwd / "gpuwatch-runs" / "shown"
     link, model = Link(folder), Model()
@@ -48,7 +57,14 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path):
         assert any(line.text.startswith("rank 2 is waited for: it has stood for") for line in screen.head)
         assert any(line.text.endswith("3 ranks wait") for line in screen.head)
         assert screen.ranks[0].text.split()[0] == "2"
-        _on_a_terminal(folder)
+        seen = scraped(port)
+        assert seen["gpuwatch_ranks", "waited for"] == 1
+        assert seen["gpuwatch_rank_state", host_name(), "2", "waited for"] == 1
+        assert seen["gpuwatch_rank_batches_total", host_name(), "3"] > 1
+        assert any(name == "gpuwatch_module_headroom" for name, *_ in seen)
+        has_tmux = shutil.which("tmux") is not None
+        if has_tmux:
+            _in_a_terminal(bench)
 
         (tmp_path / "go").touch()
         (tmp_path / "stand").unlink()
@@ -62,25 +78,62 @@ def test_it_shows_a_job_of_four_ranks_while_it_runs(bench, tmp_path):
     over = bench.gpuwatch("top", "shown")
     assert over.code == 2
     assert "what it came to: gpuwatch report shown" in over.stderr
+    if not has_tmux:
+        pytest.skip("tmux is not installed here: all but the terminal has passed (.ci/run installs it)")
 
 
-def _on_a_terminal(folder):
-    """The screen itself, where textual is installed."""
+def scraped(port):
+    """Name and values of labels, by the names of the labels -> number"""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, *(sample.labels[label] for label in sorted(sample.labels))): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+def _in_a_terminal(bench):
+    """80 columns by 24 lines: what is seen, keys, another size, and that the terminal is left as it was."""
+    terminal = Terminal(bench.cwd, bench.environment, 80, 24)
+    flags = ("alternate_on", "cursor_flag", "mouse_any_flag", "mouse_sgr_flag", "keypad_flag", "keypad_cursor_flag")
     try:
-        from gpuwatch.collector.top.app import Top
-    except ImportError:
-        return
-    import asyncio
+        terminal.run("stty -a > before")
+        plain = terminal.state(*flags)
+        terminal.run(f"clear; {shlex.quote(sys.executable)} -m gpuwatch.cli.main top shown; echo ended with $?")
+        screen = terminal.until(lambda screen: "is waited for" in "".join(screen) and "Quit" in screen[-1])
+        assert len(screen) == 24 and max(map(len, screen)) <= 80
+        text = "\n".join(screen)
+        assert "4 ranks on 1 node" in text and "powers of two below float16's" in text
+        title = next(n for n, line in enumerate(screen) if line.split()[:3] == ["rank", "host", "phase"])
+        assert [line.split()[0] for line in screen[title + 1 : title + 5]] == ["2", "0", "1", "3"]
+        assert terminal.state("alternate_on") == ["1"], "what was on the screen is kept below it"
 
-    async def run():
-        link = Link(folder)
-        try:
-            app = Top(lambda: link.newest(1.0), lambda: not link.is_shown, "shown")
-            async with app.run_test(size=(80, 24)) as pilot:
-                while "is waited for" not in str(app.query_one("#head").render()):
-                    app.look()
-                    await pilot.pause()
-        finally:
-            link.close()
+        terminal.type("o")
+        terminal.until(
+            lambda screen: [line.split()[:1] for line in screen[title + 1 : title + 5]] == [[n] for n in "0123"]
+        )
+        terminal.resize(60, 20)
+        screen = terminal.until(lambda screen: len(screen) == 20 and "Quit" in screen[-1] and "..." in "".join(screen))
+        assert max(map(len, screen)) <= 60
+        terminal.resize(80, 24)
 
-    asyncio.run(run())
+        terminal.type("q")
+        screen = terminal.until(lambda screen: "ended with" in "".join(screen) and "ready>" in screen[1])
+        assert screen[0] == "ended with 0"
+        assert not any(screen[2:]), "nothing of it is left on the screen"
+        assert terminal.state(*flags) == plain
+        terminal.run("stty -a > after; echo $((6 * 7))")
+        terminal.until(lambda screen: "42" in screen)
+        assert (bench.cwd / "after").read_text() == (bench.cwd / "before").read_text(), "echo, line mode, control keys"
+    finally:
+        terminal.close()
+
+
+def test_a_port_of_the_metrics_that_is_in_use_is_one_sentence(bench):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = bench.launch("looked_at.py", "--preflight", "off", "--metrics-port", address)
+    assert run.code == 2
+    assert f"--metrics-port: expected an address that is free, found {address}: Address already in use" in run.stderr
+    assert not (bench.cwd / "gpuwatch-runs").exists(), "nothing was started"

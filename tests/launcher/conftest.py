@@ -86,6 +86,8 @@ class Node:
     collector: HeadCollector | None = None
     agent: NodeAgent | None = None
     ranks: list[Rank] = dataclasses.field(default_factory=list)
+    is_shown: bool = False
+    """Whether its run may be looked at."""
 
     def start_collector(self, bind: str = "") -> str:
         config = CollectorConfig(
@@ -97,6 +99,7 @@ class Node:
             runs_dir=str(self.runs),
             rdzv_id="job",
             fallback=str(self.scratch / "rescued"),
+            viewer_private_key=self.keys.viewer.private.decode() if self.is_shown else "",
         )
         self.collector = HeadCollector(config, self.said.append, lambda line: None)
         assert isinstance(self.collector.answer, Bound)

@@ -255,8 +255,8 @@ def _of_backward(first: LocalDiagnosis) -> str:
         return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
     if first.value == "nan":
         return (
-            "Look for a derivative that is not finite at 0 (sqrt, norm, log, division), and clamp its input: torch.where "
-            "around it keeps the forward finite, not the backward."
+            "Look for a derivative that is not finite at 0 (sqrt, norm, log, division), and clamp its input: "
+            "torch.where around it keeps the forward finite, not the backward."
         )
     return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ....core.frames import format_number
@@ -11,6 +11,8 @@ from ....core.frames import format_number
 WIDTH, HEIGHT = 640, 330
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 34, 40
 _MOST_TICKS = 7
+_MORE_FOR_GROWTH = 0.25
+"""So much of the axis may be added for a forecast that goes beyond the last batch."""
 
 
 class Series(NamedTuple):
@@ -37,6 +39,33 @@ class Mark(NamedTuple):
     y: float
     style: str
     title: str
+
+
+class Growth(NamedTuple):
+    """A forecast: from one value the series reaches another one, as a straight line on the logarithmic axis."""
+
+    x: float
+    y: float
+    end: float
+    """The upper value,"""
+    at: float
+    """which is reached here,"""
+    earliest: float
+    latest: float
+    """or between these."""
+    label: str
+    text: str
+    """For the legend."""
+
+
+class DrawnGrowth(NamedTuple):
+    """A forecast as SVG paths."""
+
+    line: str
+    band: str
+    start: tuple[float, float]
+    label: str
+    text: str
 
 
 class Line(NamedTuple):
@@ -71,6 +100,7 @@ class Chart(NamedTuple):
     y_ticks: list[Tick]
     guide: Tick | None
     """A vertical line at the place that the verdict is about."""
+    growth: DrawnGrowth | None = None
     width: int = WIDTH
     height: int = HEIGHT
     left: int = LEFT
@@ -87,6 +117,7 @@ def draw(
     x_ticks: Sequence[tuple[float, str]],
     limit: Limit | None,
     guide: tuple[float, str] | None = None,
+    growth: Growth | None = None,
 ) -> Chart | None:
     """The chart; None where no value is above zero and finite."""
     finite = [y for each in series for _, y in each.points if y is not None and 0 < y < math.inf]
@@ -97,6 +128,8 @@ def draw(
     low, high = math.log10(min(finite)), math.log10(max([*finite, *([shown_limit.value] if shown_limit else [])]))
     low, high = (low - 0.15, high + 0.15) if high - low > 0.2 else (low - 0.5, high + 0.5)
     first, last = min(xs), max(xs)
+    if growth is not None:
+        last = max(last, min(growth.at, last + (last - first) * _MORE_FOR_GROWTH))
     wide = last - first or 1
 
     def place_x(x: float) -> float:
@@ -126,6 +159,30 @@ def draw(
         [Tick(place_x(x), text) for x, text in x_ticks],
         [Tick(place_y(10.0**power), f"1e{power:+03d}") for power in powers(low, high)],
         Tick(place_x(guide[0]), guide[1]) if guide is not None else None,
+        _draw_growth(growth, last, place_x, place_y) if growth is not None else None,
+    )
+
+
+def _draw_growth(
+    growth: Growth, last: float, place_x: Callable[[float], float], place_y: Callable[[float], float]
+) -> DrawnGrowth:
+    """The line and the band around it, up to where the axis ends."""
+
+    def towards(at: float) -> tuple[float, float]:
+        share = min(1.0, (last - growth.x) / max(at - growth.x, 1e-9))
+        y = math.exp(math.log(growth.y) + share * (math.log(growth.end) - math.log(growth.y)))
+        return place_x(min(at, last)), place_y(y)
+
+    start = place_x(growth.x), place_y(growth.y)
+    edge = [start, towards(growth.earliest), (place_x(min(growth.latest, last)), towards(growth.earliest)[1])]
+    if growth.latest > last and growth.earliest > last:
+        edge.pop()
+    return DrawnGrowth(
+        _path([start, towards(growth.at)]),
+        _path([*edge, towards(growth.latest)]) + "Z",
+        start,
+        growth.label,
+        growth.text,
     )
 
 

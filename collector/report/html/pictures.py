@@ -6,10 +6,11 @@ import math
 from typing import NamedTuple
 
 from ....core.values import DTYPE_MAX
+from ..history import ModuleHistory
 from ..model import RankReport, Report
 from ..preflight_text import fold_rows, hosts_text, slowest
 from ..side_by_side import Cell, rank_to_show, side_by_side
-from .chart import Chart, Limit, Series, draw, even_ticks
+from .chart import Chart, Growth, Limit, Series, draw, even_ticks
 from .rank_grid import RankGrid, rank_grid
 
 _MOST_LINES = 32
@@ -82,6 +83,29 @@ def over_the_batches(report: Report) -> Chart | None:
         even_ticks(first, last),
         limit,
         (report.verdict.batch, ""),
+        _growth(report, history, first, last),
+    )
+
+
+def _growth(report: Report, history: ModuleHistory, first: int, last: int) -> Growth | None:
+    """The forecast of the verdict's module, if one was told before it overflowed."""
+    told = next((each for each in report.forecasts if each.module == history.module), None)
+    batch = report.verdict.batch
+    if told is None or batch is None or told.dtype != history.dtype or not first <= told.batch < min(batch, last):
+        return None
+    ahead = batch - told.batch
+    where = "before" if ahead < told.earliest else "after" if ahead > told.latest else "in"
+    middle, earliest, latest = (told.batch + ahead for ahead in (told.after, told.earliest, told.latest))
+    return Growth(
+        told.batch,
+        told.abs_max,
+        told.limit,
+        middle,
+        earliest,
+        latest,
+        f"told in batch {told.batch}",
+        f"forecast, told in batch {told.batch} of rank {told.rank}: to pass the limit in batch {middle} ({earliest} to "
+        f"{latest}); it did in batch {batch}, {where} that range",
     )
 
 

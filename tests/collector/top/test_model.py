@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.top.model import Model, behind_of, plain
+from gpuwatch.collector.top.model import Model, plain
+from gpuwatch.collector.view.waited_for import behind_of
 from gpuwatch.core.wire.view import NodeView
 
 

@@ -10,7 +10,8 @@ import zmq
 from gpuwatch.collector.doorkeeper import Doorkeeper
 from gpuwatch.collector.facts.fold import Fold
 from gpuwatch.collector.top.link import Link
-from gpuwatch.collector.view.publisher import EVERY_S, Publisher
+from gpuwatch.collector.view.pace import EVERY_S
+from gpuwatch.collector.view.publisher import Publisher
 from gpuwatch.collector.view.snapshot import view_of
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.records import Xid

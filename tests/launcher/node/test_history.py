@@ -6,14 +6,15 @@ import itertools
 import struct
 
 import pytest
+from gpuwatch.collector.decide.own_faults import that_cost_frames
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import ModuleDef, RootDef, SlotDef
+from gpuwatch.core.records import Fault, ModuleDef, RootDef, SlotDef
 from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
 from gpuwatch.core.wire.history import unpack
-from gpuwatch.core.wire.messages import History, PageMessage, Segment, Want
+from gpuwatch.core.wire.messages import EventMessage, History, PageMessage, Segment, Want
 from gpuwatch.launcher.node import history
 from gpuwatch.launcher.node.history import EVERY_BATCH, RankHistory
 from gpuwatch.launcher.node.outbox import Outbox
@@ -182,3 +183,49 @@ def test_it_displaces_no_page():
     outbox.put(page)
     assert outbox.pages_dropped == {}
     assert sum(b"history" in data for _, data in outbox.due()) == 0
+
+
+def fail(*given, **more):
+    raise RuntimeError("no such thing")
+
+
+def poll_until_told(watch, writer, batches: int) -> list[Fault]:
+    """Faults of all polls while so many batches are written."""
+    found = []
+    for number in range(batches):
+        batch(writer, number, float32(number + 1.0))
+        watch.hottest()
+        found += [body.event for body in watch.poll(float(number)) if isinstance(body, EventMessage)]
+    return [event for event in found if isinstance(event, Fault)]
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        ("forecasts", "gpuwatch.launcher.node.forecast.forecasts.Forecasts.look"),
+        ("hottest modules", "gpuwatch.launcher.node.history.closest"),
+        ("history", "gpuwatch.launcher.node.history.RankHistory.look"),
+        ("step times", "gpuwatch.launcher.node.step_times.RankSteps.look"),
+    ],
+)
+def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, monkeypatch, part, place):
+    for entry in NAMES:
+        writer.append(entry, name=True)
+    monkeypatch.setattr(watch._history, "_share", 1e9)  # it looks at every batch
+    monkeypatch.setattr(place, fail)
+    (fault,) = poll_until_told(watch, writer, 12)
+    assert (fault.part, fault.message, fault.where.rank) == (part, "RuntimeError: no such thing", 0)
+    assert that_cost_frames([fault]) == []
+    watch.want(Want(0, "Net", 0, 3), 20.0)
+    histories = [body for body in watch.end(1, "itself", 30.0) if isinstance(body, History)]
+    assert len(histories) == 1, "the rest goes on"
+
+
+def test_a_history_that_cannot_be_sent_is_told_when_the_rank_ends(writer, watch, monkeypatch):
+    for entry in NAMES:
+        writer.append(entry, name=True)
+    batch(writer, 0, float32(1.0))
+    watch.poll(0.0)
+    monkeypatch.setattr("gpuwatch.launcher.node.history.RankHistory.messages", fail)
+    bodies = [body.event for body in watch.end(1, "itself", 30.0) if isinstance(body, EventMessage)]
+    assert [event.part for event in bodies if isinstance(event, Fault)] == ["history"]

@@ -7,12 +7,12 @@ import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
 from gpuwatch.collector.report.model import build_report
-from gpuwatch.core.records import RankLook, StackLine, Warned, Where, WorkerExit
+from gpuwatch.core.records import Forecast, RankLook, StackLine, Warned, Where, WorkerExit
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.history import pack
 from gpuwatch.core.wire.messages import Bye, EventMessage, History
 
-KINDS = ("forward", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")
+KINDS = ("forward", "growing", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")
 SLOTS = {"encoder.fc1": 2, "encoder.fc2": 5}
 """Of what they return, as the batches below define them."""
 HOSTILE = "<script>alert(1)</script>"
@@ -52,6 +52,17 @@ def forward(make):
     )
     bodies += [EventMessage(near), make.raised(1, batch=7), make.ended(1, 94, batch=7), make.ended(0, -15, "torchrun")]
     return [*bodies, Bye("failed")]
+
+
+def growing(make):
+    """It was told 22 batches before that the second layer would overflow."""
+    told = Forecast(
+        make.where(1, batch=-22), "encoder.fc2", "Linear", "float16", 65504.0, 1.0 + 2.0 ** (37 / 4), 26, 18, 40, -50
+    )
+    bodies = [make.hello(nproc=2), EventMessage(told)]
+    for rank, last in enumerate((50_000.0, make.INF)):
+        bodies += [*batch_of(make, rank, last).messages(), grown(rank, last)]
+    return [*bodies, make.ended(1, 94), make.ended(0, -15, "torchrun"), Bye("failed")]
 
 
 def backward(make):
@@ -117,6 +128,7 @@ def hostile(make):
 def messages_of(make, kind):
     bodies = {
         "forward": forward,
+        "growing": growing,
         "backward": backward,
         "hang": hang,
         "crash": crash,
