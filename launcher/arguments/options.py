@@ -9,7 +9,13 @@ from torch.distributed.run import get_args_parser
 
 from ...core.errors import UsageError
 from ...core.settings import WorkerSettings
-from .shared_options import SentenceParser, add_collector_options, add_option, add_preflight_options
+from .shared_options import (
+    SentenceParser,
+    add_collector_options,
+    add_option,
+    add_preflight_failure,
+    add_preflight_options,
+)
 from .watching_options import add_watching_options
 
 LAUNCH_TIMEOUT_S = 300.0
@@ -38,13 +44,7 @@ def get_parser() -> argparse.ArgumentParser:
         "gpuwatch check does (full), or nothing (off)",
     )
     add_preflight_options(group, LAUNCH_TIMEOUT_S)
-    add_option(
-        group,
-        "--on-preflight-failure",
-        choices=["stop", "continue"],
-        default="stop",
-        help="end the job with exit code 3 (stop, the default), or record it and train",
-    )
+    add_preflight_failure(group)
     add_collector_options(group)
     parser.set_defaults(check_only=False)
     return parser

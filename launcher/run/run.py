@@ -11,12 +11,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec.structs import replace as with_fields
+
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
 from ...core.settings import WorkerSettings
-from ...core.wire.pipe import LaunchDone
+from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
 from ..arguments.worker_settings import worker_settings
@@ -32,7 +34,7 @@ from .guest import run_as_guest
 from .options import parse_run
 from .other_hosts import close_run, open_plan, open_run
 from .ranks import Ranks
-from .run_plan import run_plan
+from .run_plan import meeting_place, run_plan
 from .tasks import Task, Tasks
 
 _USUAL_RANKS = 8
@@ -89,6 +91,7 @@ class _Run:
         command: AttendedCommand,
     ) -> None:
         self._args = args
+        self._plan = plan
         self._job = job
         self._tasks = tasks
         self._command = command
@@ -102,8 +105,13 @@ class _Run:
         self._overflows = Overflows(self._scratch)
         self._ranks = Ranks(self._scratch, self._helpers.tell, self._rank_ended)
         try:
-            address = self._helpers.start_collector(self._scratch, lambda line: None)
-            settings = worker_settings(self._args, self._scratch, self._scratch)
+            address = self._helpers.start_collector(self._scratch, self._show)
+            run_dir = self._helpers.run_dir
+            logs = run_dir / "logs" if run_dir is not None else self._scratch
+            settings = with_fields(
+                worker_settings(self._args, self._scratch, logs),
+                meets_at=meeting_place(self._args, self._plan, address),
+            )
             write_settings(self._scratch, settings)
             if self._args.other_hosts:
                 address = self._let_others_join(address, settings)
@@ -122,6 +130,15 @@ class _Run:
         agent = self._helpers.agent_config(address, self._scratch)
         self._join = open_run(self._args, folder, address, agent, settings)
         return f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
+
+    def _show(self, line: StageLine | PreflightOver) -> None:
+        """What the preflight came to, in a line. Where there was none, and one was asked for, so much."""
+        if isinstance(line, StageLine) or self._args.preflight == "off":
+            return
+        if not line.grade:
+            say("there was no preflight: no rank has called init_process_group")
+        for text in filter(None, [line.text, *line.warnings]):
+            say(text)
 
     def _stop(self, reason: str, restart: bool) -> None:
         """`restart` is for torchrun alone: nobody here starts a command again."""

@@ -227,7 +227,7 @@ def test_the_variables_are_one_dict(refused, monkeypatch):
         (("launch", "train.py"), {RUN_VARIABLE: "/dev/shm/some"}, 2, "gpuwatch run -- torchrun"),
         (("run", "--every", "0", "--", "true"), {}, 2, "--every"),
         (("run", "--nnodes", "2", "--", "true"), {}, 2, "--head"),
-        (("run", "--preflight", "quick", "--", "true"), {}, 2, "run gpuwatch check on the same nodes before it"),
+        (("run", "--preflight", "short", "--", "true"), {}, 2, "--preflight"),
         (
             ("run", "--other-hosts", "--nnodes", "2", "--head", "a", "--node-rank", "0", "--", "true"),
             {},

@@ -15,13 +15,14 @@ PYTHON = sys.executable
 NEVER = ("--rank", "-1", "--batch", "2")
 
 
-def tasks(bench, *arguments, number=2):
+def tasks(bench, *arguments, number=2, options=()):
     """Started in the environment that Open MPI gives its processes (its manual, section 10.8)."""
     command = (PYTHON, bench.script("own_init.py"), str(bench.cwd / "store"), *arguments)
     return [
         bench.start(
             "gpuwatch.cli.main",
             "run",
+            *options,
             "--",
             *command,
             PMIX_NAMESPACE=f"prterun-host-{bench.mark}@1",

@@ -43,11 +43,11 @@ def ranks(bench, script, first, arguments):
 class TwoHosts:
     """One `gpuwatch run` on the first, whose command reaches the second."""
 
-    def __init__(self, bench, network, *arguments):
+    def __init__(self, bench, network, *arguments, options=()):
         self._bench = bench
         head, other = network(2).nodes
         command = ["sh", "-c", ranks(bench, HEAD, 0, arguments)]
-        run = [PYTHON, "-m", "gpuwatch.cli.main", "run", "--other-hosts", "--", *command]
+        run = [PYTHON, "-m", "gpuwatch.cli.main", "run", "--other-hosts", *options, "--", *command]
         self.head = self._start(head.inside(run), bench.environment)
         bench.pids.add(self.head.pid)
         variables = bench.cwd / "run.env"
@@ -105,6 +105,17 @@ def test_the_first_rank_is_named_on_the_other_host(bench, network):
     verdict = head.verdict
     assert (verdict["kind"], verdict["rank"], verdict["host"]) == ("overflow", 3, "node-1")
     assert (verdict["module"], verdict["certainty"]) == ("block.widen", "established")
+
+
+def test_they_are_tested_together_before_they_train(bench, network):
+    other, head = TwoHosts(bench, network, *NEVER, options=("--preflight", "quick")).ended()
+
+    assert (other.code, head.code) == (0, 0), other.stderr
+    assert "gpuwatch" not in other.stderr, "nothing was left out, and nobody is unwatched"
+    assert (head.verdict["kind"], head.verdict["certainty"]) == ("clean", "established")
+    assert "gpuwatch: preflight ok: 4 ranks on 2 nodes" in head.stderr
+    found = [{stage["stage"]: stage["grade"] for stage in rank["preflight"]["stages"]} for rank in head.report["ranks"]]
+    assert [stages["cross group"] for stages in found] == 4 * ["ok"]
 
 
 def test_a_host_without_the_runs_folder_says_so_and_goes_on(bench):
