@@ -162,6 +162,7 @@ class Helpers:
             hang_timeout_s=self._args.hang_timeout,
             starter=self._starter,
             ends_ranks=self._starter != "torchrun",
+            starts_all=plan.starts_all,
         )
 
 

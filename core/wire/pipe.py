@@ -42,6 +42,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """Who starts the ranks, for a sentence."""
     ends_ranks: bool = False
     """It ends what its launch leaves behind, should that be killed."""
+    starts_all: bool = False
+    """The ranks of all nodes come from what this one has started."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):

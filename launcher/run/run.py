@@ -39,6 +39,8 @@ from .tasks import Task, Tasks
 
 _USUAL_RANKS = 8
 """So many recorders are looked for room for, as nobody says how many ranks there will be."""
+_PEERS_S = 5.0
+"""For ranks to raise what the end of another one makes them raise: their own words are worth more than a signal's."""
 
 
 def run(arguments: list[str]) -> int:
@@ -98,6 +100,7 @@ class _Run:
         self._helpers = Helpers(args, plan, job_keys(args, plan), 0, words, job, "the command")
         self._join: Path | None = None
         """The file by which other hosts join."""
+        self._failed_at = 0.0
 
     def run(self) -> int:
         """Helpers up, the command, helpers down, exit code."""
@@ -162,15 +165,30 @@ class _Run:
             tasks.say(Task(command.pid))
         while (code := command.turn()) is None:
             self._ranks.look(self._codes)
+            self._stop_after_failure()
         while tasks is not None and not tasks.all_ended():
             command.take_signal()
             self._ranks.look(self._codes)
+            self._stop_after_failure()
         self._ranks.last_look(self._codes)
         self._ranks.stopping = True
         if self._join is not None:
             close_run(self._join)
         self._wait_for_ranks(code)
         return code
+
+    def _stop_after_failure(self) -> None:
+        """A task of this host has failed: the others end, as under torchrun. First they may raise by themselves."""
+        tasks = self._tasks
+        if (
+            tasks is None
+            or self._command.stop.is_set()
+            or not (tasks.any_failed() or any(self._command.codes.values()))
+        ):
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        if time.monotonic() - self._failed_at > _PEERS_S:
+            self._stop("another task of this host has failed", restart=False)
 
     @property
     def _codes(self) -> dict[int, int | None]:
