@@ -17,6 +17,7 @@ from typing import Any
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+FOUR = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "4")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 LIMIT_S = 800.0
 PORT = "PORT"
@@ -40,6 +41,9 @@ class Row:
     """What is first; "" if inf of either sign, or their sum, may be."""
     kills: bool = False
     """It may kill ranks that have nothing more to do: then "clean" is not established."""
+    ranks: int = 2
+    bad: int = 1
+    """The rank that overflows where one is to."""
 
     def command(self, rank: int, port: int, watch: Sequence[str] = ()) -> list[str]:
         """`rank` is to overflow; -1: none. `port` is for a launcher that finds none for itself."""
@@ -128,6 +132,25 @@ ROWS = [
     _deepspeed(1),
     _deepspeed(2),
     _deepspeed(3),
+    Row(
+        "torch's FSDP2 over tensor parallel, four ranks",
+        "torch",
+        "torchrun --nproc-per-node 4 train.py",
+        FOUR,
+        "with_fsdp2_tensor_parallel.py",
+        ranks=4,
+        bad=3,
+    ),
+    Row(
+        "torch's pipeline, four ranks",
+        "torch",
+        "torchrun --nproc-per-node 4 train.py",
+        FOUR,
+        "with_pipeline.py",
+        module="widen",
+        ranks=4,
+        bad=2,
+    ),
     Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py", kills=True),
 ]
 
@@ -144,7 +167,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """A row, tried: plainly, watched, and watched while rank 1 overflows."""
+    """A row, tried: plainly, watched, and watched while a rank overflows."""
 
     plain: Outcome
     watched: Outcome
@@ -157,7 +180,7 @@ class Trial:
 def try_row(row: Row, folder: Path, port: int) -> Trial:
     plain = run(row, row.command(-1, port), folder)
     watched = run(row, row.command(-1, port, gpuwatch("clean")), folder)
-    overflowed = run(row, row.command(1, port, gpuwatch("overflow")), folder)
+    overflowed = run(row, row.command(row.bad, port, gpuwatch("overflow")), folder)
     return Trial(plain, watched, verdict(folder, "clean"), overflowed, verdict(folder, "overflow"))
 
 

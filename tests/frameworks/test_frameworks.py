@@ -24,13 +24,13 @@ def test_a_framework(row: Row, tmp_path: Path):
         trial = try_row(row, tmp_path, port)
 
     assert trial.plain.code == trial.watched.code == 0, trial.watched.text
-    assert len(trial.plain.losses) == 8
+    assert len(trial.plain.losses) == 4 * row.ranks
     assert trial.watched.losses == trial.plain.losses, "bit for bit"
     assert trial.clean["kind"] == "clean"
     assert trial.clean["certainty"] == "established" or (row.kills and trial.clean["certainty"] == "supported")
     assert trial.overflowed.code == OVERFLOW, trial.overflowed.text
     found = trial.overflow
-    assert (found["kind"], found["rank"], found["module"]) == ("overflow", 1, row.module)
+    assert (found["kind"], found["rank"], found["module"]) == ("overflow", row.bad, row.module)
     assert found["phase"] == "forward"
     assert row.value in ("", found["value"])
 
