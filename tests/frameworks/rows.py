@@ -165,23 +165,18 @@ class Outcome:
     text: str
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A row, tried: plainly, watched, and watched while a rank overflows."""
-
-    plain: Outcome
-    watched: Outcome
-    clean: dict[str, Any]
-    """The verdicts."""
-    overflowed: Outcome
-    overflow: dict[str, Any]
+def run_plainly(row: Row, folder: Path, port: int) -> Outcome:
+    return run(row, row.command(-1, port), folder)
 
 
-def try_row(row: Row, folder: Path, port: int) -> Trial:
-    plain = run(row, row.command(-1, port), folder)
-    watched = run(row, row.command(-1, port, gpuwatch("clean")), folder)
-    overflowed = run(row, row.command(row.bad, port, gpuwatch("overflow")), folder)
-    return Trial(plain, watched, verdict(folder, "clean"), overflowed, verdict(folder, "overflow"))
+def run_watched(row: Row, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
+    """And the verdict."""
+    return run(row, row.command(-1, port, gpuwatch("clean")), folder), verdict(folder, "clean")
+
+
+def run_to_overflow(row: Row, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
+    """Watched, while a rank overflows. And the verdict."""
+    return run(row, row.command(row.bad, port, gpuwatch("overflow")), folder), verdict(folder, "overflow")
 
 
 def gpuwatch(name: str) -> list[str]:
