@@ -39,8 +39,6 @@ class Row:
     """What stands before gpuwatch itself."""
     value: str = "+inf"
     """What is first; "" if inf of either sign, or their sum, may be."""
-    kills: bool = False
-    """It may kill ranks that have nothing more to do: then "clean" is not established."""
     ranks: int = 2
     bad: int = 1
     """The rank that overflows where one is to."""
@@ -151,7 +149,7 @@ ROWS = [
         ranks=4,
         bad=2,
     ),
-    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py", kills=True),
+    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py"),
 ]
 
 

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ...core.recorder.layout import Field, RankPhase, file_name
 from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE, process_file, read_settings
-from ...core.records import Fault
+from ...core.records import Fault, LeftGroup
 from ...core.settings import WorkerSettings
 from ..imports import after_import
 from ..session import Session, open_session
@@ -99,6 +99,8 @@ class _Process:
             result = before(group)
             if group is not None and group is not module.GroupMember.NON_GROUP_MEMBER:
                 self._safely(lambda: self._become(group.rank(), None, group.size()))
+            elif group is None:
+                self._safely(self._leaves)
             return result
 
         module.__dict__["_update_default_pg"] = _update_default_pg
@@ -177,6 +179,13 @@ class _Process:
         self._clean_the_environment()
         if self._left_out and self._session is not None:
             leave_out(self._session, self._left_out)
+
+    def _leaves(self) -> None:
+        """Its group is gone, as at the end of a training. Whoever started it may kill it after that."""
+        session = self._session
+        if session is not None and session.is_ours and self._is_sure and session.settle():
+            session.enter(RankPhase.SCRIPT)
+            session.recorder.append(LeftGroup(session.where()))
 
     def _join_again(self, session: Session, rank: int, world_size: int) -> None:
         """It has joined another group after its first. Its name in the report is that of the first."""
