@@ -282,6 +282,12 @@ class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
     code: int
 
 
+class LeftGroup(msgspec.Struct, frozen=True, tag="left_group"):
+    """The script has destroyed its default process group by itself, and every number of before was judged."""
+
+    where: Where
+
+
 class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
     """A stage of the preflight began on this rank. The rank hangs or died in a stage that has not ended."""
 
@@ -581,6 +587,7 @@ WorkerEvent = (
     | Cost
     | ScriptError
     | ScriptExit
+    | LeftGroup
     | PreflightBegan
     | PreflightStage
     | PreflightResult

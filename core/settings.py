@@ -67,6 +67,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """End after the preflight: there is no script."""
     node_hosts: list[str] = []
     """The hosts of all nodes by node rank, as the launches have told each other; [] if unknown."""
+    meets_at: str = ""
+    """HOST:PORT at which ranks of several hosts meet for the preflight under `gpuwatch run`; "" if all are of one."""
 
     def to_json(self) -> str:
         """The value of the environment variable."""

@@ -168,6 +168,7 @@ class Helpers:
             starter=self._starter,
             ends_ranks=self._starter != "torchrun",
             telemetry_s=self._args.telemetry,
+            starts_all=plan.starts_all,
         )
 
 

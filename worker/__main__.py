@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..core.exits import ExitCode
-from ..core.recorder.layout import Field, RankPhase, file_name
-from ..core.records import Fault
+from ..core.recorder.layout import RankPhase, file_name
 from ..core.settings import VARIABLE, WorkerSettings
 from .identity import Identity
 from .imports import after_import
-from .preflight.run import run_preflight
+from .preflight.run import preflight_or_exit
 from .script import Target, run
 from .session import Session, open_session
 
@@ -76,17 +75,7 @@ def _end_check(session: Session | None) -> NoReturn:
 def _preflight(session: Session, script: str) -> None:
     if session.settings.preflight == "off":
         return
-    session.enter(RankPhase.PREFLIGHT)
-    try:
-        sentence = run_preflight(session, Identity.from_environment(), script)
-    except Exception as error:
-        session.recorder.append(Fault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
-        return
-    if sentence is not None:
-        session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
-        if Identity.from_environment().local_rank == 0:  # all ranks have the same sentence
-            sys.stderr.write(f"gpuwatch: {sentence}\n")
-        raise SystemExit(ExitCode.PREFLIGHT_FAILED)
+    preflight_or_exit(session, Identity.from_environment(), script)
 
 
 if __name__ == "__main__":

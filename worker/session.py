@@ -81,17 +81,22 @@ class Session:
             return self.hooks.where()
         return Where(rank=self.rank, attempt=self.settings.attempt, seq=issued(), time_ns=time.time_ns(), clock=clock())
 
-    def settle(self) -> None:
-        """The script has ended: wait a moment for the last numbers of the device. Never raises."""
+    def settle(self) -> bool:
+        """The script has ended: wait a moment for the last numbers of the device. Never raises.
+
+        Returns whether all have come.
+        """
         hooks = self.hooks
         if hooks is None:
-            return
+            return False
         deadline = time.monotonic() + _SETTLE_S
         try:
-            while not hooks.settle() and time.monotonic() < deadline:
+            while not (settled := hooks.settle()) and time.monotonic() < deadline:
                 time.sleep(0.005)
         except Exception as error:
             self.recorder.append(Fault(self.where(), "settle", f"{type(error).__name__}: {error}"))
+            return False
+        return settled
 
     def raised(self, error: BaseException) -> None:
         """The script has ended with this exception."""

@@ -16,6 +16,7 @@ from ...core.records import (
     GpuHealth,
     Ignored,
     Inventory,
+    LeftGroup,
     NodeSignal,
     NotLookedInto,
     PreflightBegan,
@@ -58,6 +59,8 @@ class RankFacts:
     preflight: PreflightResult | None = None
     inventory: Inventory | None = None
     script_exit: ScriptExit | None = None
+    left_group: LeftGroup | None = None
+    """The last time that it did."""
     exit: WorkerExit | None = None
     pages: RankPages = field(default_factory=RankPages)
     """By number; the fullest copy of each."""

@@ -21,6 +21,7 @@ from ...core.records import (
     GpuHealth,
     Ignored,
     Inventory,
+    LeftGroup,
     NodeSignal,
     NotLookedInto,
     PreflightBegan,
@@ -314,6 +315,9 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         rank.bandwidth = event
     elif isinstance(event, ScriptExit):
         rank.script_exit = event
+    elif isinstance(event, LeftGroup):
+        if rank.left_group is None or event.where.step >= rank.left_group.where.step:
+            rank.left_group = event
     elif isinstance(event, WorkerExit):
         rank.exit = event
     elif isinstance(event, StepTimes) and (rank.step_times is None or _amount(event) > _amount(rank.step_times)):

@@ -262,7 +262,7 @@ class RunProtocol:
         if isinstance(body, Bye):
             node.bye, node.bye_at = body, now
             fixed = node.hello.min_nodes == node.hello.max_nodes
-            if body.outcome != "ok" and fixed:
+            if body.outcome != "ok" and (fixed or node.hello.starts_all):
                 self._job_is_over(now)
         return []
 

@@ -50,6 +50,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The run that its launch was welcomed to before; "" at first. No other run's collector takes it."""
     starter: str = "torchrun"
     """Who starts the ranks, for a sentence."""
+    starts_all: bool = False
+    """The ranks of all nodes come from what this one has started: they end with it."""
 
 
 class EventMessage(msgspec.Struct, frozen=True, tag="event"):

@@ -44,6 +44,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     """It ends what its launch leaves behind, should that be killed."""
     telemetry_s: float = 0.0
     """So often the figures of the node are read; 0: never."""
+    starts_all: bool = False
+    """The ranks of all nodes come from what this one has started."""
 
 
 class WorkersStarted(msgspec.Struct, frozen=True, tag="started"):

@@ -14,6 +14,7 @@ from .shared_options import (
     add_collector_options,
     add_metrics_option,
     add_option,
+    add_preflight_failure,
     add_preflight_options,
 )
 from .watching_options import add_watching_options
@@ -44,13 +45,7 @@ def get_parser() -> argparse.ArgumentParser:
         "gpuwatch check does (full), or nothing (off)",
     )
     add_preflight_options(group, LAUNCH_TIMEOUT_S)
-    add_option(
-        group,
-        "--on-preflight-failure",
-        choices=["stop", "continue"],
-        default="stop",
-        help="end the job with exit code 3 (stop, the default), or record it and train",
-    )
+    add_preflight_failure(group)
     add_collector_options(group)
     add_metrics_option(group)
     parser.set_defaults(check_only=False)

@@ -31,6 +31,8 @@ class Plan:
     """What the keys are salted with: the same on all nodes."""
     local: bool
     """Nobody outside this launch takes part: keys are made afresh and the port is any free one."""
+    starts_all: bool = False
+    """What this node starts brings other hosts in."""
 
 
 def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> Plan:

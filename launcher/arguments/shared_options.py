@@ -98,6 +98,17 @@ def add_metrics_option(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def add_preflight_failure(group: argparse._ArgumentGroup) -> None:
+    """What follows where a script was to run after it."""
+    add_option(
+        group,
+        "--on-preflight-failure",
+        choices=["stop", "continue"],
+        default="stop",
+        help="end the job with exit code 3 (stop, the default), or record it and train",
+    )
+
+
 def add_collector_options(group: argparse._ArgumentGroup) -> None:
     """Where the report is made, and who may take part."""
     add_option(

@@ -170,6 +170,7 @@ class Agent:
                 job=config.job,
                 run=config.run,
                 starter=config.starter,
+                starts_all=config.starts_all,
             )
         )
         self._take_over()

@@ -126,6 +126,7 @@ class _Watcher:
             versions=host.versions(),
             job=None,
             ends_ranks=False,
+            starts_all=False,
         )
         self._agent = NodeAgent(config, self._say, lambda reason, restart: self._end(reason))
         self._ranks = Ranks(scratch, self._agent.tell, lambda attempt, rank, code: None)

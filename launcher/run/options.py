@@ -5,9 +5,18 @@ from __future__ import annotations
 import argparse
 
 from ...core.errors import UsageError
-from ...core.settings import WorkerSettings
-from ..arguments.shared_options import SentenceParser, add_collector_options, add_metrics_option, add_option
+from ..arguments.shared_options import (
+    SentenceParser,
+    add_collector_options,
+    add_metrics_option,
+    add_option,
+    add_preflight_failure,
+    add_preflight_options,
+)
 from ..arguments.watching_options import add_watching_options, check_together
+
+RUN_TIMEOUT_S = 120.0
+"""For the ranks to come to init_process_group: they have imported torch."""
 
 
 def get_run_parser() -> argparse.ArgumentParser:
@@ -49,22 +58,20 @@ def get_run_parser() -> argparse.ArgumentParser:
         help="let ranks of other hosts join, which the command itself reaches (Ray, DeepSpeed, mpirun, ssh): they "
         "need the variables that gpuwatch env prints; --head says by which name they reach this host",
     )
+    add_option(
+        group,
+        "--preflight",
+        choices=["full", "quick", "off"],
+        default="off",
+        help="when all ranks have come to their first init_process_group, and before it: test memory, consistency and "
+        "communication (quick), as gpuwatch check does (full), or nothing (off, the default)",
+    )
+    add_preflight_options(group, RUN_TIMEOUT_S)
+    add_preflight_failure(group)
     add_collector_options(group)
     add_metrics_option(group)
-    parser.add_argument("--preflight", default="off", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
-    defaults = WorkerSettings("")
-    parser.set_defaults(
-        check_only=False,
-        on_preflight_failure=defaults.on_preflight_failure,
-        preflight_timeout=defaults.preflight_timeout_s,
-        alloc=None,
-        bandwidth_size=defaults.bandwidth_size,
-        min_busbw=defaults.min_busbw,
-        slow_factor=defaults.slow_factor,
-        nccl_debug=False,
-        health_thresholds=None,
-    )
+    parser.set_defaults(check_only=False)
     return parser
 
 
@@ -75,11 +82,6 @@ def parse_run(arguments: list[str]) -> argparse.Namespace:
     args.command = [*args.command, *dashes, *after] if args.command else after
     if not args.command:
         raise UsageError("expected a command to run, found none: gpuwatch run [options] -- COMMAND...")
-    if args.preflight != "off":
-        raise UsageError(
-            f"--preflight {args.preflight}: gpuwatch run has no preflight, as it meets the ranks only when they train; "
-            "run gpuwatch check on the same nodes before it, for example: gpuwatch check --quick --nproc-per-node 8"
-        )
     check_together(args)
     return args
 

@@ -29,7 +29,7 @@ def open_plan(args: argparse.Namespace, plan: Plan) -> Plan:
             "leave out --other-hosts, and start gpuwatch run on each host"
         )
     port = str(args.collector_port) if args.collector_port is not None else "*"
-    return replace(plan, max_nodes=_MOST_HOSTS, bind=f"tcp://*:{port}")
+    return replace(plan, max_nodes=_MOST_HOSTS, bind=f"tcp://*:{port}", starts_all=True)
 
 
 def open_run(

@@ -16,6 +16,9 @@ from ...core.recorder.run_folder import PROCESSES, RANKS
 from ...core.wire.pipe import WorkersEnded, WorkersStarted
 from .other_process import OtherProcess
 
+_BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
+"""How ranks are ended."""
+
 
 @dataclass
 class _Rank:
@@ -129,7 +132,7 @@ class Ranks:
         that came from elsewhere, and then by others."""
         rank.ended = True
         stopped = code == -signal.SIGTERM and not is_own
-        stopped = stopped or ((self.any_failed or self.stopping) and code in (-signal.SIGKILL, -signal.SIGINT))
+        stopped = stopped or ((self.any_failed or self.stopping) and code in _BY_OTHERS)
         self.any_failed = self.any_failed or (bool(code) and not stopped)
         self._told_end(rank.attempt, rank.rank, code)
         self._tell(WorkersEnded(rank.attempt, {rank.rank: code}, [] if stopped else [rank.rank]))

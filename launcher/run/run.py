@@ -11,12 +11,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec.structs import replace as with_fields
+
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
 from ...core.settings import WorkerSettings
-from ...core.wire.pipe import LaunchDone
+from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
 from ..arguments.worker_settings import worker_settings
@@ -32,11 +34,13 @@ from .guest import run_as_guest
 from .options import parse_run
 from .other_hosts import close_run, open_plan, open_run
 from .ranks import Ranks
-from .run_plan import run_plan
+from .run_plan import meeting_place, run_plan
 from .tasks import Task, Tasks
 
 _USUAL_RANKS = 8
 """So many recorders are looked for room for, as nobody says how many ranks there will be."""
+_PEERS_S = 5.0
+"""For ranks to raise what the end of another one makes them raise: their own words are worth more than a signal's."""
 
 
 def run(arguments: list[str]) -> int:
@@ -89,12 +93,14 @@ class _Run:
         command: AttendedCommand,
     ) -> None:
         self._args = args
+        self._plan = plan
         self._job = job
         self._tasks = tasks
         self._command = command
         self._helpers = Helpers(args, plan, job_keys(args, plan), 0, words, job, "the command")
         self._join: Path | None = None
         """The file by which other hosts join."""
+        self._failed_at = 0.0
 
     def run(self) -> int:
         """Helpers up, the command, helpers down, exit code."""
@@ -102,8 +108,13 @@ class _Run:
         self._overflows = Overflows(self._scratch)
         self._ranks = Ranks(self._scratch, self._helpers.tell, self._rank_ended)
         try:
-            address = self._helpers.start_collector(self._scratch, lambda line: None)
-            settings = worker_settings(self._args, self._scratch, self._scratch)
+            address = self._helpers.start_collector(self._scratch, self._show)
+            run_dir = self._helpers.run_dir
+            logs = run_dir / "logs" if run_dir is not None else self._scratch
+            settings = with_fields(
+                worker_settings(self._args, self._scratch, logs),
+                meets_at=meeting_place(self._args, self._plan, address),
+            )
             write_settings(self._scratch, settings)
             if self._args.other_hosts:
                 address = self._let_others_join(address, settings)
@@ -122,6 +133,15 @@ class _Run:
         agent = self._helpers.agent_config(address, self._scratch)
         self._join = open_run(self._args, folder, address, agent, settings)
         return f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
+
+    def _show(self, line: StageLine | PreflightOver) -> None:
+        """What the preflight came to, in a line. Where there was none, and one was asked for, so much."""
+        if isinstance(line, StageLine) or self._args.preflight == "off":
+            return
+        if not line.grade:
+            say("there was no preflight: no rank has called init_process_group")
+        for text in filter(None, [line.text, *line.warnings]):
+            say(text)
 
     def _stop(self, reason: str, restart: bool) -> None:
         """`restart` is for torchrun alone: nobody here starts a command again."""
@@ -145,15 +165,30 @@ class _Run:
             tasks.say(Task(command.pid))
         while (code := command.turn()) is None:
             self._ranks.look(self._codes)
+            self._stop_after_failure()
         while tasks is not None and not tasks.all_ended():
             command.take_signal()
             self._ranks.look(self._codes)
+            self._stop_after_failure()
         self._ranks.last_look(self._codes)
         self._ranks.stopping = True
         if self._join is not None:
             close_run(self._join)
         self._wait_for_ranks(code)
         return code
+
+    def _stop_after_failure(self) -> None:
+        """A task of this host has failed: the others end, as under torchrun. First they may raise by themselves."""
+        tasks = self._tasks
+        if (
+            tasks is None
+            or self._command.stop.is_set()
+            or not (tasks.any_failed() or any(self._command.codes.values()))
+        ):
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        if time.monotonic() - self._failed_at > _PEERS_S:
+            self._stop("another task of this host has failed", restart=False)
 
     @property
     def _codes(self) -> dict[int, int | None]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 
 from ...core.errors import UsageError
+from ...core.host import host_name
 from ..arguments.plan import C10D_DEFAULT_PORT, Plan, bracketed, make_plan, split_endpoint
 from ..scheduler.job import Job
+
+_LAST_PORT = 65535
 
 
 def run_plan(args: argparse.Namespace, job: Job | None) -> Plan:
@@ -24,6 +27,19 @@ def run_plan(args: argparse.Namespace, job: Job | None) -> Plan:
         if node_rank is None:
             raise UsageError(f"{nnodes} nodes, and nothing says which of them this is; pass --node-rank N")
     return make_plan(args, lambda host: False)
+
+
+def meeting_place(args: argparse.Namespace, plan: Plan, collector: str) -> str:
+    """HOST:PORT where the ranks meet for their preflight: the port next to the collector's; "" if all are of one host.
+
+    `collector` is its address. The host is for ranks that the script does not tell where rank 0 is.
+    """
+    if plan.max_nodes == 1:
+        return ""
+    named, _, port = collector.removeprefix("tcp://").rpartition(":")
+    meets = args.head or args.rdzv_endpoint
+    host = split_endpoint(meets, C10D_DEFAULT_PORT)[0] if meets else host_name() if plan.local else named.strip("[]")
+    return f"{bracketed(host)}:{int(port) + 1 if int(port) < _LAST_PORT else int(port) - 1}"
 
 
 def _nodes(job: Job | None) -> str:

@@ -134,6 +134,10 @@ class Tasks:
         self._ended_s = self._ended_s or time.monotonic()
         return time.monotonic() - self._ended_s > _COME_S
 
+    def any_failed(self) -> bool:
+        """Whether the command of another task has ended badly, or the task was killed."""
+        return any(task.code or (task.code is None and not lives) for task, lives in self._heard())
+
     def results(self) -> list[Task]:
         """How the other tasks ended; one that was killed has no code."""
         return [task for task, _ in self._heard()]

@@ -146,6 +146,20 @@ def test_a_script_that_swallows_the_abort_is_ended(bench):
     assert "stopping the command: another rank has aborted the job" in watched.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("how", "certainty"), [((), "supported"), (("left",), "established"), (("left", "goes on"), "supported")]
+)
+def test_a_rank_that_is_killed_after_it_has_left_its_group_was_clean(bench, how, certainty):
+    """Its launcher ends it so, and leaves with 0."""
+    script = 'python=$1; shift; "$python" "$@"; exit 0'
+    watched = bench.gpuwatch("run", "--", "sh", "-c", script, "sh", PYTHON, bench.script("killed_after.py"), *how)
+
+    assert watched.code == 0
+    assert (watched.verdict["kind"], watched.verdict["certainty"]) == ("clean", certainty)
+
+
 # -- what ends it -----------------------------------------------------------------------------------------------
 
 
@@ -227,7 +241,7 @@ def test_the_variables_are_one_dict(refused, monkeypatch):
         (("launch", "train.py"), {RUN_VARIABLE: "/dev/shm/some"}, 2, "gpuwatch run -- torchrun"),
         (("run", "--every", "0", "--", "true"), {}, 2, "--every"),
         (("run", "--nnodes", "2", "--", "true"), {}, 2, "--head"),
-        (("run", "--preflight", "quick", "--", "true"), {}, 2, "run gpuwatch check on the same nodes before it"),
+        (("run", "--preflight", "short", "--", "true"), {}, 2, "--preflight"),
         (
             ("run", "--other-hosts", "--nnodes", "2", "--head", "a", "--node-rank", "0", "--", "true"),
             {},

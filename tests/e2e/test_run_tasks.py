@@ -15,20 +15,21 @@ PYTHON = sys.executable
 NEVER = ("--rank", "-1", "--batch", "2")
 
 
-def tasks(bench, *arguments, number=2):
-    """Started in the environment that Open MPI gives its processes (its manual, section 10.8)."""
-    command = (PYTHON, bench.script("own_init.py"), str(bench.cwd / "store"), *arguments)
+def tasks(bench, *arguments, number=2, options=(), script="own_init.py", here=2):
+    """Started in the environment that Open MPI gives its processes (its manual, section 10.8): `here` to a host."""
+    command = (PYTHON, bench.script(script), str(bench.cwd / "store"), *arguments)
     return [
         bench.start(
             "gpuwatch.cli.main",
             "run",
+            *options,
             "--",
             *command,
             PMIX_NAMESPACE=f"prterun-host-{bench.mark}@1",
             OMPI_COMM_WORLD_SIZE=str(number),
             OMPI_COMM_WORLD_RANK=str(rank),
-            OMPI_COMM_WORLD_LOCAL_SIZE=str(number),
-            OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+            OMPI_COMM_WORLD_LOCAL_SIZE=str(here),
+            OMPI_COMM_WORLD_LOCAL_RANK=str(rank % here),
         )
         for rank in range(number)
     ]
@@ -58,6 +59,21 @@ def test_an_overflow_is_the_exit_code_of_all(bench):
     assert [run.code for run in ended] == [4, 4]
     verdict = ended[0].verdict
     assert (verdict["kind"], verdict["rank"], verdict["module"]) == ("overflow", 1, "block.widen")
+
+
+@pytest.mark.parametrize("here", [2, 1])
+def test_when_a_task_fails_the_others_end(bench, port, here):
+    """Of one host, or of two, whose ranks wait for ever."""
+    (bench.cwd / "store").mkdir()
+    options = ("--head", f"127.0.0.1:{port}") if here == 1 else ()
+    ended = [bench.finish(process) for process in tasks(bench, script="left_alone.py", here=here, options=options)]
+
+    assert all(run.code for run in ended)
+    verdict = ended[0].verdict
+    assert (verdict["kind"], verdict["rank"]) == ("crash", 1)
+    assert "raised ValueError: as it was asked to" in verdict["statement"]
+    assert [rank["rank"] for rank in ended[0].report["ranks"]] == [0, 1]
+    assert "stopping the command: " in ended[0].stderr
 
 
 @pytest.mark.sample(1)

@@ -17,6 +17,7 @@ from typing import Any
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = sys.executable
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+FOUR = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "4")
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 LIMIT_S = 800.0
 PORT = "PORT"
@@ -38,8 +39,9 @@ class Row:
     """What stands before gpuwatch itself."""
     value: str = "+inf"
     """What is first; "" if inf of either sign, or their sum, may be."""
-    kills: bool = False
-    """It may kill ranks that have nothing more to do: then "clean" is not established."""
+    ranks: int = 2
+    bad: int = 1
+    """The rank that overflows where one is to."""
 
     def command(self, rank: int, port: int, watch: Sequence[str] = ()) -> list[str]:
         """`rank` is to overflow; -1: none. `port` is for a launcher that finds none for itself."""
@@ -128,7 +130,26 @@ ROWS = [
     _deepspeed(1),
     _deepspeed(2),
     _deepspeed(3),
-    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py", kills=True),
+    Row(
+        "torch's FSDP2 over tensor parallel, four ranks",
+        "torch",
+        "torchrun --nproc-per-node 4 train.py",
+        FOUR,
+        "with_fsdp2_tensor_parallel.py",
+        ranks=4,
+        bad=3,
+    ),
+    Row(
+        "torch's pipeline, four ranks",
+        "torch",
+        "torchrun --nproc-per-node 4 train.py",
+        FOUR,
+        "with_pipeline.py",
+        module="widen",
+        ranks=4,
+        bad=2,
+    ),
+    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py"),
 ]
 
 
@@ -142,23 +163,18 @@ class Outcome:
     text: str
 
 
-@dataclass(frozen=True)
-class Trial:
-    """A row, tried: plainly, watched, and watched while rank 1 overflows."""
-
-    plain: Outcome
-    watched: Outcome
-    clean: dict[str, Any]
-    """The verdicts."""
-    overflowed: Outcome
-    overflow: dict[str, Any]
+def run_plainly(row: Row, folder: Path, port: int) -> Outcome:
+    return run(row, row.command(-1, port), folder)
 
 
-def try_row(row: Row, folder: Path, port: int) -> Trial:
-    plain = run(row, row.command(-1, port), folder)
-    watched = run(row, row.command(-1, port, gpuwatch("clean")), folder)
-    overflowed = run(row, row.command(1, port, gpuwatch("overflow")), folder)
-    return Trial(plain, watched, verdict(folder, "clean"), overflowed, verdict(folder, "overflow"))
+def run_watched(row: Row, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
+    """And the verdict."""
+    return run(row, row.command(-1, port, gpuwatch("clean")), folder), verdict(folder, "clean")
+
+
+def run_to_overflow(row: Row, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
+    """Watched, while a rank overflows. And the verdict."""
+    return run(row, row.command(row.bad, port, gpuwatch("overflow")), folder), verdict(folder, "overflow")
 
 
 def gpuwatch(name: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The real packages, on the CPU: the same bits and exit codes as without gpuwatch, and the right rank and module."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,28 +10,42 @@ from ..ports import ports_of_this_test
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
 
-from rows import OVERFLOW, ROWS, Row, try_row
+from rows import OVERFLOW, ROWS, Row, run_plainly, run_to_overflow, run_watched
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
-@pytest.mark.slow
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.shown}")
-def test_a_framework(row: Row, tmp_path: Path):
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.shown}")
+
+
+@pytest.fixture
+def port(row: Row) -> Iterator[int]:
     if not row.is_installed:
         pytest.skip(f"{row.package} is not installed")
-    with ports_of_this_test((number,) for number in range(24000, 25000)) as (port,):
-        trial = try_row(row, tmp_path, port)
+    with ports_of_this_test((number,) for number in range(24000, 25000)) as (number,):
+        yield number
 
-    assert trial.plain.code == trial.watched.code == 0, trial.watched.text
-    assert len(trial.plain.losses) == 8
-    assert trial.watched.losses == trial.plain.losses, "bit for bit"
-    assert trial.clean["kind"] == "clean"
-    assert trial.clean["certainty"] == "established" or (row.kills and trial.clean["certainty"] == "supported")
-    assert trial.overflowed.code == OVERFLOW, trial.overflowed.text
-    found = trial.overflow
-    assert (found["kind"], found["rank"], found["module"]) == ("overflow", 1, row.module)
+
+@pytest.mark.slow
+@pytest.mark.sample(3)
+@each_row
+def test_it_trains_the_same_bits_and_is_clean(row: Row, tmp_path: Path, port: int):
+    plain = run_plainly(row, tmp_path, port)
+    watched, clean = run_watched(row, tmp_path, port)
+
+    assert plain.code == watched.code == 0, watched.text
+    assert len(plain.losses) == 4 * row.ranks
+    assert watched.losses == plain.losses, "bit for bit"
+    assert (clean["kind"], clean["certainty"]) == ("clean", "established")
+
+
+@pytest.mark.slow
+@each_row
+def test_the_first_rank_and_module_are_named(row: Row, tmp_path: Path, port: int):
+    overflowed, found = run_to_overflow(row, tmp_path, port)
+
+    assert overflowed.code == OVERFLOW, overflowed.text
+    assert (found["kind"], found["rank"], found["module"]) == ("overflow", row.bad, row.module)
     assert found["phase"] == "forward"
     assert row.value in ("", found["value"])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -20,13 +20,14 @@ from msgspec.structs import replace
 
 from ...core.recorder.layout import Field, RankPhase, file_name
 from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE, process_file, read_settings
-from ...core.records import Fault
+from ...core.records import Fault, LeftGroup
 from ...core.settings import WorkerSettings
 from ..imports import after_import
 from ..session import Session, open_session
+from .before_init import GROUPS, LeftOut, call_before_init, entry_of
 from .ending import tell_the_end
+from .preflight import leave_out, preflight_before_init
 
-_GROUPS = "torch.distributed.distributed_c10d"
 _MOST_ATTEMPTS = 1000
 
 
@@ -65,6 +66,10 @@ class _Process:
         self._path_folder = path_folder
         self._session: Session | None = None
         self._is_sure = False
+        self._tested = 0
+        """The process that had its preflight: a fork has its own."""
+        self._left_out = ""
+        """Why there can be none, to be said once it is a rank."""
         self._handles: list[Any] = []
         """Of the hooks that see a model for the first time."""
 
@@ -73,7 +78,7 @@ class _Process:
         self._safely(self._begin)
 
     def _begin(self) -> None:
-        after_import(_GROUPS, lambda: self._safely(self._watch_groups))
+        after_import(GROUPS, lambda: self._safely(self._watch_groups))
         claim = Claim.from_environment()
         if claim is None:
             self._wait_for_a_model()
@@ -86,7 +91,7 @@ class _Process:
 
     def _watch_groups(self) -> None:
         """Hear of each default process group, however it was made."""
-        module = sys.modules[_GROUPS]
+        module = sys.modules[GROUPS]
         before: Callable[..., Any] = module._update_default_pg
 
         @wraps(before)
@@ -94,9 +99,29 @@ class _Process:
             result = before(group)
             if group is not None and group is not module.GroupMember.NON_GROUP_MEMBER:
                 self._safely(lambda: self._become(group.rank(), None, group.size()))
+            elif group is None:
+                self._safely(self._leaves)
             return result
 
         module.__dict__["_update_default_pg"] = _update_default_pg
+        if self._settings.preflight != "off":
+            call_before_init(lambda arguments: self._safely(lambda: self._before_init(arguments)))
+
+    def _before_init(self, arguments: Mapping[str, Any]) -> None:
+        """The script is about to join its group: the ranks are known, and all of them come here."""
+        if self._tested == os.getpid():
+            return
+        try:
+            entry = entry_of(arguments)
+        except LeftOut as reason:
+            self._left_out = str(reason)
+            return
+        if entry is None:
+            return
+        self._tested = os.getpid()
+        self._become(entry.rank, None, entry.world_size)
+        if self._session is not None and self._session.is_ours:
+            preflight_before_init(self._session, entry, _told_local_rank())
 
     def _wait_for_a_model(self) -> None:
         """Until the first parameter of a module is made, or a module is called that was loaded whole."""
@@ -140,7 +165,8 @@ class _Process:
         """It is a rank."""
         self._forget_the_wait()
         if local_rank is None:
-            local_rank = _local_rank(rank)
+            told = _told_local_rank()
+            local_rank = rank if told is None else told  # without a word, all ranks are taken for this host's
         if self._session is None or not self._session.is_ours:  # a fork of a process that is watched is another one
             self._is_sure = False
             self._open_rank(rank, local_rank, world_size)
@@ -151,6 +177,15 @@ class _Process:
             return
         self._is_sure = True
         self._clean_the_environment()
+        if self._left_out and self._session is not None:
+            leave_out(self._session, self._left_out)
+
+    def _leaves(self) -> None:
+        """Its group is gone, as at the end of a training. Whoever started it may kill it after that."""
+        session = self._session
+        if session is not None and session.is_ours and self._is_sure and session.settle():
+            session.enter(RankPhase.SCRIPT)
+            session.recorder.append(LeftGroup(session.where()))
 
     def _join_again(self, session: Session, rank: int, world_size: int) -> None:
         """It has joined another group after its first. Its name in the report is that of the first."""
@@ -245,7 +280,6 @@ def _is_child_of_a_rank() -> bool:
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
 
 
-def _local_rank(rank: int) -> int:
-    """What the launcher says; without a word, all ranks are taken for this host's."""
-    told = [number for number in map(_number, _LOCAL_RANKS) if number is not None]
-    return told[0] if told else rank
+def _told_local_rank() -> int | None:
+    """What the launcher says."""
+    return next((number for number in map(_number, _LOCAL_RANKS) if number is not None), None)

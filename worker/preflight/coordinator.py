@@ -1,7 +1,7 @@
 """The process that runs the preflight of one rank. It imports torch once and forks a child for the tests.
 
-    python -m gpuwatch.worker.preflight.coordinator [--script FILE]
-    python -m gpuwatch.worker.preflight.coordinator --fallen STEP --stage STAGE --detail TEXT
+    python -m gpuwatch.worker.preflight.coordinator --parent PID [--script FILE]
+    python -m gpuwatch.worker.preflight.coordinator --parent PID --fallen STEP --stage STAGE --detail TEXT
 
 The second form informs the other ranks that this rank's coordinator died or hung in STEP. The output is defined in
 lines.py. A coordinator never uses CUDA and never computes with torch, since neither works after a fork. It joins no
@@ -20,6 +20,7 @@ import msgspec
 
 from ...core.settings import WorkerSettings
 from ..identity import Identity
+from ..orphan import die_with_parent
 from .deadlines import Deadlines
 from .lines import Line, StageBegan
 
@@ -34,11 +35,15 @@ def main() -> int:
     """Entry of `python -m gpuwatch.worker.preflight.coordinator`."""
     began = time.monotonic()
     parser = argparse.ArgumentParser()
+    parser.add_argument("--parent", type=int, required=True, help="the worker's process id: it ends with that")
     parser.add_argument("--script", default="", help="the file whose digest is to be the same on all ranks")
     parser.add_argument("--fallen", default="", help="only tell the others that this rank fell out in this step")
     parser.add_argument("--stage", default="")
     parser.add_argument("--detail", default="")
     options = parser.parse_args()
+    die_with_parent()
+    if os.getppid() != options.parent:  # it has ended meanwhile
+        return 1
     settings = WorkerSettings.from_environment()
     assert settings is not None
     identity = Identity.from_environment(os.environ)

@@ -33,7 +33,7 @@ from .reports import Attendance, Conclusion, Report, Roster
 from .steps import is_local, stage_of
 
 STORE_S = 20.0
-"""Timeout to connect to torchrun's store."""
+"""Timeout to connect to the store."""
 FAREWELL_S = 5.0
 """Time for all ranks to learn of a failure. The first rank that leaves makes torchrun stop, and its store with it."""
 _FAREWELL = "farewell"
@@ -192,7 +192,7 @@ class Course:
         try:
             self._meeting.leave(self._steps, self._arrived)
         except StoreLost:
-            pass  # torchrun's agent has ended, and its store with it
+            pass  # its host has ended, and the store with it
 
     # -- this rank's part ---------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Course:
             subject="link",
             ranks=[],
             hosts=[host],
-            sentence=f"rank {me.rank} ({host}) lost torchrun's store at {where} in stage {stage}: {lost}",
+            sentence=f"rank {me.rank} ({host}) lost the store at {where} in stage {stage}: {lost}",
             next=f"Look at the network between {host} and {me.master_addr}, and whether the job still runs there.",
             victims=[me.rank],
         )

@@ -37,7 +37,7 @@ class At(msgspec.Struct, frozen=True, tag="at"):
 
 
 class Waits(msgspec.Struct, frozen=True, tag="waits"):
-    """This rank has done its part of a step and waits for the others, in torchrun's store."""
+    """This rank has done its part of a step and waits for the others, in the store."""
 
     step: str
     limit_s: float

@@ -1,4 +1,4 @@
-"""The ranks meet in torchrun's store: each writes a report, one draws the conclusion, all read it, and no key remains.
+"""The ranks meet in a store: each writes a report, one draws the conclusion, all read it, and no key remains.
 
 For every step of the preflight, the keys are these, below a prefix of this attempt:
 
@@ -25,7 +25,7 @@ LEADER = 0
 
 
 class StoreLost(Exception):
-    """torchrun's store cannot be reached, or no longer answers."""
+    """The store cannot be reached, or no longer answers."""
 
 
 class NoConclusion(Exception):
@@ -43,7 +43,7 @@ class Reports:
 
 
 def connect(identity: Identity, timeout_s: float) -> Any:
-    """A new client of torchrun's store. A client made before a fork must not be used after it. Raises StoreLost."""
+    """A new client of the store. A client made before a fork must not be used after it. Raises StoreLost."""
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
             identity.master_addr,

@@ -62,7 +62,9 @@ class Parts:
         self.facts = replace(facts, device=facts.device or "cpu")
         if facts.device == "cpu":
             return Report(facts=facts)
-        ending = self._ask(LookAtDevice(self.identity.local_rank), self.deadlines.work("inventory"))
+        me = self.identity
+        index = me.local_rank if me.device is None else me.device
+        ending = self._ask(LookAtDevice(index), self.deadlines.work("inventory"))
         if ending.kind != "ok":
             grade: Grade = "unknown" if ending.kind == "raised" else "fail"
             sentence = f"rank {self.identity.rank} ({facts.host}) could not look at its GPU: {ending.detail}"

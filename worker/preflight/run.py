@@ -15,12 +15,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+from ...core.exits import ExitCode
 from ...core.host import host_name
 from ...core.preflight import Finding
+from ...core.recorder.layout import Field, RankPhase
 from ...core.records import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
 from ...core.settings import VARIABLE
 from ..identity import Identity
-from ..orphan import die_with_parent
 from ..session import Session
 from .deadlines import Deadlines
 from .lines import (
@@ -48,7 +49,7 @@ MOST_WRITTEN = 100
 class CoordinatorRun:
     """One coordinator process and its progress."""
 
-    def __init__(self, session: Session, arguments: list[str], limit_s: float) -> None:
+    def __init__(self, session: Session, identity: Identity, arguments: list[str], limit_s: float) -> None:
         self.stage = "inventory"
         self.step = "arrive"
         self.doing = ""
@@ -60,13 +61,12 @@ class CoordinatorRun:
         self._deadline = time.monotonic() + limit_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by last_words
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.coordinator", *arguments],
-            env={**os.environ, VARIABLE: session.settings.to_json()},
+            [sys.executable, "-m", f"{__package__}.coordinator", "--parent", str(os.getpid()), *arguments],
+            env={**os.environ, **identity.to_environment(), VARIABLE: session.settings.to_json()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,
-            preexec_fn=die_with_parent,  # a worker has no threads yet
         )
 
     def lines(self) -> Iterator[Line]:
@@ -132,10 +132,25 @@ class CoordinatorRun:
         words = self.last_words()
         at = f" at {self.doing}" if self.doing else ""
         if self.hung_s is not None and self.waits:
-            return f"heard nothing from torchrun's store for {self.hung_s:.0f} s in stage {self.stage}"
+            return f"heard nothing from the store for {self.hung_s:.0f} s in stage {self.stage}"
         if self.hung_s is not None:
             return f"hung in stage {self.stage}{at} for {self.hung_s:.0f} s"
         return f"died in stage {self.stage}{at}: {_exit_text(self.exit_code)}{f': {words}' if words else ''}"
+
+
+def preflight_or_exit(session: Session, identity: Identity, script: str) -> None:
+    """Test this rank. Ends the process if the training should not start. Raises SystemExit alone."""
+    session.enter(RankPhase.PREFLIGHT)
+    try:
+        sentence = run_preflight(session, identity, script)
+    except Exception as error:
+        session.recorder.append(Fault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
+        return
+    if sentence is not None:
+        session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
+        if identity.local_rank == 0:  # all ranks have the same sentence
+            sys.stderr.write(f"gpuwatch: {sentence}\n")
+        raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 
 def run_preflight(session: Session, identity: Identity, script: str = "") -> str | None:
@@ -147,7 +162,7 @@ def run_preflight(session: Session, identity: Identity, script: str = "") -> str
         return f"nothing was checked: {detail}" if settings.check_only else None
     limit_s = Deadlines(settings.preflight_timeout_s).work("inventory") + _MARGIN_S
     try:
-        coordinator = CoordinatorRun(session, ["--script", script], limit_s)
+        coordinator = CoordinatorRun(session, identity, ["--script", script], limit_s)
     except OSError as error:  # out of memory or processes: the script would fail, too
         return _decide(session, identity, _unheard(identity, "inventory", f"could not start its preflight: {error}"))
     _follow(session, coordinator)
@@ -177,7 +192,7 @@ def _tell_others(session: Session, identity: Identity, fell: CoordinatorRun) -> 
     detail = fell.how_it_fell()
     arguments = ["--fallen", fell.step, "--stage", fell.stage, "--detail", detail]
     try:
-        teller = CoordinatorRun(session, arguments, _TELLER_S)
+        teller = CoordinatorRun(session, identity, arguments, _TELLER_S)
     except OSError:
         return _unheard(identity, fell.stage, detail)
     _follow(session, teller)

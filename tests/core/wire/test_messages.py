@@ -43,6 +43,7 @@ EVENTS = [
     records.Cost(HERE, 1_000_000, 1_020_000, 50, 49),
     records.ScriptError(HERE, "ValueError", "näh\n", "Traceback", "layer.0", True),
     records.ScriptExit(HERE, 3),
+    records.LeftGroup(HERE),
     records.PreflightBegan(HERE, "bandwidth", 30.0),
     records.Bandwidth(HERE, [BandwidthRow(1 << 20, 12.5, 80.0, 140.0)]),
     records.PreflightStage(HERE, "all_reduce", 0.25, "ring"),

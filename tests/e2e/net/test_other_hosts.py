@@ -5,6 +5,7 @@ The second host shares files with the first, and nothing else: another network, 
 
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -25,6 +26,8 @@ wait $second || code=$?
 """
 """As mpirun starts them."""
 HEAD = f"{PYTHON} -m gpuwatch.cli.main env > new.env && mv new.env run.env; {RANKS} exit $code"
+HEAD_THAT_FAILS = HEAD.replace("wait $first; code=$?", "wait $second; code=$?; kill $first; wait $first")
+"""It ends the ranks of its own host, and reaches no others."""
 OTHER = f"""
 mount -t tmpfs tmpfs /dev/shm && . ./run.env
 {RANKS}
@@ -35,19 +38,19 @@ exit $code
 """The first process of its table: the watcher becomes its child, and must end by itself."""
 
 
-def ranks(bench, script, first, arguments):
-    command = shlex.join([PYTHON, bench.script("own_init.py"), str(bench.cwd / "store"), *arguments])
-    return script.replace("COMMAND", command).replace("FIRST", str(first)).replace("SECOND", str(first + 1))
+def ranks(bench, shell, first, script, arguments):
+    command = shlex.join([PYTHON, bench.script(script), str(bench.cwd / "store"), *arguments])
+    return shell.replace("COMMAND", command).replace("FIRST", str(first)).replace("SECOND", str(first + 1))
 
 
 class TwoHosts:
     """One `gpuwatch run` on the first, whose command reaches the second."""
 
-    def __init__(self, bench, network, *arguments):
+    def __init__(self, bench, network, *arguments, options=(), script="own_init.py", shell=HEAD):
         self._bench = bench
         head, other = network(2).nodes
-        command = ["sh", "-c", ranks(bench, HEAD, 0, arguments)]
-        run = [PYTHON, "-m", "gpuwatch.cli.main", "run", "--other-hosts", "--", *command]
+        command = ["sh", "-c", ranks(bench, shell, 0, script, arguments)]
+        run = [PYTHON, "-m", "gpuwatch.cli.main", "run", "--other-hosts", *options, "--", *command]
         self.head = self._start(head.inside(run), bench.environment)
         bench.pids.add(self.head.pid)
         variables = bench.cwd / "run.env"
@@ -58,8 +61,8 @@ class TwoHosts:
         (self.join,) = (bench.cwd / "gpuwatch-runs").glob("*-*/join.json")
         self.mode = stat.S_IMODE(self.join.stat().st_mode)
         kept = {name: value for name, value in bench.environment.items() if name in ("PATH", "HOME", "TEST_RUN_MARK")}
-        script = ranks(bench, OTHER, 2, arguments)
-        alone = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", script]
+        others = ranks(bench, OTHER, 2, script, arguments)
+        alone = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", others]
         self.other = self._start(other.inside(alone), kept)
 
     def _start(self, command, environment):
@@ -105,6 +108,29 @@ def test_the_first_rank_is_named_on_the_other_host(bench, network):
     verdict = head.verdict
     assert (verdict["kind"], verdict["rank"], verdict["host"]) == ("overflow", 3, "node-1")
     assert (verdict["module"], verdict["certainty"]) == ("block.widen", "established")
+
+
+def test_they_end_when_the_command_has_failed(bench, network):
+    """They wait for ever, and nothing but gpuwatch reaches them."""
+    (bench.cwd / "store").mkdir()
+    other, head = TwoHosts(bench, network, script="left_alone.py", shell=HEAD_THAT_FAILS).ended()
+
+    assert (head.code, other.code) == (1, 128 + signal.SIGTERM)
+    verdict = head.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["host"]) == ("crash", 1, "node-0")
+    assert [rank["rank"] for rank in head.report["ranks"]] == [0, 1, 2, 3]
+    assert (bench.cwd / "left").read_text() == "", "of the second host's /dev/shm"
+
+
+def test_they_are_tested_together_before_they_train(bench, network):
+    other, head = TwoHosts(bench, network, *NEVER, options=("--preflight", "quick")).ended()
+
+    assert (other.code, head.code) == (0, 0), other.stderr
+    assert "gpuwatch" not in other.stderr, "nothing was left out, and nobody is unwatched"
+    assert (head.verdict["kind"], head.verdict["certainty"]) == ("clean", "established")
+    assert "gpuwatch: preflight ok: 4 ranks on 2 nodes" in head.stderr
+    found = [{stage["stage"]: stage["grade"] for stage in rank["preflight"]["stages"]} for rank in head.report["ranks"]]
+    assert [stages["cross group"] for stages in found] == 4 * ["ok"]
 
 
 def test_a_host_without_the_runs_folder_says_so_and_goes_on(bench):

@@ -116,7 +116,8 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
     )
     default = msgspec.structs.asdict(WorkerSettings("/x"))
     unset = {name for name, value in msgspec.structs.asdict(settings).items() if value == default[name]}
-    assert unset == {"round", "attempt", "node_hosts", "check_only"}, "what the nodes agree on, and what makes a check"
+    agreed = {"round", "attempt", "node_hosts", "check_only", "meets_at"}
+    assert unset == agreed, "what the nodes agree on, and what makes a check"
 
 
 @pytest.mark.parametrize(

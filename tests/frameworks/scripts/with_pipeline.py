@@ -1,0 +1,35 @@
+"""torch's pipeline, four ranks, a stage on each. On one rank a weight of its stage becomes too large."""
+
+import gc
+
+import torch
+import torch.distributed as dist
+from model import Block, batches, parse, say
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+BAD = parse().rank
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = Block()
+stage = PipelineStage(model, rank, size, torch.device("cpu"))
+schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).square().mean())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+for number, inputs in enumerate(batches(0, -1)):
+    if (rank, number) == (BAD, 2):
+        with torch.no_grad():
+            model.widen.weight.fill_(3e38)  # finite; sums of it are not
+    losses = []
+    if rank == 0:
+        schedule.step(inputs)
+    elif rank == size - 1:
+        schedule.step(target=torch.zeros_like(inputs), losses=losses)
+    else:
+        schedule.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = sum(parameter.detach().double().sum() for parameter in model.parameters())
+    say(f"rank {rank} loss {[loss.item().hex() for loss in losses]} weights {weights.item().hex()}")
+del model, stage, schedule, optimizer, losses  # as above a group that ends before what refers to it may abort
+gc.collect()
+dist.destroy_process_group()
