@@ -35,6 +35,7 @@ ALL_CHANGED = WorkerSettings(
     health_thresholds="/etc/limits.toml",
     check_only=True,
     node_hosts=["gpu-1", "gpu-2"],
+    meets_at="head:29400",
 )
 
 
