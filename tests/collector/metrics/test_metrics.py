@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler
 
 import psutil
 import pytest
@@ -255,6 +256,17 @@ def test_a_text_that_cannot_be_written_is_counted_too(served, monkeypatch, capsy
         scrape(served.url)
     with found.value:
         assert found.value.code == 503
+    assert served.faults == 1
+    assert "no such thing" in capsys.readouterr().err
+
+
+def test_an_answer_that_cannot_be_given_is_counted_too_and_the_next_one_is(served, monkeypatch, capsys):
+    served.show(lambda: (view_of_ranks(1), OwnNumbers()), 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseHTTPRequestHandler, "send_header", broken)
+        with pytest.raises(OSError):
+            scrape(served.url)
+    assert scrape(served.url)["gpuwatch_world_size"] == {(): 1}
     assert served.faults == 1
     assert "no such thing" in capsys.readouterr().err
 
