@@ -9,6 +9,7 @@ with a deadline. The text is made once for a picture, when somebody asks for it.
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -25,9 +26,13 @@ _SCRAPE_S = 10.0
 class Endpoint:
     """Listens from the moment it is made. Raises OSError when the address cannot be had."""
 
-    def __init__(self, host: str, port: int, text: Callable[[], bytes | None]) -> None:
-        """`text` is asked in other threads: what to answer, None where there is nothing yet. It raises nothing."""
-        self._server = _Server(host, port, text)
+    def __init__(
+        self, host: str, port: int, text: Callable[[], bytes | None], failed: Callable[[Exception], object]
+    ) -> None:
+        """Both are called in other threads. `text` gives the answer, None where there is nothing yet, and raises
+        nothing; `failed` is told of an error of ours.
+        """
+        self._server = _Server(host, port, text, failed)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="gpuwatch-metrics", daemon=True)
         self._thread.start()
@@ -43,7 +48,10 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, host: str, port: int, text: Callable[[], bytes | None]) -> None:
+    def __init__(
+        self, host: str, port: int, text: Callable[[], bytes | None], failed: Callable[[Exception], object]
+    ) -> None:
+        self._failed = failed
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.text = text
         self._room = threading.BoundedSemaphore(_MOST_SCRAPES)
@@ -75,7 +83,10 @@ class _Server(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no fault of ours, and what is ours is counted where the text is made."""
+        """A client that hangs up is no fault of ours."""
+        error = sys.exc_info()[1]
+        if isinstance(error, Exception) and not isinstance(error, OSError):
+            self._failed(error)
 
 
 class _Handler(BaseHTTPRequestHandler):

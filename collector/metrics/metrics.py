@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 
 from msgspec.structs import replace
 
@@ -26,24 +25,25 @@ class Metrics:
     """Serves them from the moment it is made, at `address`: `HOST:PORT`. Raises UsageError where it cannot."""
 
     def __init__(self, address: str) -> None:
-        if find_spec("prometheus_client") is None:
+        try:
+            from .text import text_of
+        except ImportError as error:
             raise UsageError(
-                "--metrics-port: expected prometheus_client, which writes the metrics, found it not installed; install "
-                'it with: pip install "gpuwatch-cluster[metrics]"'
-            )
-        from .text import text_of
-
+                f"--metrics-port: expected prometheus_client, which writes the metrics, found none ({error}); "
+                'install it with: pip install "gpuwatch-cluster[metrics]"'
+            ) from error
         self._text_of = text_of
         self.faults = 0
         self._errors: set[str] = set()
         self._pace = Pace()
         self._lock = threading.Lock()
         """Of the text, which scrapes make."""
+        self._counting = threading.Lock()
         self._newest: Picture | None = None
         self._written: tuple[Picture, bytes] | None = None
         host, _, port = address.rpartition(":")
         try:
-            self._endpoint = Endpoint(host.strip("[]"), int(port), self._text)
+            self._endpoint = Endpoint(host.strip("[]"), int(port), self._text, self._failed)
         except OSError as error:
             raise UsageError(
                 f"--metrics-port: expected an address that is free, found {address}: {error.strerror or error}; pass "
@@ -83,10 +83,12 @@ class Metrics:
             return self._written[1]
 
     def _failed(self, error: Exception) -> None:
-        self.faults += 1
         line = f"the metrics could not be told: {type(error).__name__}: {error}"
-        if line not in self._errors:
+        with self._counting:
+            self.faults += 1
+            is_new = line not in self._errors
             self._errors.add(line)
+        if is_new:
             log(line)
 
     def close(self) -> None:

@@ -65,6 +65,20 @@ def test_it_is_told_once_with_what_it_costs(world):
     ]
 
 
+def test_who_looks_on_sees_what_it_costs_now():
+    job = Job(4)
+    assert job.live.slow is None
+    job.runs((2, 1.15), stretches=5)
+    assert (job.live.slow.rank, round(job.live.slow.cost, 2)) == (2, 0.13)
+    job.runs((2, 1.5), stretches=5)
+    assert (job.live.slow.rank, round(job.live.slow.cost, 2)) == (2, 0.33)
+    job.runs(stretches=5)
+    assert job.live.slow is None
+    job.runs((3, 1.5), stretches=5)
+    job.restart(1)
+    assert job.live.slow is None, "another attempt begins anew"
+
+
 def test_a_large_share_is_told_loudly_and_again_only_when_it_has_become_large():
     job = Job(4)
     assert len(job.runs((2, 1.15), stretches=5)) == 1

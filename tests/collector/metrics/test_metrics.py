@@ -11,13 +11,16 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler
 
+import psutil
 import pytest
 import zmq
 from gpuwatch.collector.metrics.endpoint import _MOST_SCRAPES
 from gpuwatch.collector.metrics.metrics import Metrics
 from gpuwatch.collector.metrics.own_numbers import OwnNumbers
 from gpuwatch.collector.metrics.text import text_of
+from gpuwatch.collector.paths import new_run
 from gpuwatch.core.errors import UsageError
 from gpuwatch.core.records import Forecast
 from gpuwatch.core.wire.keys import derive_keys
@@ -37,7 +40,11 @@ from gpuwatch.core.wire.messages import (
 from gpuwatch.core.wire.pipe import Bound, CannotBind, CollectorConfig
 from gpuwatch.core.wire.view import Passing, RankView, SlowRank, View
 from gpuwatch.launcher.head_collector import HeadCollector
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
+
+from ...ports import ports_of_this_test
+from ..conftest import BUILDERS
 
 KEYS = derive_keys("a secret of the tests", "job")
 WAIT_S = 300.0
@@ -253,6 +260,17 @@ def test_a_text_that_cannot_be_written_is_counted_too(served, monkeypatch, capsy
     assert "no such thing" in capsys.readouterr().err
 
 
+def test_an_answer_that_cannot_be_given_is_counted_too_and_the_next_one_is(served, monkeypatch, capsys):
+    served.show(lambda: (view_of_ranks(1), OwnNumbers()), 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseHTTPRequestHandler, "send_header", broken)
+        with pytest.raises(OSError):
+            scrape(served.url)
+    assert scrape(served.url)["gpuwatch_world_size"] == {(): 1}
+    assert served.faults == 1
+    assert "no such thing" in capsys.readouterr().err
+
+
 def test_clients_that_say_nothing_hold_nobody_up(served):
     port = int(served.url.rpartition(":")[2].partition("/")[0])
     with ExitStack() as idle:
@@ -292,6 +310,53 @@ def test_a_port_in_use_ends_the_collector_before_there_is_a_run(tmp_path):
             "[HOST:]PORT"
         )
         assert not (tmp_path / "runs").exists()
+
+
+def end_job(address) -> None:
+    """A node that has come and gone."""
+    with agent_of(address) as agent:
+        agent.send(encode(AgentMessage(1, BUILDERS.hello(nproc=0))))
+        agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
+        answer_to(agent, Final)
+        agent.send(encode(AgentMessage(0, Leaving())))
+
+
+def told(said, words) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not any(words in line for line in said):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_collector_that_was_killed_serves_at_the_same_port_again(tmp_path):
+    with ports_of_this_test((port,) for port in range(29800, 29890)) as (port,):
+        said = []
+        collector = HeadCollector(config(tmp_path, f"127.0.0.1:{port}"), said.append, lambda line: None)
+        try:
+            url = collector.answer.metrics
+            assert url == f"http://127.0.0.1:{port}/metrics"
+            scraped_until(url, lambda found: "gpuwatch_world_size" in found)
+            psutil.Process(collector.pid).kill()
+            told(said, "it was started again")
+            scraped_until(url, lambda found: "gpuwatch_world_size" in found)
+            end_job(collector.answer.address)
+        finally:
+            collector.end(WAIT_S)
+
+
+def test_a_collector_that_is_started_again_goes_on_without_a_port_that_was_taken_meanwhile(tmp_path):
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        again = replace(config(tmp_path, address), resume=str(new_run(tmp_path).folder))
+        collector = HeadCollector(again, said.append, lambda line: None)
+        try:
+            assert isinstance(collector.answer, Bound) and collector.answer.metrics == ""
+            assert any(line.startswith("the run goes on without metrics: --metrics-port: expected") for line in said)
+            end_job(collector.answer.address)
+        finally:
+            collector.end(WAIT_S)
 
 
 def collect(*args, before="pass"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.top.model import Model, plain
 from gpuwatch.collector.view.waited_for import behind_of
-from gpuwatch.core.wire.view import NodeView
+from gpuwatch.core.wire.view import NodeView, SlowRank
 
 
 def seen(*views, width=100, **settings):
@@ -44,6 +44,11 @@ def test_the_rank_that_the_others_wait_for_stands_in_the_head_and_first(picture)
     assert (said, "bad") in screen.head
     assert "WAITED FOR" in screen.ranks[0].text and screen.ranks[0].text.split()[0] == "2"
     assert seen(picture.view(ranks), by_number=True).ranks[0].text.split()[0] == "0"
+
+
+def test_the_rank_that_costs_the_others_time_stands_in_the_head(picture):
+    view = picture.view([picture.rank(n) for n in range(4)], slow=SlowRank(3, "node-a", 0.24))
+    assert ("rank 3 costs the job 24% of its time now", "warn") in seen(view).head
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,16 @@ def test_the_picture_of_a_job(make):
     assert any("+inf in output of `fc`, batch 8" in event.text for event in view.events)
 
 
+def test_a_module_is_shown_once_on_the_rank_where_it_has_the_least_left(make):
+    folded = Fold()
+    for node in range(2):
+        hot = [HotModule(node, 9, name, "float16", 3e4, left - node, 0.0) for name, left in (("a", 3.0), ("b", 5.0))]
+        folded.add(f"a{node}", 1, make.hello(f"a{node}"))
+        folded.add(f"a{node}", 0, Beat([], {}, 5, hot=pack_hot(hot)))
+    view = view_of(folded.as_it_stands(), "run-1", 7)
+    assert [(hot.module, hot.rank, hot.left) for hot in view.hot] == [("a", 1, 2.0), ("b", 1, 4.0)]
+
+
 @pytest.mark.parametrize("hot", [b"\xff", b"garbage", pack_hot([])])
 def test_hot_modules_that_no_agent_sends_are_left_out(make, hot):
     folded = Fold()

@@ -249,6 +249,11 @@ def test_what_follows_the_script_is_the_scripts():
         ("--collector-port", "0"),
         ("--collector-port", "65536"),
         ("--collector-port", "http"),
+        ("--metrics-port", "0"),
+        ("--metrics-port", "http://0.0.0.0:9400"),
+        ("--metrics-port", ":9400"),
+        ("--metrics-port", "::1:9400"),
+        ("--metrics-port", "[::1]"),
         ("--collector-port", "²"),
     ],
 )
@@ -261,6 +266,19 @@ def test_a_bad_value_is_one_sentence_that_names_the_option_and_what_was_found(op
     assert repr(value) in sentence
     assert "expected" in sentence or "choose from" in sentence
     assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("9400", "127.0.0.1:9400"),
+        ("0.0.0.0:9400", "0.0.0.0:9400"),
+        ("head-node:9400", "head-node:9400"),
+        ("[::1]:9400", "[::1]:9400"),
+    ],
+)
+def test_metrics_are_served_on_this_host_alone_unless_another_address_is_given(text, address):
+    assert get_parser().parse_args(["--metrics-port", text, "train.py"]).metrics_port == address
 
 
 @pytest.mark.parametrize("option", ["--sync", "--guard-optimizer", "--measure_cost", "--nccl-debug"])

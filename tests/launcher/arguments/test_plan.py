@@ -91,6 +91,7 @@ def test_all_nodes_salt_their_keys_with_the_same_job():
         ("--nnodes 1:2:3", ["--nnodes", "'1:2:3'"]),
         ("--nnodes ²", ["--nnodes", "'²'"]),
         ("--collector tcp://far:9 --collector-port 9", ["--collector", "--collector-port"]),
+        ("--collector tcp://far:9 --metrics-port 9", ["--collector", "gpuwatch collect --metrics-port"]),
     ],
 )
 def test_what_cannot_work_is_told_in_one_sentence(line, parts):
