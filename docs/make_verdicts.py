@@ -16,7 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "verdicts"
-EXAMPLE = re.compile(r"^    (?P<command>\S.*)\n\n<!-- made -->\n(?P<output>.*?)<!-- end -->", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(
+    r"^    (?P<command>\S[^\n]*)\n\n<!-- made -->\n(?P<output>.*?)<!-- end -->", re.MULTILINE | re.DOTALL
+)
 
 
 def run(command: str) -> str:

@@ -44,11 +44,12 @@ def doing(seen: WorkerExit | RankLook) -> str:
         return f"in the {'backward' if seen.phase == 'backward' else 'optimizer step'} of batch {batch}"
     if seen.phase == "script":
         return f"outside of a forward, after batch {batch}" if batch >= 0 else "before its first batch"
+    last = f" (its last batch: {batch})" if batch >= 0 else ""
     return {
         "preflight": "in the preflight",
         "starting": "while starting",
-        "finished": "after its script had ended",
-        "raised": "after its script had raised",
+        "finished": f"after its script had ended{last}",
+        "raised": f"after its script had raised{last}",
         "unwatched": "in a program that is not watched",
     }.get(seen.phase, f"in phase {seen.phase}")
 
