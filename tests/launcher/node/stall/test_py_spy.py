@@ -145,3 +145,10 @@ def test_one_that_may_not_look_or_says_something_else_is_nothing(tmp_path, body)
 def test_a_process_that_a_debugger_has_or_that_has_ended_is_left_alone(tmp_path, state):
     spy = PySpy(os.getpid(), state, 10.0, program(tmp_path, "exec sleep 1000"))
     assert (spy.is_done(10.0), spy.result()) == (True, None)
+
+
+def test_without_py_spy_the_kernel_is_asked(tmp_path, resting, monkeypatch):
+    monkeypatch.setattr("gpuwatch.launcher.node.stall.py_spy.find_py_spy", lambda: str(tmp_path / "none"))
+    found = looked(tmp_path, resting.pid)
+    assert (found.stack, found.native) == ([], [])
+    assert [thread.state for thread in found.threads] == ["S", "S"]
