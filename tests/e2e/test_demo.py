@@ -32,6 +32,9 @@ def test_the_learning_rate_that_is_too_high_ends_in_a_feed_forward_layer(bench):
     assert len(series["batches"]) >= verdict["batch"] / 2, "most batches were looked at"
     before = [number for number in series["abs_max"] if number is not None]
     assert before[0] < 100 < before[-1], "it grew"
+    telemetry = run.report["telemetry"]
+    assert (telemetry["event"], telemetry["trouble"]) == ("the overflow", "")
+    assert "memory_used" in {figure["what"] for figure in telemetry["nodes"][0]["figures"]}
     page = (run.cwd / "gpuwatch-runs" / "latest" / "report.html").read_text()
     assert "batch by batch" in page and verdict["module"] in page
 

@@ -12,6 +12,8 @@ from ....core.telemetry.metrics import is_count
 from ....core.telemetry.packing import unpack_samples
 from ....core.wire.messages import Telemetry
 
+_Part = tuple[Any, Any]
+"""(seconds after the event, float64 values) of shape (samples,), nan where there is none."""
 MOST_LIVES = 8
 """Agents of one node that are looked at, the newest."""
 
@@ -45,28 +47,45 @@ class Series:
         return float(self.values[known].sum()) / over_s if over_s > 0 else float("nan")
 
 
-@dataclass(frozen=True)
 class NodeSeries:
-    """Of one node, by (what it is of, a key of METRICS)."""
+    """Of one node, by (what it is of, a key of METRICS). A series is made when it is asked for: few of them are."""
 
-    host: str
-    interval_s: float
-    series: dict[tuple[str, str], Series]
-    troubles: list[str]
+    def __init__(self, host: str, interval_s: float, troubles: list[str], columns: dict[tuple[str, str], list[_Part]]):
+        """`columns`: of each series its parts, one for each life of the node's agent that has it."""
+        self.host = host
+        self.interval_s = interval_s
+        self.troubles = troubles
+        self._columns = columns
+        self._made: dict[tuple[str, str], Series] = {}
+        self._span: tuple[float, float] | None = None
+
+    @property
+    def names(self) -> list[tuple[str, str]]:
+        """(what it is of, a key of METRICS), of those with samples at that time or at another."""
+        return list(self._columns)
 
     def get(self, of: str, what: str) -> Series | None:
         """One of them, if it has any sample."""
-        found = self.series.get((of, what))
-        return found if found is not None and len(found.at_s) else None
+        if (of, what) not in self._columns:
+            return None
+        found = self._made.get((of, what))
+        if found is None:
+            parts = [_one(at_s, column, is_count(what)) for at_s, column in self._columns[of, what]]
+            found = self._made[of, what] = _joined(parts)
+        if self._span is not None:
+            found = found.within(*self._span)
+        return found if len(found.at_s) else None
 
     def within(self, first_s: float, last_s: float) -> NodeSeries:
         """Of that time only."""
-        series = {name: each.within(first_s, last_s) for name, each in self.series.items()}
-        return NodeSeries(self.host, self.interval_s, series, self.troubles)
+        part = NodeSeries(self.host, self.interval_s, self.troubles, self._columns)
+        part._made = self._made
+        part._span = first_s, last_s
+        return part
 
     def of(self, what: str) -> list[str]:
         """What has this figure."""
-        return [of for of, its in self.series if its == what and len(self.series[of, its].at_s)]
+        return [of for of, its in self._columns if its == what and self.get(of, its) is not None]
 
 
 def node_series(host: str, messages: Iterable[Telemetry], zero_ns: int) -> NodeSeries | None:
@@ -75,7 +94,7 @@ def node_series(host: str, messages: Iterable[Telemetry], zero_ns: int) -> NodeS
     What cannot be unpacked is left out.
     """
     lives = sorted(messages, key=lambda message: message.began_ns)[-MOST_LIVES:]
-    parts: dict[tuple[str, str], list[Series]] = {}
+    columns: dict[tuple[str, str], list[_Part]] = {}
     interval_s = 0.0
     for message in lives:
         try:
@@ -85,13 +104,11 @@ def node_series(host: str, messages: Iterable[Telemetry], zero_ns: int) -> NodeS
         interval_s = message.interval_s
         at_s = seconds + (message.began_ns - zero_ns) / 1e9
         for column, name in enumerate(message.series):
-            series = _one(at_s, table[:, column], is_count(name.what))
-            if len(series.at_s):
-                parts.setdefault((name.of, name.what), []).append(series)
-    if not parts:
+            columns.setdefault((name.of, name.what), []).append((at_s, table[:, column]))
+    if not columns:
         return None
     troubles = list(dict.fromkeys(trouble for message in lives for trouble in message.troubles))
-    return NodeSeries(host, interval_s, {name: _joined(found) for name, found in parts.items()}, troubles)
+    return NodeSeries(host, interval_s, troubles, columns)
 
 
 def _one(at_s: Any, column: Any, counts: bool) -> Series:

@@ -131,10 +131,11 @@ def _alike_counted(notable: list[Notable]) -> list[Notable]:
 def _figures(node: NodeSeries, *, with_event: bool) -> NodeFigures:
     first, last = (-SHOWN_BEFORE_S, SHOWN_AFTER_S) if with_event else (-_EVERYTHING_S, _EVERYTHING_S)
     around = node.within(first, last)
-    times = numpy.unique(numpy.concatenate([each.at_s for each in around.series.values()]))
+    known = {name: series for name in around.names if (series := around.get(*name)) is not None}
+    times = numpy.unique(numpy.concatenate([numpy.zeros(0), *(series.at_s for series in known.values())]))
     ends = [part[-1] for part in numpy.array_split(times, MOST_POINTS) if len(part)]
     figures = []
-    for (of, what), series in around.series.items():
+    for (of, what), series in known.items():
         values = _at(series, ends)
         if any(values):  # of most errors there are none
             metric = METRICS.get(what)

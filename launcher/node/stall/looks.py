@@ -51,8 +51,13 @@ class Look:
         self._spy: PySpy | None = None
         _ask(pid, self._file)
 
-    def is_due(self, now: float) -> bool:
-        """Whether it has had its time."""
+    @property
+    def is_spying(self) -> bool:
+        """py-spy is at work for it."""
+        return self._spy is not None
+
+    def is_due(self, now: float, *, may_spy: bool = True) -> bool:
+        """Whether it has had its time. `may_spy`: py-spy may be asked, should the process not have answered."""
         if now - self._began < LOOK_S:
             return False
         if self._busy is None:
@@ -60,7 +65,7 @@ class Look:
             spent_s = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK")
             self._busy = round(max(0.0, spent_s / (now - self._began)), 2)
             self._answer = self._stack()
-            if not self._answer:
+            if not self._answer and may_spy:
                 self._spy = PySpy(self._pid, state, now)
         return self._spy is None or self._spy.is_done(now)
 
@@ -68,10 +73,10 @@ class Look:
         """What it has shown, once it is due."""
         assert self._busy is not None
         state = _stat(self._pid)[0]
-        if self._spy is None:
+        if self._answer:
             return Seen(state, self._busy, self._answer)
         threads = threads_of(self._pid)
-        spied = self._spy.result()
+        spied = self._spy.result() if self._spy is not None else None
         if spied is None:
             return Seen(state, self._busy, [], [], threads)
         return Seen(state, self._busy, spied.stack, spied.native, [*threads[:1], *spied.others])

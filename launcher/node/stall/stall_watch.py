@@ -12,6 +12,8 @@ from .hang_limit import HangLimit, fixed_limit, learned_limit
 from .looks import Look
 from .rest import Rest
 
+MOST_SPYING = 16
+"""Ranks that py-spy is asked about at a time."""
 _EVERY_S = 1.0
 _PAUSED_S = 5.0
 """The agent looks many times in a second. If it has not for so long, it stood still itself: Ctrl-Z, a laptop asleep."""
@@ -54,7 +56,7 @@ class StallWatch:
 
     def seen(self, now: float) -> Iterator[RankLook]:
         """The looks that are finished."""
-        due = [entry for entry in self._looks if entry[2].is_due(now)]
+        due = [entry for entry in self._looks if entry[2].is_due(now, may_spy=self._may_spy())]
         self._looks = [entry for entry in self._looks if entry not in due]
         for number, watch, look in due:
             found = look.result(now)
@@ -77,6 +79,9 @@ class StallWatch:
                 threads=found.threads,
                 limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
             )
+
+    def _may_spy(self) -> bool:
+        return sum(look.is_spying for _, _, look in self._looks) < MOST_SPYING
 
     def close(self) -> None:
         """Let go of looks that are not finished."""

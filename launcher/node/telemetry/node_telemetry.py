@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -69,6 +70,13 @@ class NodeTelemetry:
         """Take what has come, and ask anew if it is time. `pids` gives (rank, pid) of the ranks that run."""
         if self._interval_s == 0:
             return
+        try:
+            self._turn(pids, now)
+        except Exception as error:  # such as a limit on threads: the agent goes on without it
+            self._troubles["own"] = f"no more was read: {type(error).__name__}: {error}"
+            self._interval_s = 0
+
+    def _turn(self, pids: Callable[[], Pids], now: float) -> None:
         self._take(now)
         if self._asked_ns and (not self._waits or now >= self._next):
             self._close_sample()
@@ -121,7 +129,9 @@ class NodeTelemetry:
 
     def _message(self, reason: str) -> Telemetry | None:
         self._close_sample()
-        return self._record.message(reason, self._time_ns(), self._interval_s, list(self._troubles.values()))
+        with suppress(Exception):  # it decides nothing
+            return self._record.message(reason, self._time_ns(), self._interval_s, list(self._troubles.values()))
+        return None
 
     def close(self) -> None:
         """Let go of the thread."""

@@ -18,12 +18,14 @@ WAIT_S = 300.0
 PID = 4711
 SCRIPT = """
 import threading, time
+ready = threading.Event()
 def load():
-    threading.Event().wait()
+    ready.set() or threading.Event().wait()
 def rest():
     print("resting", flush=True)
     time.sleep(1000)
 threading.Thread(target=load, name="loader", daemon=True).start()
+ready.wait()
 rest()
 """
 
@@ -97,9 +99,8 @@ def test_a_process_without_a_handler_is_seen(tmp_path, resting, monkeypatch):
     assert (found.stack[0].function, found.stack[0].text) == ("rest", "time.sleep(1000)")
     assert found.stack[0].file == str(tmp_path / "rest.py")
     assert [(thread.name, thread.at) for thread in found.threads[1:]] == [
-        ("loader", "rest.py:4 in load: threading.Event().wait()")
+        ("loader", "rest.py:5 in load: ready.set() or threading.Event().wait()")
     ]
-    assert found.threads[0].state == "S"
     assert resting.poll() is None
 
 
@@ -145,3 +146,10 @@ def test_one_that_may_not_look_or_says_something_else_is_nothing(tmp_path, body)
 def test_a_process_that_a_debugger_has_or_that_has_ended_is_left_alone(tmp_path, state):
     spy = PySpy(os.getpid(), state, 10.0, program(tmp_path, "exec sleep 1000"))
     assert (spy.is_done(10.0), spy.result()) == (True, None)
+
+
+def test_without_py_spy_the_kernel_is_asked(tmp_path, resting, monkeypatch):
+    monkeypatch.setattr("gpuwatch.launcher.node.stall.py_spy.find_py_spy", lambda: str(tmp_path / "none"))
+    found = looked(tmp_path, resting.pid)
+    assert (found.stack, found.native) == ([], [])
+    assert len(found.threads) == 2

@@ -149,6 +149,23 @@ def test_events_that_follow_one_another_send_it_seldom(make):
     assert told == [0, AGAIN_S, 3 * AGAIN_S, 7 * AGAIN_S, 15 * AGAIN_S]
 
 
+def test_an_error_of_ours_ends_the_telemetry_and_nothing_else(make):
+    node = make()
+    node.turn(0.0)
+    node.answer({CPU: 1.0}, 1.0)
+
+    def no_thread_can_be_started():
+        raise RuntimeError("can't start new thread")
+
+    node.now = 5.0
+    node.telemetry.turn(no_thread_can_be_started, 5.0)
+    node.turn(10.0)
+    assert node.host.asked.get(timeout=WAIT_S)
+    assert node.host.asked.empty(), "it is not tried again"
+    message, seconds, _ = node.sent()
+    assert (seconds, message.troubles) == ([0.0], ["no more was read: RuntimeError: can't start new thread"])
+
+
 def test_it_can_be_turned_off(make):
     node = make(interval_s=0.0, gpus=Gpus(there=True))
     for n in range(3):
