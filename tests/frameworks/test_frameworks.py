@@ -15,7 +15,13 @@ from rows import OVERFLOW, ROWS, Row, run_plainly, run_to_overflow, run_watched
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
-each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.shown}")
+def _param(row: Row):
+    """Ray itself gives up where starting it takes longer than 30 s, and nothing changes that."""
+    marks = [pytest.mark.soak] if row.package == "ray" else []
+    return pytest.param(row, marks=marks, id=f"{row.name}, {row.shown}")
+
+
+each_row = pytest.mark.parametrize("row", [_param(row) for row in ROWS])
 
 
 @pytest.fixture

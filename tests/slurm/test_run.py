@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 def test_four_tasks_on_two_nodes(user):
     options = ("--nodes=2", "--ntasks-per-node=2")
     command = ("python", user.script("own_init.py"), str(user.cwd / "store"), "--rank", "2", "--batch", "2")
-    done = user.run("srun", *options, "gpuwatch", "run", "--", *command)
+    done = user.run("srun", *options, "gpuwatch", "run", "--preflight", "quick", "--", *command)
 
     assert done.returncode == 4, done.stderr
     report = user.report()
@@ -18,3 +18,4 @@ def test_four_tasks_on_two_nodes(user):
     verdict = report["verdict"]
     assert (verdict["kind"], verdict["rank"], verdict["module"]) == ("overflow", 2, "block.widen")
     assert done.stderr.count("VERDICT") == 1
+    assert [rank["preflight"]["outcome"] for rank in report["ranks"]] == 4 * ["ok"]

@@ -133,7 +133,7 @@ class MeetingPlace:
 
     def _claim_the_file(self) -> None:
         """It is that of a killed rank 0 only if its process has ended."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, IndexError):
             pid = int(self._file.read_text().split()[0])
             if pid != os.getpid() and Path(f"/proc/{pid}").exists():
                 raise LeftOut("another process is rank 0 of such a group at the same time")

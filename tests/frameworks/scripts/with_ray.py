@@ -1,8 +1,9 @@
-"""Ray Train: two workers on a Ray of this machine alone."""
+"""Ray Train: two workers on a Ray of this machine alone; `--how` is the address of one that was started before."""
 
 import tempfile
 from pathlib import Path
 
+import gpuwatch
 import ray
 import ray.train
 import ray.train.torch
@@ -25,8 +26,11 @@ def work(config):
 
 
 if __name__ == "__main__":
-    bad = parse().rank
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    bad, address = parse().rank, parse().how
+    if address:
+        ray.init(address=address, runtime_env={"env_vars": gpuwatch.env()}, log_to_driver=False)
+    else:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = ray.train.torch.TorchTrainer(
             work,
