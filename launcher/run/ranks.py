@@ -24,6 +24,7 @@ _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
 class _Rank:
     rank: int
     attempt: int
+    pid: int
     process: OtherProcess | None
     """None if it had ended before it was seen."""
     ended: bool = False
@@ -82,7 +83,7 @@ class Ranks:
             self._adopt(lambda header: header.trains and header.world_size == 1)
         ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
         for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
-            self._end(rank, code, rank.process is not None and rank.process.pid in own_codes)
+            self._end(rank, code, rank.pid in own_codes)
 
     def last_look(self, own_codes: dict[int, int | None]) -> None:
         """The command has ended. If nothing became a rank for sure, what had a model was one."""
@@ -118,14 +119,12 @@ class Ranks:
         process = None
         with suppress(OSError):
             process = OtherProcess(header.pid)
-        self._ranks[path] = _Rank(header.rank, header.attempt, process)
+        self._ranks[path] = _Rank(header.rank, header.attempt, header.pid, process)
         self._tell(WorkersStarted(header.attempt, {header.rank: header.pid}, {header.rank: header.local_rank}))
 
     def _code(self, rank: _Rank, own_codes: dict[int, int | None]) -> int | None:
-        if rank.process is None:
-            return None
-        code = own_codes.get(rank.process.pid)
-        return rank.process.code() if code is None else code
+        code = own_codes.get(rank.pid)
+        return rank.process.code() if code is None and rank.process is not None else code
 
     def _end(self, rank: _Rank, code: int | None, is_own: bool) -> None:
         """Whoever started the ranks ends the others once one has failed: by SIGTERM, which nobody can tell from one
