@@ -4,13 +4,18 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
 from gpuwatch.launcher.node.orphans import GRACE_S, Orphans
 
 READY = "echo ready; while true; do sleep 3600 & wait $!; done"
+
+
+def end_all(group):
+    with suppress(ProcessLookupError):  # it has ended, and what it had started, too
+        os.killpg(group, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def start():
             assert process.stdout is not None
             stack.callback(process.stdout.close)
             stack.callback(process.wait)
-            stack.callback(os.killpg, process.pid, signal.SIGKILL)
+            stack.callback(end_all, process.pid)
             assert process.stdout.readline() == b"ready\n"
             return process
 
