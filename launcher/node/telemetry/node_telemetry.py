@@ -100,6 +100,8 @@ class NodeTelemetry:
         if values is not None:
             self._values.update(values)
             del self._waits["host"]
+        if self._thread.trouble:
+            self._troubles["own"] = self._thread.trouble
         lines = self._gpus.samples()
         if lines is not None and "gpus" in self._waits:
             del self._waits["gpus"]

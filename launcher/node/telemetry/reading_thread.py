@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -33,6 +32,8 @@ class ReadingThread:
         self._questions: SimpleQueue[Pids | None] = SimpleQueue()
         self._answers: deque[Values] = deque()
         self._thread: threading.Thread | None = None
+        self.trouble = ""
+        """The last error of a reading."""
 
     def ask(self, pids: Pids) -> None:
         """Read once; `answer` has it later."""
@@ -55,6 +56,8 @@ class ReadingThread:
     def _run(self) -> None:
         while (pids := self._questions.get()) is not None:
             values: Values = {}
-            with suppress(Exception):  # it decides nothing
+            try:
                 values = self._read(pids)
+            except Exception as error:
+                self.trouble = f"the host's figures could not be read: {type(error).__name__}: {error}"
             self._answers.append(values)

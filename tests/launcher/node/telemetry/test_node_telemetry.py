@@ -43,7 +43,10 @@ class Host:
 
     def read(self, pids):
         self.asked.put(list(pids))
-        return self.answers.get(timeout=WAIT_S)
+        answer = self.answers.get(timeout=WAIT_S)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 class Node:
@@ -261,3 +264,18 @@ def test_a_driver_that_hangs_holds_up_nobody(nvml, watched):
     assert seconds == [0.0, 5.0, 10.0, 15.0]
     assert message.troubles == ["NVML did not answer for 15 s"]
     assert set(values) == {CPU}
+
+
+def test_an_error_of_ours_while_reading_is_told(make):
+    node = make()
+    node.turn(0.0)
+    node.answer({CPU: 1.0}, 0.1)
+    node.turn(5.0)
+    node.answer(ValueError("a line of /proc/stat that nobody knows"), 5.1)
+    node.turn(10.0)
+    node.answer({CPU: 2.0}, 10.1)
+
+    message, _, _ = node.sent()
+    assert message.troubles == [
+        "the host's figures could not be read: ValueError: a line of /proc/stat that nobody knows"
+    ]
