@@ -10,7 +10,7 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("slurm"),  # one cluster for all of them
-    pytest.mark.sample(6, of="jobs of SLURM"),  # of those without a mark of their own
+    pytest.mark.sample(5, of="jobs of SLURM"),  # of those without a mark of their own
 ]
 sample = pytest.mark.sample
 
@@ -113,7 +113,7 @@ def test_two_jobs_at_once_on_the_same_nodes_do_not_meet(user):
     assert {report["verdict"]["rank"] for report in reports} == {0, 1}
 
 
-@sample(2, of="a job that SLURM ends")
+@sample(1, of="a job that SLURM ends")
 def test_scancel_leaves_a_report_that_says_so(user):
     job = user.sbatch(*TWO_NODES, TEMPLATE, user.script("ddp_overflow.py"), *LONG)
     job.says(UNDER_WAY)
@@ -126,7 +126,7 @@ def test_scancel_leaves_a_report_that_says_so(user):
     assert "SIGTERM" in verdict["statement"]
 
 
-@sample(2, of="a job that SLURM ends")
+@sample(1, of="a job that SLURM ends")
 def test_the_time_limit_leaves_a_report_that_says_so(user):
     job = user.sbatch(*TWO_NODES, "--time=1", "--signal=USR2@10", TEMPLATE, user.script("ddp_overflow.py"), *LONG)
     job.says(UNDER_WAY)
@@ -137,7 +137,7 @@ def test_the_time_limit_leaves_a_report_that_says_so(user):
     assert "time limit" in verdict["statement"]
 
 
-@sample(2, of="a job that SLURM ends")
+@sample(1, of="a job that SLURM ends")
 def test_the_time_limit_without_a_warning_leaves_a_report_that_says_so(user):
     """A launch without the template hears SIGTERM, as from scancel, and asks SLURM why."""
     command = " ".join(["srun gpuwatch launch", user.script("ddp_overflow.py"), *LONG])
@@ -150,7 +150,7 @@ def test_the_time_limit_without_a_warning_leaves_a_report_that_says_so(user):
     assert "time limit" in verdict["statement"]
 
 
-@sample(2, of="a job that SLURM ends")
+@sample(1, of="a job that SLURM ends")
 def test_a_job_that_is_requeued_in_the_middle_keeps_its_attempts_apart(user):
     """The first attempt is stopped by SLURM; the second one runs to its overflow."""
     script = user.cwd / "train.py"

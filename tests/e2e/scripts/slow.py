@@ -71,6 +71,7 @@ def main():
         if options.until is not None and step % 8 == 7 and all_agree(options.until.exists()):
             break
     dist.barrier()
+    dist.monitored_barrier()  # in this thread: gloo's own may abort the process (scripts/hang.py)
     dist.destroy_process_group()
 
 
