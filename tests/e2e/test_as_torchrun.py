@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 
+@pytest.mark.slow
 def test_a_clean_run_computes_the_same_bits(bench):
     watched = bench.launch("clean.py")
     plain = bench.torchrun("--nproc-per-node", "2", bench.script("clean.py"))
