@@ -35,7 +35,7 @@ def run(command: str) -> str:
     found = re.search(r"^VERDICT  .*?(?=\n\n|\Z)", printed, re.MULTILINE | re.DOTALL)
     if found is None:
         raise SystemExit(f"no verdict from {command}:\n{printed}")
-    text = found[0].replace(folder, "/work").replace(str(ROOT), "/work")
+    text = found[0].replace(folder, "~/gpuwatch").replace(str(ROOT), "~/gpuwatch")
     return "".join(f"    {line}".rstrip() + "\n" for line in text.splitlines())
 
 
