@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ..collector.paths import RunPaths
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.spool import SUFFIX
 from .completion import complete_runs
@@ -60,31 +61,25 @@ def command(
 
     Without RUN: the latest one.
     """
-    from ..collector.finish import merged_report, read_report, report_from_store, write_page, write_report
-    from ..collector.paths import RunPaths
-
     if len(runs) > 1 and not merge:
         raise UsageError(f"expected one RUN, found {len(runs)}; to make one report of them: gpuwatch report --merge")
     found = [find_run(run, Path(runs_dir)) for run in runs or (None,)]
     path = found[0]
-    if merge or path.is_file():
-        report = merged_report(found, rank)
+    if again or merge or path.is_file():
+        report = _made(found, rank, merge=merge)
     else:
-        paths = RunPaths(path)
-        report = report_from_store(paths) if again else read_report(paths)
-        if again:
-            for trouble in (write_report(paths, report), write_page(paths, report)):
-                if trouble:
-                    click.echo(f"gpuwatch: {trouble}", err=True)
+        from ..collector.report_file import read_report
+
+        report = read_report(RunPaths(path))
     if rank is not None and rank not in {entry.rank for entry in report.ranks}:
         raise UsageError(f"--rank: expected one of the ranks of this run (0 to {len(report.ranks) - 1}), found {rank}")
     if rank is not None and not merge and not path.is_file() and _is_in_store(report, rank):
         with suppress(GpuwatchError):  # without its store, what the report holds is shown
-            report = report_from_store(RunPaths(path), rank)
+            report = _from_store(path, rank)
     if batch is not None:
         if merge or path.is_file():
             raise UsageError("--batch: expected a run with its store, found spool files; leave it out")
-        report = _of_batch(report_from_store(RunPaths(path), rank, batch), batch, rank)
+        report = _of_batch(_from_store(path, rank, batch), batch, rank)
     if module is not None:
         report = _only_modules(report, module)
     try:
@@ -110,6 +105,26 @@ def command(
     if open_:
         _open(output, rank)
     return 0
+
+
+def _made(found: list[Path], rank: int | None, *, merge: bool) -> Report:
+    """The report made again: of spool files and runs together, or of one run, in whose folder it is written."""
+    from ..collector.finish import merged_report, report_from_store, write_page, write_report
+
+    if merge or found[0].is_file():
+        return merged_report(found, rank)
+    paths = RunPaths(found[0])
+    report = report_from_store(paths)
+    for trouble in (write_report(paths, report), write_page(paths, report)):
+        if trouble:
+            click.echo(f"gpuwatch: {trouble}", err=True)
+    return report
+
+
+def _from_store(run: Path, rank: int | None, batch: int | None = None) -> Report:
+    from ..collector.finish import report_from_store
+
+    return report_from_store(RunPaths(run), rank, batch)
 
 
 def _of_batch(report: Report, batch: int, rank: int | None) -> Report:

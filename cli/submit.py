@@ -131,7 +131,7 @@ def _program(submission: Submission) -> tuple[str, ...]:
 
 
 def _bad_nodes(run: str, submission: Submission) -> list[str]:
-    from ..collector.finish import read_report
+    from ..collector.report_file import read_report
     from .report import find_run
 
     path = find_run(run, Path(submission.runs_dir or RUNS_DIR))

@@ -7,7 +7,7 @@ import time
 import zmq
 
 from .log import log
-from .report.timeline import utc
+from .report.make.timeline import utc
 
 
 class Doorkeeper:

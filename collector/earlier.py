@@ -6,7 +6,7 @@ import msgspec
 
 from ..core.job_runs import job_run, runs_of_job
 from .paths import RunPaths
-from .report.attempts import EarlierLife
+from .report.model import EarlierLife
 
 
 class _Verdict(msgspec.Struct):

@@ -12,17 +12,15 @@ from typing import TypeVar
 
 import msgspec
 
-from ..core.errors import GpuwatchError
-from ..core.text.shown import shown_name
 from ..core.wire.spool import agent_of, read_spool
 from .earlier import earlier_lives
 from .exit_code import exit_code
 from .facts.fold import Fold, fold
 from .paths import RunPaths
-from .report.attempts import EarlierLife
-from .report.model import Report, build_report, to_json
+from .report.make.build import build_report
+from .report.make.timeline import utc
+from .report.model import EarlierLife, Report, to_json
 from .report.text import render_text
-from .report.timeline import utc
 from .store import RunStore, Stored
 
 T = TypeVar("T")
@@ -160,18 +158,3 @@ def open_store(
 def stamp(store: RunStore, key: str) -> None:
     """Store the time, as the collector's clock has it."""
     store.set(key, utc(time.time()) or "")
-
-
-def read_report(paths: RunPaths) -> Report:
-    """The report as it was written; made from the store when it was not. Raises GpuwatchError when there is neither."""
-    try:
-        return msgspec.json.decode(paths.report_json.read_bytes(), type=Report)
-    except FileNotFoundError:
-        return report_from_store(paths)
-    except OSError as error:
-        raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise GpuwatchError(
-            f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
-            f"to make it again from the store: gpuwatch report --again {paths.run_id}"
-        ) from error

@@ -6,6 +6,7 @@ messages is counted and not answered.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -44,10 +45,10 @@ from .log import log
 from .metrics.own_numbers import OwnNumbers
 from .paths import RunPaths
 from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
+from .report.make.timeline import utc
 from .report.model import Report
 from .report.stage_lines import StageLines
 from .report.text import render_text
-from .report.timeline import utc
 from .store import RunStore
 from .view.publisher import Publisher, publisher
 from .view.snapshot import view_of
@@ -354,7 +355,11 @@ class Server:
 
 
 def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore, folded: Fold) -> None:
-    """In a thread: build the report and write it."""
+    """In a thread: build the report and write it.
+
+    What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
+    """
+    gc.freeze()
     try:
         report = build(store, paths.run_id, folded)
         paths, trouble = write_where_there_is_room(paths, store, report)
@@ -363,6 +368,8 @@ def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore, 
         made.set_result((report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))))
     except BaseException as error:
         made.set_exception(error)
+    finally:
+        gc.unfreeze()
 
 
 def _page(paths: RunPaths, report: Report) -> str:

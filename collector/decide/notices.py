@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...core.frames import format_number
 from ...core.records import Ignored, Warned
-from ..facts.facts import RankFacts
+
+if TYPE_CHECKING:
+    from ..facts.facts import RankFacts
 
 
 def worst_first(warnings: list[tuple[int, Warned]]) -> list[tuple[int, Warned]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ...core.preflight import STAGES, Finding, InventoryFacts
-from ..facts.facts import RankFacts, RunFacts
+
+if TYPE_CHECKING:
+    from ..facts.facts import RankFacts, RunFacts
 
 GRADES = ("ok", "victim", "unknown", "warn", "fail")
 """From good to bad. A `victim` failed only because others did. `""` is a stage that was not reached."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from ...core.recorder.step_table import PARTS
 from ...core.wire.step_times import unpack_steps
 from ..facts.facts import RankFacts, RunFacts
 from .gpu_evidence import gpu_lines, gpu_of, uuid_of
+from .step_model import RankSteps, StepReport, Straggler
 from .stragglers import LOUD, Compared, RankTimes, SlowRank, find_stragglers
 from .telemetry.beside_slow import beside_slow
 from .telemetry.telemetry_report import series_of_all
@@ -19,47 +18,6 @@ PART_TEXT = {
     "backward": "in the backward",
     "optimizer": "in the optimizer's step, or just before it",
 }
-
-
-class RankSteps(msgspec.Struct, frozen=True):
-    """One rank: how many steps were timed, and the seconds of all of them in each part."""
-
-    rank: int
-    timed: int
-    seconds: dict[str, float]
-
-
-class Straggler(msgspec.Struct, frozen=True):
-    """A rank that the others wait for."""
-
-    rank: int
-    host: str
-    device: str | None
-    cost: float
-    """Share of the job's time."""
-    loud: bool
-    """It is a large share."""
-    how: str
-    """`constantly` or `now and then`"""
-    part: str
-    """outside, forward, backward, optimizer; "" if it is in no part alone"""
-    text: str
-    """One sentence or several."""
-    beside: list[str] = []
-    """How its host and its GPU did over the run, and what is known of its GPU since the preflight."""
-
-
-class StepReport(msgspec.Struct, frozen=True):
-    """report.json's `steps`."""
-
-    ranks: list[RankSteps]
-    compared: int = 0
-    """Steps of all ranks that were compared; 0: too few."""
-    step_s: float | None = None
-    """Mean of those."""
-    stragglers: list[Straggler] = []
-    trouble: str = ""
-    """Why it could not be told; "" where it could."""
 
 
 def step_report(facts: RunFacts, attempt: int) -> StepReport | None:

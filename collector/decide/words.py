@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+from typing import TYPE_CHECKING
 
 from ...core.frames import module_text
 from ...core.records import RankLook, ScriptError, WorkerExit
 from ...core.text.ranks_text import ranks_text as text_of_many
-from ..diagnose.local_diagnosis import LocalDiagnosis
-from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from .verdict_model import Cascade, SeenIn
+
+if TYPE_CHECKING:
+    from ..diagnose.local_diagnosis import LocalDiagnosis
+    from ..facts.facts import NodeFacts, RankFacts, RunFacts
 
 COMPILED = (
     "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "

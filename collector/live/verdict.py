@@ -14,7 +14,7 @@ from ...core.records import Anomaly
 from ...core.wire.messages import AgentBody, EventMessage, PageMessage
 from ..decide.overflow.verdict import overflow_verdict
 from ..facts.fold import Fold
-from ..report.timeline import utc
+from ..report.make.timeline import utc
 
 _SHARE = 0.2
 """So much of one processor it may take for pages."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from ...core.records import ThreadSeen
 from ...core.stalls import is_users
 from ...core.text.ranks_text import ranks_text
-from ..facts.facts import RankFacts
 
 if TYPE_CHECKING:
+    from ..facts.facts import RankFacts
     from .model import RankReport
 
 _MOST_THREADS = 6

@@ -6,11 +6,12 @@ import pytest
 from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.earlier import earlier_lives
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.finish import build, open_store, read_report, report_from_store, write_report
+from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths, new_run
-from gpuwatch.collector.report.attempts import EarlierLife
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import EarlierLife
 from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report_file import read_report
 from msgspec.structs import replace
 
 FIRST, SECOND, THIRD = (

@@ -17,7 +17,7 @@ from gpuwatch.collector.exit_code import exit_code
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.paths import new_run
 from gpuwatch.collector.protocol.run_protocol import RunProtocol
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore

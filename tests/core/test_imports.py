@@ -45,13 +45,18 @@ def python(code: str) -> str:
         "import gpuwatch.launcher.run.run",
         "import gpuwatch.cli.main, gpuwatch.cli.report",
         "from gpuwatch.collector.facts.fold import fold\n"
-        "from gpuwatch.collector.report.model import build_report\n"
+        "from gpuwatch.collector.report.make.build import build_report\n"
         "from gpuwatch.collector.report.text import render_text\n"
         "render_text(build_report(fold([]), run_id='x', started=None, ended=None))",
     ],
 )
 def test_torch_is_not_imported(code):
     assert python(f"{code}\nimport sys\nprint('torch' in sys.modules)") == "False"
+
+
+def test_a_written_report_is_shown_without_what_makes_one():
+    code = "import gpuwatch.cli.report, gpuwatch.collector.report_file, gpuwatch.collector.report.text\nimport sys\n"
+    assert python(f"{code}print([name for name in sys.modules if name in ('numpy', 'sqlite3', 'jinja2')])") == "[]"
 
 
 def test_importing_gpuwatch_starts_and_changes_nothing():

@@ -20,11 +20,13 @@ import atheris
 
 with atheris.instrument_imports(include=["gpuwatch"]):
     from gpuwatch.collector.facts.fold import fold
-    from gpuwatch.collector.finish import merged_report, read_report, report_from_store
+    from gpuwatch.collector.finish import merged_report, report_from_store
     from gpuwatch.collector.paths import RunPaths
     from gpuwatch.collector.protocol.run_protocol import Keep, RunProtocol
-    from gpuwatch.collector.report.model import build_report, to_json
+    from gpuwatch.collector.report.make.build import build_report
+    from gpuwatch.collector.report.model import to_json
     from gpuwatch.collector.report.text import render_text
+    from gpuwatch.collector.report_file import read_report
     from gpuwatch.collector.store import RunStore
     from gpuwatch.core.errors import GpuwatchError
     from gpuwatch.core.recorder.layout import NOTHING, file_name

@@ -11,7 +11,8 @@ import pytest
 from gpuwatch.cli.main import main
 from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import build_report, to_json
+from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import to_json
 from gpuwatch.core.errors import UsageError
 from gpuwatch.slurm.sbatch import Slurm, exit_code_of, read_tasks
 from gpuwatch.slurm.scheduler import JobTask

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ....core.frames import format_number
 from ....core.records import Forecast
-from ...facts.facts import RankFacts
 from .insight import Insight, modules_text, where_text
+
+if TYPE_CHECKING:
+    from ...facts.facts import RankFacts
 
 _MOST_MODULES = 64
 

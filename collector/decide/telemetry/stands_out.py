@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy
 
 from ....core.telemetry.metrics import HOST
 from .amounts import share_text, size_text, time_text, when_text
+from .model import Notable
 from .node_series import NodeSeries, Series
 
 BEFORE_S, AFTER_S = 120.0, 30.0
@@ -34,24 +34,6 @@ _HELD = {
     "clocks_hw_slowdown": "the hardware held its clocks down",
 }
 """Its power limit holds down the clocks of every GPU at full load."""
-
-
-class Notable(msgspec.Struct, frozen=True):
-    """A figure that stands out."""
-
-    host: str
-    of: str
-    """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
-    what: str
-    """A key of METRICS (core/telemetry/metrics.py)."""
-    value: float
-    unit: str
-    at_s: float
-    """When it was so at the worst, in seconds after the event."""
-    text: str
-    """`gpu-2: 5 new errors of its InfiniBand port mlx5_0/1, 35 s before the overflow`"""
-    alike: int = 0
-    """On so many other nodes the same figure stands out."""
 
 
 class Found(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-import msgspec
 import numpy
 from msgspec.structs import replace
 
@@ -13,8 +12,9 @@ from ....core.telemetry.metrics import METRICS
 from ...facts.facts import RunFacts
 from ..verdict_model import Verdict
 from .event import event_of, offset_ns
+from .model import Figure, NodeFigures, Notable, TelemetryReport
 from .node_series import NodeSeries, Series, node_series
-from .stands_out import Notable, stands_out
+from .stands_out import stands_out
 
 MOST_NODES = 4
 """Whose figures are in the report. Of all nodes it is told what stands out."""
@@ -24,48 +24,6 @@ MOST_POINTS = 48
 SHOWN_BEFORE_S, SHOWN_AFTER_S = 300.0, 60.0
 """Around the event."""
 _EVERYTHING_S = 1e18
-
-
-class Figure(msgspec.Struct, frozen=True):
-    """One figure over time."""
-
-    of: str
-    """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
-    what: str
-    """A key of METRICS (core/telemetry/metrics.py)."""
-    text: str
-    """What that is, in words."""
-    unit: str
-    values: list[float | None]
-    """At the node's `at_s`; null where it was not read."""
-
-
-class NodeFigures(msgspec.Struct, frozen=True):
-    """How one node did."""
-
-    host: str
-    at_s: list[float]
-    """Seconds after the event; without one, before the end of the record."""
-    figures: list[Figure]
-    troubles: list[str] = []
-    """What could not be read, and why."""
-
-
-class TelemetryReport(msgspec.Struct, frozen=True):
-    """The figures of the nodes."""
-
-    event: str = ""
-    """What the times are measured from: `the overflow`; "" where nothing happened."""
-    event_time: str | None = None
-    """ISO 8601, by the collector's clock."""
-    notable: list[Notable] = []
-    """What stands out around the event, the verdict's node first; of many nodes alike, the first few."""
-    nodes: list[NodeFigures] = []
-    """The verdict's node, those where something stands out, then others."""
-    nodes_left_out: int = 0
-    """Whose figures are in the store alone."""
-    trouble: str = ""
-    """Why it could not be told; "" where it could."""
 
 
 def telemetry_report(facts: RunFacts, verdict: Verdict) -> TelemetryReport | None:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from ....core.text.ranks_text import ranks_text
 from ....core.values import headroom
 from ....core.wire.history import NO_NUMBER
-from ..history import ModulesByRanks
-from ..model import Report
+from ..model import ModulesByRanks, Report
 from ..side_by_side import Cell, rank_to_show, side_by_side
 
 _MOST_RANKS = 32

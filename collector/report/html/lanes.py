@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..model import Report
-from ..timeline import TimelineEntry
+from ..model import Report, TimelineEntry
 
 _MOST_LANES = 24
 _LEFT, _WIDTH, _TOP, _HEIGHT = 112, 900, 18, 22

@@ -6,8 +6,7 @@ import math
 from typing import NamedTuple
 
 from ....core.values import DTYPE_MAX
-from ..history import ModuleHistory
-from ..model import RankReport, Report
+from ..model import ModuleHistory, RankReport, Report
 from ..preflight_text import fold_rows, hosts_text, slowest
 from ..side_by_side import Cell, rank_to_show, side_by_side
 from .chart import Chart, Growth, Limit, Series, draw, even_ticks

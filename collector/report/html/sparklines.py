@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ....core.telemetry.metrics import METRICS
 from ...decide.telemetry.amounts import share_text, size_text, when_text
-from ...decide.telemetry.telemetry_report import Figure, NodeFigures
+from ...decide.telemetry.model import Figure, NodeFigures
 from ..model import Report
 
 WIDTH, HEIGHT, EDGE = 220, 44, 3

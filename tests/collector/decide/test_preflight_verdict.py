@@ -7,7 +7,7 @@ from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.exit_code import exit_code
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.records import GpuCounters, GpuHealth, Inventory, NodeSignal, Xid
 from gpuwatch.core.wire.messages import EventMessage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuwatch.collector.diagnose import diagnose as module
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
 
 
 def overflow(make, rank):

@@ -7,7 +7,8 @@ import json
 import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.facts.shown_body import shown_body
-from gpuwatch.collector.report.model import build_report, to_json
+from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.records import Fault, ScriptError, Warned

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.frames_text import frames_text
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.text import render_text
 
 

@@ -9,8 +9,9 @@ from gpuwatch.cli.main import cli
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths
-from gpuwatch.collector.report import ranks_to_show
-from gpuwatch.collector.report.model import Report, build_report, to_json
+from gpuwatch.collector.report.make import ranks_to_show
+from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.wire.messages import AgentMessage, encode
 

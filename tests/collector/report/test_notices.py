@@ -7,7 +7,8 @@ import random
 
 import pytest
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import Report, build_report, to_json
+from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.records import Cost, Ignored, ScalerSkip, Warned
 from gpuwatch.core.wire.messages import EventMessage

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import build_report, to_json
+from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.group_table import GroupField

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.preflight import InventoryFacts
 from gpuwatch.core.recorder.step_table import TimedStep

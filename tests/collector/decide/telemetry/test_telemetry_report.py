@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from gpuwatch.collector.decide.telemetry.telemetry_report import MOST_ALIKE, MOST_NODES, MOST_POINTS
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import build_report, to_json
+from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.records import RankLook, StackLine, Where
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, decode_agent, encode

@@ -6,7 +6,7 @@ import numpy
 import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.core.records import Forecast, RankLook, StackLine, Warned, Where, WorkerExit
 from gpuwatch.core.values import DTYPE_CODES
 from gpuwatch.core.wire.history import pack

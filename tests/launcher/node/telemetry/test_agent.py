@@ -10,7 +10,7 @@ import time
 import msgspec
 import pytest
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.model import build_report
+from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.core.records import Anomaly, Where
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import Bye, EventMessage, Telemetry, decode_agent

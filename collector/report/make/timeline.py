@@ -5,25 +5,10 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any
 
-import msgspec
-
-from ...core.frames import module_text
-from ...core.records import Anomaly, NodeSignal
-from ..facts.facts import RunFacts
-
-
-class TimelineEntry(msgspec.Struct, frozen=True):
-    """An event. `time` is by the clock of the host where it happened."""
-
-    time: str | None
-    rank: int | None
-    attempt: int
-    what: str
-    step: int | None = None
-    batch: int | None = None
-    seq: int | None = None
-    kind: str = ""
-    """anomaly, raised, fault, preflight, ended or signal"""
+from ....core.frames import module_text
+from ....core.records import Anomaly, NodeSignal
+from ...facts.facts import RunFacts
+from ..model import TimelineEntry
 
 
 def utc(seconds: float | None, to: str = "seconds") -> str | None:

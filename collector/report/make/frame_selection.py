@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...core.frames import Frame
-from ...core.page_tables import whole
-from ..decide.overflow.replicas import page_of
-from ..decide.overflow.same_point import page_at_same_point
-from ..decide.verdict_model import Verdict
-from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_pages import KeptPage
+from ....core.frames import Frame
+from ....core.page_tables import whole
+from ...decide.overflow.replicas import page_of
+from ...decide.overflow.same_point import page_at_same_point
+from ...decide.verdict_model import Verdict
+from ...facts.facts import RankFacts, RunFacts
+from ...facts.kept_pages import KeptPage
 
 
 class Target(NamedTuple):

@@ -5,11 +5,11 @@ The others' are in the store: `gpuwatch report --rank N` reads them there.
 
 from __future__ import annotations
 
-from ...core.frames import Page
-from ..decide.overflow.replicas import run_the_same_model
-from ..decide.overflow.same_point import peers_of
-from ..decide.verdict_model import Verdict
-from ..facts.facts import RankFacts, RunFacts
+from ....core.frames import Page
+from ...decide.overflow.replicas import run_the_same_model
+from ...decide.overflow.same_point import peers_of
+from ...decide.verdict_model import Verdict
+from ...facts.facts import RankFacts, RunFacts
 from .frame_selection import Target
 
 SMALL_JOB = 32

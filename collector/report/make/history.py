@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
-from ...core.values import DTYPE_MAX
-from ...core.wire.history import NO_NUMBER
-from ..decide.verdict_model import Verdict
-from ..facts.facts import RankFacts, RunFacts
-from ..facts.kept_history import OpenHistory, Returned
+from ....core.values import DTYPE_MAX
+from ....core.wire.history import NO_NUMBER
+from ...decide.verdict_model import Verdict
+from ...facts.facts import RankFacts, RunFacts
+from ...facts.kept_history import OpenHistory, Returned
+from ..model import HeatModule, ModuleHistory, ModulesByRanks, RankSeries
 
 MOST_RANKS = 256
 """Ranks whose history a report holds: of more, the verdict's, those that met something, and some others."""
 _MOST_POINTS = 8192
 _MOST_CELLS = 8192
-
-
-class RankSeries(msgspec.Struct, frozen=True):
-    """One rank. `abs_max` is null where it was inf or nan."""
-
-    rank: int
-    batches: list[int]
-    abs_max: list[float | None]
-
-
-class ModuleHistory(msgspec.Struct, frozen=True):
-    """What the verdict's module returned, on each rank, over the batches as that rank counts them."""
-
-    module: str
-    cls: str = msgspec.field(name="class")
-    dtype: str
-    limit: float | None
-    """The largest finite number of the dtype."""
-    ranks: list[RankSeries]
-    left_out: int = 0
-    """Ranks that have a history and are not here, or have one that cannot be read."""
-
-
-class HeatModule(msgspec.Struct, frozen=True):
-    """One module."""
-
-    module: str
-    cls: str = msgspec.field(name="class")
-    dtype: str
-
-
-class ModulesByRanks(msgspec.Struct, frozen=True):
-    """What modules returned in the batch that the verdict is about, on each rank that was there at the same step."""
-
-    batch: int
-    modules: list[HeatModule]
-    """In the order of their first calls, up to the verdict's and beyond it."""
-    ranks: list[int]
-    abs_max: list[list[float | None]]
-    """Of each rank. null: inf or nan; -1: not measured."""
 
 
 Opened = tuple[dict[int, OpenHistory], int]

@@ -2,32 +2,12 @@
 
 from __future__ import annotations
 
-import msgspec
-
-from ..decide.ending_verdict import ending_text
-from ..decide.hang.verdict import hang_verdict
-from ..decide.overflow.order import earliest
-from ..decide.verdict_model import Verdict
-from ..decide.words import found_text
-from ..facts.facts import RunFacts
-
-
-class AttemptReport(msgspec.Struct, frozen=True):
-    """An attempt that the verdict is not about."""
-
-    attempt: int
-    statement: str
-    hang: Verdict | None = None
-    """Of an attempt that was ended because no rank moved: what the verdict was."""
-
-
-class EarlierLife(msgspec.Struct, frozen=True):
-    """A life of the job before the one that the report is about."""
-
-    run: str
-    kind: str
-    """"" if it has left no report."""
-    statement: str
+from ...decide.ending_verdict import ending_text
+from ...decide.hang.verdict import hang_verdict
+from ...decide.overflow.order import earliest
+from ...decide.words import found_text
+from ...facts.facts import RunFacts
+from ..model import AttemptReport
 
 
 def other_attempts(facts: RunFacts, attempt: int) -> list[AttemptReport]:

@@ -1,0 +1,1 @@
+"""From the facts and the verdict to the report."""

@@ -1,0 +1,224 @@
+"""The report of a run, from the facts and the verdict and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ....core.frames import Page
+from ....core.records import GpuHealth, PreflightResult, Xid
+from ...decide.gpu_evidence import gpu_of
+from ...decide.insights.find import find_insights
+from ...decide.insights.growth import forecasts_of
+from ...decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
+from ...decide.preflight_table import preflight_report
+from ...decide.step_report import step_report
+from ...decide.telemetry.telemetry_report import telemetry_report
+from ...decide.verdict import decide
+from ...decide.words import seen_in, unfinished_stage
+from ...facts.facts import RankFacts, RunFacts
+from ..model import SCHEMA, EarlierLife, FirstAnomaly, Lost, NodeReport, RankReport, Report, RunInfo
+from ..stacks import stack_of, threads_of
+from .attempts import other_attempts
+from .frame_selection import Shown, frames_of_batch, frames_to_show, target_of
+from .history import histories, open_histories
+from .ranks_to_show import ranks_to_show, traces_to_show
+from .timeline import timeline_of
+
+
+def build_report(
+    facts: RunFacts,
+    *,
+    run_id: str,
+    started: str | None,
+    ended: str | None,
+    max_frames: int = 21,
+    counters: dict[str, int] | None = None,
+    earlier: list[EarlierLife] | None = None,
+    rank: int | None = None,
+    batch: int | None = None,
+) -> Report:
+    """Make the report of a run. `rank` is one whose frames it is to hold in any case, `batch` what they are of."""
+    verdict = decide(facts)
+    attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
+    target = target_of(facts, verdict)
+    all_ranks = facts.of_attempt(attempt)
+    shown = ranks_to_show(facts, all_ranks, verdict, target, rank)
+    traces = traces_to_show(facts, all_ranks, shown, rank)
+    held = {each.rank for each in shown}
+    ranks = [
+        _rank_report(
+            facts,
+            each,
+            Shown([], False)
+            if each.rank not in held
+            else frames_of_batch(each, batch, target)
+            if batch is not None
+            else frames_to_show(each, verdict, target, max_frames),
+            *traces.get(each.rank, ([], 0)),
+        )
+        for each in all_ranks
+    ]
+    opened = open_histories(facts, verdict, attempt)
+    history, by_module = histories(opened, verdict)
+    return Report(
+        schema=SCHEMA,
+        run=_run_info(facts, run_id, started, ended, len(ranks), earlier or []),
+        verdict=verdict,
+        ranks=ranks,
+        preflight=preflight_report(facts, attempt),
+        nodes=_nodes(facts, attempt),
+        timeline=timeline_of(facts),
+        collector={**(counters or {}), "undecodable_pages": facts.undecodable_pages},
+        attempts=other_attempts(facts, attempt),
+        history=history,
+        by_module=by_module,
+        forecasts=forecasts_of(all_ranks),
+        insights=find_insights(facts, attempt, opened[0]),
+        steps=step_report(facts, attempt),
+        telemetry=telemetry_report(facts, verdict),
+    )
+
+
+def _run_info(
+    facts: RunFacts, run_id: str, started: str | None, ended: str | None, world: int, earlier: list[EarlierLife]
+) -> RunInfo:
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    versions: dict[str, str] = {}
+    for hello in hellos:
+        versions.update(hello.versions)
+    for rank in facts.ranks.values():
+        if rank.inventory is not None:
+            versions.update(rank.inventory.versions)
+    return RunInfo(
+        id=run_id,
+        command=hellos[0].command if hellos else [],
+        world_size=world,
+        nnodes=len(hellos),
+        started=started,
+        ended=ended,
+        versions={key: versions.get(key, "") for key in ("gpuwatch", "torch", "cuda", "nccl", "python")},
+        attempts=facts.last_attempt + 1,
+        cwd=hellos[0].cwd if hellos else "",
+        check_only=facts.check_only,
+        earlier=earlier,
+    )
+
+
+def _rank_report(
+    facts: RunFacts, rank: RankFacts, shown: Shown, traces: list[Page], traces_left_out: int
+) -> RankReport:
+    diagnosis = rank.diagnosis
+    state, exit_ = rank.state, rank.exit
+    where = exit_.where if exit_ is not None else None
+    error = rank.errors[0] if rank.errors else None
+    return RankReport(
+        rank=rank.rank,
+        local_rank=state.local_rank if state is not None else None,
+        host=facts.host(rank),
+        device=rank.inventory.device if rank.inventory is not None else None,
+        pid=state.pid if state is not None else None,
+        state=_state(rank),
+        exit=exit_.code if exit_ is not None else None,
+        step=where.step if where is not None else state.step if state is not None else None,
+        batch=where.batch if where is not None else state.batch if state is not None else None,
+        preflight=_preflight(rank),
+        first_anomaly=FirstAnomaly(
+            diagnosis.batch,
+            diagnosis.step,
+            diagnosis.frame,
+            diagnosis.module,
+            diagnosis.cls,
+            diagnosis.phase,
+            diagnosis.own_role,
+            diagnosis.value,
+            diagnosis.dtype,
+            diagnosis.is_origin,
+            diagnosis.between,
+            diagnosis.seq,
+            seen_in(diagnosis),
+        )
+        if diagnosis is not None
+        else None,
+        frames=shown.frames,
+        lost=Lost(
+            rank.pages_dropped,
+            state.records_lost if state is not None else 0,
+            state.frames_lost if state is not None else 0,
+            state.rows_lost if state is not None else 0,
+        ),
+        attempt=rank.attempt,
+        traces=traces,
+        error={"type": error.error, "message": error.message, "traceback": error.traceback, "module": error.module}
+        if error is not None
+        else None,
+        faults=[f"{fault.part}: {fault.message}" for fault in rank.faults],
+        warnings=warnings_of(rank),
+        warned=rank.warned_rows,
+        scaler=scaler_of(rank),
+        scaler_skips=rank.skipped_steps,
+        ignored=rank.hidden_rows,
+        hidden=waived_of(rank),
+        cost=cost_of(rank),
+        batches_skipped=rank.batches_skipped,
+        gpu=gpu_of(facts, rank),
+        stack=stack_of(rank),
+        frames_comparable=shown.comparable,
+        pages=len(rank.pages),
+        traces_left_out=traces_left_out,
+        absorbed=rank.absorbed_rows,
+        absorbed_first=absorbed_of(rank),
+        threads=threads_of(rank),
+    )
+
+
+def _state(rank: RankFacts) -> str:
+    exit_ = rank.exit
+    if exit_ is None:
+        return rank.state.phase if rank.state is not None else "unknown"
+    if rank.preflight is not None and rank.preflight.stops:
+        return "preflight failed"
+    if rank.anomalies and rank.anomalies[0].aborts and rank.errors:
+        return "aborted"
+    if rank.errors:
+        return "raised"
+    if exit_.by == "itself" and exit_.code is not None and exit_.code < 0:
+        return "killed"
+    if exit_.code == 0:
+        return "unwatched" if exit_.phase == "unwatched" else "finished"
+    return "stopped" if exit_.by == "torchrun" else "failed"
+
+
+def _preflight(rank: RankFacts) -> dict[str, Any]:
+    result: PreflightResult | None = rank.preflight
+    if result is None and not rank.begun:
+        return {"outcome": "off"}
+    return {
+        "outcome": result.outcome if result is not None else "unfinished",
+        "stage": result.stage if result is not None else unfinished_stage(rank),
+        "detail": result.detail if result is not None else "",
+        "backend": result.backend if result is not None else "",
+        "stages": [{"stage": s.stage, "seconds": s.seconds, "detail": s.detail, "grade": s.grade} for s in rank.stages],
+        "unfinished": unfinished_stage(rank) or None,
+        "bandwidth": [msgspec.to_builtins(row) for row in rank.bandwidth.rows] if rank.bandwidth is not None else [],
+    }
+
+
+def _nodes(facts: RunFacts, attempt: int) -> list[NodeReport]:
+    reports = []
+    for node in facts.nodes.values():
+        state = "lost" if node.lost else node.bye.outcome if node.bye is not None else "unknown"
+        reports.append(
+            NodeReport(
+                host=node.hello.host if node.hello is not None else "",
+                nproc=node.hello.nproc if node.hello is not None else 0,
+                state=state,
+                ranks=[rank.rank for rank in facts.of_attempt(attempt) if rank.agent == node.agent],
+                clock_offset_ns=node.clock[0] if node.clock is not None else None,
+                clock_round_trip_ns=node.clock[1] if node.clock is not None else None,
+                gpus=[event for event in node.gpu_events if isinstance(event, GpuHealth)],
+                xids=[event for event in node.gpu_events if isinstance(event, Xid)],
+            )
+        )
+    return sorted(reports, key=lambda node: node.ranks)

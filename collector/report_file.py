@@ -1,0 +1,27 @@
+"""The report as it was written. To read one needs nothing of what makes one, so that it is on the screen at once."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..core.errors import GpuwatchError
+from ..core.text.shown import shown_name
+from .paths import RunPaths
+from .report.model import Report
+
+
+def read_report(paths: RunPaths) -> Report:
+    """report.json, or what the store holds where there is none. Raises GpuwatchError when there is neither."""
+    try:
+        return msgspec.json.decode(paths.report_json.read_bytes(), type=Report)
+    except FileNotFoundError:
+        from .finish import report_from_store
+
+        return report_from_store(paths)
+    except OSError as error:
+        raise GpuwatchError(f"expected a report in {paths.report_json}, it cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise GpuwatchError(
+            f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
+            f"to make it again from the store: gpuwatch report --again {paths.run_id}"
+        ) from error
