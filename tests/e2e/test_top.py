@@ -114,7 +114,9 @@ def _in_a_terminal(bench):
             lambda screen: [line.split()[:1] for line in screen[title + 1 : title + 5]] == [[n] for n in "0123"]
         )
         terminal.resize(60, 20)
-        screen = terminal.until(lambda screen: len(screen) == 20 and "is waited for" in "".join(screen))
+        screen = terminal.until(
+            lambda screen: len(screen) == 20 and "is waited for" in "".join(screen) and "Quit" in screen[-1]
+        )
         assert max(map(len, screen)) <= 60
         terminal.resize(80, 24)
 
