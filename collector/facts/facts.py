@@ -129,6 +129,8 @@ class NodeFacts:
     gpu_events: list[Xid | GpuCounters | GpuHealth] = field(default_factory=list)
     hot: bytes = b""
     """Modules of its ranks that were closest to their limit, as its last beat has them."""
+    gpus: bytes = b""
+    """How its GPUs do, as its last beat has them."""
     telemetry: dict[int, Telemetry] = field(default_factory=dict)
     """By when it began: an agent that was started again begins anew. Of each the newest."""
     pages_dropped: dict[int, int] = field(default_factory=dict)

@@ -331,7 +331,7 @@ def _amount(times: StepTimes) -> tuple[int, bytes]:
 
 def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
     if beat.sent_ns:
-        node.hot = beat.hot
+        node.hot, node.gpus = beat.hot, beat.gpus
     if beat.clock_offset_ns is not None and beat.clock_round_trip_ns is not None:
         clock = (beat.clock_offset_ns, beat.clock_round_trip_ns)
         if node.clock is None or clock[1] <= node.clock[1]:

@@ -3,7 +3,8 @@
     gpuwatch_rank_batches_total{host="node-a",rank="3"} 813.0
     gpuwatch_module_headroom{dtype="float16",module="net.fc2"} 1.1
 
-A rank has four series, whatever its model is. Of modules there are the few of the run that are closest to their limit.
+A rank has four series, and six with a GPU, whatever its model is. Of modules there are the few of the run that are
+closest to their limit.
 """
 
 from __future__ import annotations
@@ -77,12 +78,28 @@ def _ranks(view: View) -> Iterator[Metric]:
         if not rank.ended:
             still.add_metric(labels, rank.still_s)
     yield from (state, batches, steps, still)
+    yield from _gpus(view)
     slow = GaugeMetricFamily(
         "gpuwatch_straggler_share", "Share of the job's time that the others wait for this rank.", labels=_RANK
     )
     if view.slow is not None:
         slow.add_metric([str(view.slow.rank), view.slow.host], view.slow.cost)
     yield slow
+
+
+def _gpus(view: View) -> Iterator[Metric]:
+    use = GaugeMetricFamily(
+        "gpuwatch_rank_gpu_use_share", "Of the time in which a kernel ran on the rank's GPU.", labels=_RANK
+    )
+    memory = GaugeMetricFamily("gpuwatch_rank_gpu_memory_share", "Of its GPU's memory in use.", labels=_RANK)
+    for family, shares in (
+        (use, ((rank, rank.gpu_use) for rank in view.ranks)),
+        (memory, ((rank, rank.gpu_memory) for rank in view.ranks)),
+    ):
+        for rank, share in shares:
+            if share >= 0:
+                family.add_metric([str(rank.rank), rank.host], share)
+        yield family
 
 
 def _modules(view: View) -> Iterator[Metric]:

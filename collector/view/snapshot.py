@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from ...core.records import GpuHealth, Xid
-from ...core.wire.messages import closest_modules, unpack_hot
+from ...core.wire.messages import GpuNow, closest_modules, unpack_gpus, unpack_hot
 from ...core.wire.view import Happened, NodeView, Passing, RankView, SlowRank, View
+from ..decide.gpu_evidence import uuid_of
 from ..decide.insights.growth import forecasts_of, is_sound, passing_text
 from ..facts.facts import RankFacts, RunFacts
 from ..facts.shown_body import shown_body
@@ -24,6 +25,7 @@ def view_of(
     attempt = facts.last_attempt
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
+    gpus = {agent: {gpu.uuid: gpu for gpu in unpack_gpus(node.gpus)} for agent, node in facts.nodes.items()}
     hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), MOST_HOT)
     return View(
         time_ns,
@@ -32,7 +34,7 @@ def view_of(
         facts.announced_ranks,
         attempt,
         _nodes(facts),
-        [_rank(facts, rank) for rank in ranks],
+        [_rank(facts, rank, gpus.get(rank.agent, {})) for rank in ranks],
         [shown_body(each) for each in hot],
         _events(facts, ranks)[-MOST_EVENTS:],
         verdict,
@@ -45,11 +47,12 @@ def view_of(
     )
 
 
-def _rank(facts: RunFacts, rank: RankFacts) -> RankView:
+def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
     state, ended = rank.state, rank.exit
     if state is None:
         phase = ended.phase if ended is not None else "starting"
         return RankView(rank.rank, facts.host(rank), phase, -1, -1, -1, "", 0.0, False, 0, *_end(rank))
+    gpu = gpus.get(uuid_of(rank)) if gpus else None
     return RankView(
         rank.rank,
         facts.host(rank),
@@ -63,6 +66,7 @@ def _rank(facts: RunFacts, rank: RankFacts) -> RankView:
         rank.warned_rows,
         *_end(rank),
         state.waits,
+        *((gpu.use, gpu.memory) if gpu is not None else ()),
     )
 
 

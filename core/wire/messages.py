@@ -204,6 +204,16 @@ class HotModule(msgspec.Struct, frozen=True):
     """Powers of two a batch, over the last few batches."""
 
 
+class GpuNow(msgspec.Struct, frozen=True, array_like=True):
+    """How NVML found a GPU last."""
+
+    uuid: str
+    use: float
+    """Share of the time in which a kernel ran on it; -1: not known."""
+    memory: float
+    """Share of its memory that is in use; -1: not known."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The node is alive. It says where its ranks are."""
 
@@ -218,6 +228,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     hot: bytes = b""
     """Of its ranks' modules those that are closest to their limit (`pack_hot`), while somebody looks on. It decides
     nothing."""
+    gpus: bytes = b""
+    """Its GPUs (`pack_gpus`), while somebody looks on. It decides nothing."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -235,6 +247,11 @@ def pack_hot(hot: list[HotModule]) -> bytes:
     return _encoder.encode(hot) if hot else b""
 
 
+def pack_gpus(gpus: list[GpuNow]) -> bytes:
+    """For a beat; b"" for none."""
+    return _encoder.encode(gpus) if gpus else b""
+
+
 def closest_modules(found: Iterable[HotModule], most: int) -> list[HotModule]:
     """Those with the least left, the closest first. Of a module that several ranks have told of, its closest rank."""
     chosen: dict[str, HotModule] = {}
@@ -249,6 +266,14 @@ def unpack_hot(data: bytes) -> list[HotModule]:
     """Of a beat. [] for bytes that no agent sends."""
     try:
         return _hot_decoder.decode(data) if data else []
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return []
+
+
+def unpack_gpus(data: bytes) -> list[GpuNow]:
+    """Of a beat. [] for bytes that no agent sends."""
+    try:
+        return _gpus_decoder.decode(data) if data else []
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         return []
 
@@ -389,6 +414,7 @@ class _RawAgentMessage(msgspec.Struct, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _agent_decoder = msgspec.msgpack.Decoder(AgentMessage)
 _hot_decoder = msgspec.msgpack.Decoder(list[HotModule])
+_gpus_decoder = msgspec.msgpack.Decoder(list[GpuNow])
 _collector_decoder: msgspec.msgpack.Decoder[CollectorMessage] = msgspec.msgpack.Decoder(CollectorMessage)
 
 T = TypeVar("T")

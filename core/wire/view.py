@@ -47,6 +47,10 @@ class RankView(msgspec.Struct, frozen=True, array_like=True):
     ended: bool = False
     waits: bool = False
     """It rests in a collective."""
+    gpu_use: float = -1.0
+    """Share of the time in which a kernel ran on its GPU; -1: not known."""
+    gpu_memory: float = -1.0
+    """Share of its GPU's memory that is in use; -1: not known."""
 
 
 class NodeView(msgspec.Struct, frozen=True):

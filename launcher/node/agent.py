@@ -56,6 +56,7 @@ from ...core.wire.messages import (
     closest_modules,
     decode_collector,
     encode,
+    pack_gpus,
     pack_hot,
     ranks_of,
 )
@@ -525,6 +526,7 @@ class Agent:
             clock.offset_ns if clock is not None else None,
             clock.round_trip_ns if clock is not None else None,
             self._hottest() if self._looks else b"",
+            pack_gpus(self._telemetry.gpus_now()) if self._looks else b"",
         )
 
     def _hottest(self) -> bytes:

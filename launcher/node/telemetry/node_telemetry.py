@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ....core.gpu_health.facts import SampleLine
-from ....core.wire.messages import Telemetry
+from ....core.wire.messages import GpuNow, Telemetry
 from .reading_thread import Pids, ReadingThread, read_all
 from .record import NodeRecord
 from .values import Values
@@ -63,6 +63,7 @@ class NodeTelemetry:
         self._waits: dict[str, float] = {}
         """Who was asked, and when. One that has not answered is not asked again."""
         self._troubles: dict[str, str] = {}
+        self._gpus_now: list[GpuNow] = []
         self._again_s = AGAIN_S
         self._told_at: float | None = None
 
@@ -89,6 +90,7 @@ class NodeTelemetry:
         for name, since in self._waits.items():
             if now - since >= SILENT_S:
                 self._troubles[name] = f"{_WHO[name]} did not answer for {now - since:.0f} s"
+                self._gpus_now = [] if name == "gpus" else self._gpus_now
         if "host" not in self._waits:
             self._thread.ask(pids)
             self._waits["host"] = now
@@ -105,6 +107,7 @@ class NodeTelemetry:
         lines = self._gpus.samples()
         if lines is not None and "gpus" in self._waits:
             del self._waits["gpus"]
+            self._gpus_now = [_gpu_now(line) for line in lines]
             for line in lines:
                 self._values.update({(line.device, what): value for what, value in line.values.items()})
                 if line.trouble:
@@ -114,6 +117,10 @@ class NodeTelemetry:
         if self._asked_ns and self._values:
             self._record.add(self._asked_ns, self._values)
         self._asked_ns, self._values = 0, {}
+
+    def gpus_now(self) -> list[GpuNow]:
+        """As NVML found them last; none where there is no GPU, or NVML does not answer."""
+        return self._gpus_now
 
     def told(self, reason: str, now: float) -> Telemetry | None:
         """What to send because of a stall or an anomaly; None if the last one was not long ago, or nothing is known."""
@@ -138,6 +145,12 @@ class NodeTelemetry:
     def close(self) -> None:
         """Let go of the thread."""
         self._thread.close()
+
+
+def _gpu_now(line: SampleLine) -> GpuNow:
+    total = line.values.get("gpu_memory_total", 0.0)
+    memory = line.values.get("gpu_memory_used", 0.0) / total if total > 0 else -1.0
+    return GpuNow(line.device, line.values.get("gpu_use", -1.0), memory)
 
 
 _WHO = {"host": "the host's own files, or a file system,", "gpus": "NVML"}

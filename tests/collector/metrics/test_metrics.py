@@ -191,7 +191,7 @@ def view_of_ranks(number, **more) -> View:
 
 
 def test_series_grow_with_ranks_alone():
-    """1,024 ranks with the most modules that a picture has: four series each, and a bounded rest."""
+    """1,024 ranks with the most modules that a picture has: four series each without GPUs, and a bounded rest."""
     hot = [HotModule(rank, 9, f"layers.{rank}", "float16", 3e4, 1.0, 0.0) for rank in range(8)]
     passing = [Passing(f"layers.{n}", "float16", 9, 8, 10) for n in range(8)]
     small = parsed(text_of(view_of_ranks(2, hot=hot, passing=passing), OwnNumbers()))
@@ -199,6 +199,15 @@ def test_series_grow_with_ranks_alone():
     rest = sum(map(len, small.values())) - 2 * 4
     assert rest < 100
     assert sum(map(len, large.values())) == 1024 * 4 + rest
+
+
+def test_a_gpu_adds_two_series_to_its_rank():
+    view = view_of_ranks(2)
+    ranks = [replace(view.ranks[0], gpu_use=0.97, gpu_memory=0.5), view.ranks[1]]
+    found = parsed(text_of(replace(view, ranks=ranks), OwnNumbers()))
+    labels = (("host", view.ranks[0].host), ("rank", "0"))
+    assert found["gpuwatch_rank_gpu_use_share"] == {labels: 0.97}
+    assert found["gpuwatch_rank_gpu_memory_share"] == {labels: 0.5}
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\\nb", "}", "", "héllo", 'a b="c",d'])

@@ -8,8 +8,8 @@ import pytest
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
 from gpuwatch.collector.paths import RunPaths
-from gpuwatch.collector.report.make import history as limits
 from gpuwatch.collector.report.html.page import render_html
+from gpuwatch.collector.report.make import history as limits
 from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report_file import read_report
 from gpuwatch.core.values import DTYPE_CODES

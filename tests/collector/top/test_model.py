@@ -36,6 +36,14 @@ def test_the_screen_of_a_healthy_job(picture):
     )
 
 
+def test_with_gpus_each_rank_shows_its_own(picture):
+    ranks = [picture.rank(n, gpu_use=use, gpu_memory=0.5 + n / 10) for n, use in enumerate((0.97, 0.03, 0.99))]
+    screen = seen(picture.view([*ranks, picture.rank(3)]))
+    assert ("GPUs in use 97 % of the time (3 to 99 %), memory up to 70 %", "") in screen.head
+    at = screen.ranks_title.text.index("gpu%")
+    assert [line.text[at : at + 9].split() for line in screen.ranks] == [["97", "50"], ["3", "60"], ["99", "70"], []]
+
+
 def test_the_rank_that_the_others_wait_for_stands_in_the_head_and_first(picture):
     ranks = [picture.rank(n, still=30.0, waits=True) for n in range(4)]
     ranks[2] = picture.rank(2, still=41.0, begun=38)

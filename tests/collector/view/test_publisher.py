@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 import threading
 
+import msgspec
 import pytest
 import zmq
 from gpuwatch.collector.doorkeeper import Doorkeeper
@@ -14,9 +15,10 @@ from gpuwatch.collector.view.pace import EVERY_S
 from gpuwatch.collector.view.publisher import Publisher
 from gpuwatch.collector.view.snapshot import view_of
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.records import Xid
+from gpuwatch.core.preflight import InventoryFacts
+from gpuwatch.core.records import Inventory, Xid
 from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import Beat, EventMessage, HotModule, pack_hot
+from gpuwatch.core.wire.messages import Beat, EventMessage, GpuNow, HotModule, pack_gpus, pack_hot
 from gpuwatch.core.wire.view import FILE, View, read_viewer_keys
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -200,6 +202,25 @@ def test_the_picture_of_a_job(make):
     ]
     assert (view.hot, view.nodes[0].xids, view.world_size, view.verdict) == (hot, [79], 2, "the verdict so far")
     assert any("+inf in output of `fc`, batch 8" in event.text for event in view.events)
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        (pack_gpus([GpuNow("GPU-b", 0.25, 0.5), GpuNow("GPU-a", 0.97, 0.75)]), (0.97, 0.75)),
+        (pack_gpus([GpuNow("GPU-b", 0.25, 0.5)]), (-1.0, -1.0)),
+        (pack_gpus([]), (-1.0, -1.0)),
+        (b"garbage", (-1.0, -1.0)),
+        (msgspec.msgpack.encode([["GPU-a", "97 %", 0.5]]), (-1.0, -1.0)),
+    ],
+)
+def test_a_rank_is_shown_with_its_own_gpu(make, sent, shown):
+    folded = Fold()
+    on = EventMessage(Inventory(make.where(0), "cuda:0", {}, InventoryFacts(uuid="GPU-a")))
+    for n, body in ((1, make.hello()), (2, on), (0, Beat([make.state(0)], {}, 5, gpus=sent))):
+        folded.add("a0", n, body)
+    (rank,) = view_of(folded.as_it_stands(), "run-1", 7).ranks
+    assert (rank.gpu_use, rank.gpu_memory) == shown
 
 
 def test_a_module_is_shown_once_on_the_rank_where_it_has_the_least_left(make):

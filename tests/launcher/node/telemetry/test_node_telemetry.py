@@ -9,6 +9,7 @@ import time
 import pytest
 from gpuwatch.core.gpu_health.facts import SampleLine
 from gpuwatch.core.telemetry.packing import unpack_samples
+from gpuwatch.core.wire.messages import GpuNow
 from gpuwatch.launcher.node.gpus import GpuWatch
 from gpuwatch.launcher.node.telemetry.node_telemetry import AGAIN_S, SILENT_S, NodeTelemetry
 
@@ -132,6 +133,19 @@ def test_an_nvml_that_does_not_answer_costs_only_its_own_figures(make):
     assert (seconds, values[CPU][1:]) == ([0.0, 5.0, 10.0, 15.0], [1.0, 1.0, 1.0])
     assert message.troubles == ["NVML did not answer for 15 s"]
     assert SILENT_S <= 15
+
+
+def test_how_the_gpus_do_now_is_what_nvml_said_last(make):
+    node = make(gpus=Gpus(there=True))
+    node.turn(0.0)
+    assert node.telemetry.gpus_now() == []
+    figures = {"gpu_use": 0.97, "gpu_memory_used": 3e9, "gpu_memory_total": 4e9}
+    node.gpus.lines = [SampleLine("GPU-0", figures), SampleLine("GPU-1", trouble="not supported", last=True)]
+    node.turn(1.0)
+    assert node.telemetry.gpus_now() == [GpuNow("GPU-0", 0.97, 0.75), GpuNow("GPU-1", -1.0, -1.0)]
+    for n in range(1, 4):  # it is asked again, and does not answer
+        node.turn(5.0 * n)
+    assert node.telemetry.gpus_now() == []
 
 
 def test_why_nvml_has_no_figure_is_said_once(make):
