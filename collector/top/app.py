@@ -60,7 +60,7 @@ class Top(App[int]):
     CSS = """
     #head { height: auto; max-height: 7; }
     #title { height: 1; }
-    #ranks { height: 1fr; min-height: 4; }
+    #ranks { height: 1fr; min-height: 4; overflow-x: hidden; scrollbar-size-vertical: 1; }
     #hot, #events { height: auto; max-height: 5; border-top: solid $panel; }
     .empty { display: none; }
     """

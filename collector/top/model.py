@@ -71,12 +71,12 @@ class Model:
             return Screen([Line("waiting for the collector's first picture")], Line(""), [], [], [])
         rates = self._rates()
         behind = behind_of(view.ranks)
-        has_gpus = any(rank.gpu_use >= 0 for rank in view.ranks)
+        columns = _columns(width, has_gpus=any(rank.gpu_use >= 0 for rank in view.ranks))
         parts = Screen(
             _head(view, rates, behind),
-            Line(_title(has_gpus), "dim"),
+            Line("".join(map(_cell, columns, columns)) + " in", "dim"),
             [
-                _rank_line(rank, rates.get(rank.rank), rank.rank in behind, has_gpus)
+                _rank_line(rank, rates.get(rank.rank), rank.rank in behind, columns)
                 for rank in self._ordered(view, behind)
             ],
             _hot(view),
@@ -157,23 +157,48 @@ def _percent(share: float) -> str:
     return f"{share * 100:.0f}" if share >= 0 else ""
 
 
-def _title(has_gpus: bool) -> str:
-    gpus = f"{'gpu%':>4} {'mem%':>4} " if has_gpus else ""
-    speed = f"{'step':>8} {'batch':>8} {'/s':>6}"
-    return f"{'rank':>5} {'host':<14} {'phase':<10} {speed} {gpus}{'still':>6} {'warned':>6}  in"
+_WIDTHS = {
+    **{"rank": 5, "host": -14, "phase": -10, "step": 8, "batch": 8, "/s": 6},
+    **{"gpu%": 4, "mem%": 4, "still": 6, "warned": 6},
+}
+"""Columns of a rank's line; below 0 a text begins at the left."""
+_FIRST_TO_GO = ("warned", "step", "host", "mem%", "/s")
+"""In a narrow terminal, so that there is room for the module, and for what is to be said of the rank."""
+_ROOM = 24
 
 
-def _rank_line(rank: RankView, rate: float | None, is_behind: bool, has_gpus: bool) -> Line:
+def _columns(width: int, *, has_gpus: bool) -> list[str]:
+    left = [name for name in _WIDTHS if has_gpus or name not in ("gpu%", "mem%")]
+    for name in _FIRST_TO_GO:
+        if sum(abs(_WIDTHS[each]) + 1 for each in left) + 1 + _ROOM <= width:
+            break
+        left = [each for each in left if each != name]
+    return left
+
+
+def _cell(column: str, text: str) -> str:
+    size = abs(_WIDTHS[column])
+    return f"{text[:size]:<{size}} " if _WIDTHS[column] < 0 else f"{text:>{size}} "
+
+
+def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: list[str]) -> Line:
     phase = _ENDED + (f" {rank.exit}" if rank.exit else "") if rank.ended else rank.phase
     still = f"{rank.still_s:.0f} s" if not rank.ended and rank.still_s >= STILL_S else ""
     where = rank.module if not rank.ended else ""
     note = "OVERFLOW " if rank.overflow else "WAITED FOR " if is_behind else ""
-    gpus = f"{_percent(rank.gpu_use):>4} {_percent(rank.gpu_memory):>4} " if has_gpus else ""
-    text = (
-        f"{rank.rank:>5} {rank.host[:14]:<14} {phase[:10]:<10} {_count(rank.step):>8} {_count(rank.batch):>8} "
-        f"{f'{rate:.3g}' if rate is not None and not rank.ended else '':>6} {gpus}{still:>6} {rank.warned or '':>6}  "
-        f"{note}{where}"
-    )
+    cells = {
+        "rank": str(rank.rank),
+        "host": rank.host,
+        "phase": phase,
+        "step": _count(rank.step),
+        "batch": _count(rank.batch),
+        "/s": f"{rate:.3g}" if rate is not None and not rank.ended else "",
+        "gpu%": _percent(rank.gpu_use),
+        "mem%": _percent(rank.gpu_memory),
+        "still": still,
+        "warned": str(rank.warned or ""),
+    }
+    text = "".join(_cell(name, cells[name]) for name in columns) + f" {note}{where}"
     bad = rank.overflow or is_behind or (rank.ended and rank.exit not in (0, None))
     return Line(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
 

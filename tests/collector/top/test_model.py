@@ -36,6 +36,16 @@ def test_the_screen_of_a_healthy_job(picture):
     )
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+@pytest.mark.parametrize("use", [-1.0, 0.5])
+def test_what_is_to_be_said_of_a_rank_has_room_in_a_narrow_terminal(picture, width, use):
+    view = picture.view([picture.rank(0, overflow=True, gpu_use=use, gpu_memory=use)])
+    screen = seen(view, width=width)
+    assert screen.ranks[0].text.endswith("OVERFLOW net.fc1")
+    assert {"rank", "phase", "batch", "still", "in"} <= set(screen.ranks_title.text.split())
+    assert ("gpu%" in screen.ranks_title.text) == (use >= 0)
+
+
 def test_with_gpus_each_rank_shows_its_own(picture):
     ranks = [picture.rank(n, gpu_use=use, gpu_memory=0.5 + n / 10) for n, use in enumerate((0.97, 0.03, 0.99))]
     screen = seen(picture.view([*ranks, picture.rank(3)]))
