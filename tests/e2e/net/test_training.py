@@ -151,10 +151,39 @@ def test_what_happens_while_the_link_is_cut_is_in_the_report_once_it_is_back(tra
         assert {page.batch for page in facts.ranks[0, rank].pages.values()} == set(BATCHES)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_link_that_swallows_what_the_ranks_send_is_a_hang_without_a_culprit(training, seed):
+    """All have come to the collective, and the agents are heard: nobody can tell at which end it is."""
+    head, other = training.nodes if seed % 2 else reversed(training.nodes)
+    training.start("--hang-timeout", "30", "--on-hang", "abort")
+    training.reached("before")
+    training.go_on()
+    training.reached("after")
+    training.job.network.drop(head, other, f"{COLLECTOR_PORT - 1}-{COLLECTOR_PORT}")
+    training.go_on()
+    run, _ = training.job.finish(WITHIN_S)
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (5, "hang", None, "unknown")
+    assert "lost" not in {node["state"] for node in run.report["nodes"]}
+    assert any("gpuwatch check" in advice for advice in verdict["next"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_whichever_node_is_cut_off_is_lost(training, seed):
+    the_node_is_cut_off(training, 20 + seed)
+
+
 def test_a_node_that_is_cut_off_for_good_is_lost_and_nobody_else_is_blamed(training):
     """Its silence alone ends nothing: the script's own process group does, when its time is over."""
+    the_node_is_cut_off(training, 30)
+
+
+def the_node_is_cut_off(training, group_timeout_s):
     head, other = training.nodes
-    training.start(GROUP_TIMEOUT_S="30")
+    training.start(GROUP_TIMEOUT_S=str(group_timeout_s))
     training.reached("before")
     training.job.network.cut_off(other)
     training.go_on()
