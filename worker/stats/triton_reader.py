@@ -97,7 +97,7 @@ class TritonReader:
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """See `Reader`."""
-        packed = torch.empty(count, 3, dtype=torch.int64, device=rows.device)
+        packed = rows.new_empty(count, 3)
         programs = -(-count // _PACK_BLOCK)
         address, target = rows.data_ptr(), packed.data_ptr()
         key = (rows.device, "pack", address % 16 == 0, target % 16 == 0)
