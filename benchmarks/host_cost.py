@@ -13,12 +13,14 @@ the system counts it: another process takes none of it, but slows it down throug
 `plain again` is the noise of all this: it should be 0.
 
 The device path here is the native writer with a reader that launches nothing: it takes a value of the page for each
-tensor, and leaves it pending. No number is read.
+tensor, and leaves it pending. No number is read. `device buffer` goes the whole way of a device's numbers on the host,
+with kernels that do nothing: rows, tables of what one launch reads, packing, copies, and what has arrived.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -35,8 +37,10 @@ from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.values import PENDING
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.hooks.forward import Hooks
+from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.tensor_stats import TensorStats
+from gpuwatch.worker.stats.triton_reader import TritonReader
 from overhead import PEER, Peer, Plain, Task, machine, one_of, parameters
 from rich.console import Console
 from rich.table import Table
@@ -52,6 +56,7 @@ PARTS = ("forward", "backward", "optimizer")
 NO_GRADS, GRADS = ("forward", "weights"), ("forward", "weights", "grads")
 WATCH = {"": NO_GRADS, " +grads": GRADS}
 PLAIN, AGAIN, FLOOR, NATIVE, PYTHON, DEVICE = "plain", "plain again", "floor", "host, native", "host, Python", "device"
+BUFFER = "device buffer"
 
 PER_FRAME_US, PER_TENSOR_US = 10.0, 10.0
 """At most: above the floor, on the host path per frame, on the device path per measured tensor."""
@@ -142,6 +147,8 @@ class Counts:
     """Frames of the optimizer: one for each module that has weights"""
     left: int
     """Frames of the forward that the native writer has left to Python"""
+    launches: int = 0
+    """Kernels that a device would run"""
 
 
 class Gpuwatch:
@@ -157,8 +164,11 @@ class Gpuwatch:
             self._hooks = Hooks(recorder, WorkerSettings("", watch=watch), 0)
         finally:
             native_writer.FrameWriter = real
+        self.kernels = Kernels()
         if name == DEVICE:
             _use_device(self._hooks, recorder)
+        elif name == BUFFER:
+            _use_buffer(self._hooks, recorder, self.kernels)
         if name != PYTHON and self._hooks.writer is None:
             raise SystemExit("the native part is not there: install a C compiler, then gpuwatch again")
         self.attach, self.detach = self._hooks.attach, self._hooks.detach
@@ -187,6 +197,7 @@ class Gpuwatch:
             gradients=sum(frame.phase == "backward" for frame in page.frames),
             steps=sum(frame.phase == "optimizer" for frame in page.frames),
             left=round(self.left / pages),
+            launches=round(self.kernels.launches / pages),
         )
 
 
@@ -202,6 +213,79 @@ def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
         return recorder.value(0, 0, PENDING), pending
 
     hooks.rows.device_value, hooks.rows.device_weight = value, weight  # type: ignore[method-assign,assignment]
+    _use_device_writer(hooks)
+
+
+class Kernels:
+    """Triton's kernels, as worker/stats/kernel.py has them. They count their launches, and all numbers are 0."""
+
+    INTERPRETED = False
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.read = self.read_many = self.pack = self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Kernels:
+        return self
+
+    def __call__(self, *arguments: Any) -> Kernels:
+        self.launches += 1
+        return self
+
+    @staticmethod
+    def element(dtype: torch.dtype) -> torch.dtype:
+        """As kernel.py."""
+        return dtype
+
+
+class AtOnce(LateDevice):
+    """A device that costs nothing itself: one stream, and copies that have arrived."""
+
+    def stream_key(self, device: torch.device) -> tuple[int, int]:
+        """See `Device`."""
+        return 0, 0
+
+    def is_capturing(self) -> bool:
+        """See `Device`."""
+        return False
+
+    def use(self, key: Any, stream: Any) -> Any:
+        """See `Device`."""
+        return _NOTHING
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """See `Device`."""
+        return rows
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See `Device`."""
+        target.zero_()
+
+    def record(self, stream: Any) -> Any:
+        """See `Device`."""
+
+    def query(self, event: Any) -> bool:
+        """See `Device`."""
+        return True
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _use_buffer(hooks: Hooks, recorder: RecorderWriter, kernels: Kernels) -> None:
+    """Take every tensor for one on a device whose kernels do nothing."""
+    hooks.rows.device_buffer = DeviceStatsBuffer(
+        recorder,
+        torch.device("cpu"),
+        driver=AtOnce(),
+        reader=TritonReader(kernels, "3.7"),
+        notable=hooks.rows.notable,
+    )
+    _use_device_writer(hooks)
+
+
+def _use_device_writer(hooks: Hooks) -> None:
+    """A native writer that reads nothing itself."""
     real = native_writer.late_device
     native_writer.late_device = lambda: LateDevice(0)
     try:
@@ -227,7 +311,7 @@ def variants(job: Task, folder: Path) -> list[Variant]:
     """All of them, with the task that they share."""
     found = [Variant(PLAIN, Plain()), Variant(AGAIN, Plain())]
     found += [Variant(FLOOR + suffix, Floor("grads" in watch)) for suffix, watch in WATCH.items()]
-    for name in (NATIVE, PYTHON, DEVICE):
+    for name in (NATIVE, PYTHON, DEVICE, BUFFER):
         found += [Variant(name + suffix, Gpuwatch(folder, name, watch)) for suffix, watch in WATCH.items()]
     return [*found, Variant(PEER, Peer(job.model))]
 
@@ -327,7 +411,7 @@ def rows_of(model: str, found: list[Variant], counts: dict[str, Counts]) -> tupl
 
 def costs_of(model: str, name: str, above: dict[str, list[float]], count: Counts) -> list[Row]:
     """What one frame, row, measured tensor, gradient and optimizer step cost above the floor."""
-    is_host, is_device = name.startswith(NATIVE), name.startswith(DEVICE)
+    is_host, is_device = name.startswith(NATIVE), name.removesuffix(" +grads") == DEVICE
     grads = name.endswith("+grads")
     divided: list[tuple[str, str, int, float | None]] = [
         ("module call (frame)", "forward", count.frames, PER_FRAME_US if is_host else None),
@@ -425,7 +509,8 @@ def main() -> None:
             f"{model}: {total / 1e3:.0f}k parameters; a step records {count.frames} frames of the forward with "
             f"{count.rows} rows about {count.tensors} tensors, {count.gradients} gradients, and the weights of "
             f"{count.steps} modules; the native writer leaves {count.left} frames to Python, on the device path "
-            f"{counts[DEVICE + ' +grads'].left}",
+            f"{counts[DEVICE + ' +grads'].left}; on a device it is read by {counts[BUFFER].launches} launches, with "
+            f"gradients {counts[BUFFER + ' +grads'].launches}",
             file=sys.stderr,
         )
         of_steps, of_costs = rows_of(model, found, counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -127,6 +128,13 @@ def decode_frame(
     )
 
 
+_STATISTICS = [
+    name for name in Row.__struct_fields__ if isinstance(vars(Value).get(name), property) and name != "flags"
+]
+"""The numbers of a row: its fields that a value has, too."""
+_NO_STATISTICS: dict[str, Any] = dict.fromkeys(_STATISTICS)
+
+
 def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: Names) -> Row:
     """One row of a frame."""
     slot_id, value_index, shape_id, dtype, kind, mark = row
@@ -138,11 +146,12 @@ def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: N
     if value is not None and value.meta == PENDING:
         kind, value = RowKind.PENDING, None
     flags = value.flags if value is not None else NonFinite.NONE
+    statistics: dict[str, Any] = (
+        {name: getattr(value, name) for name in _STATISTICS} if value is not None else _NO_STATISTICS
+    )
     name = DTYPE_NAMES[dtype] if dtype < len(DTYPE_NAMES) else "unknown"
     return Row(
         role=slot.role if slot else f"<slot {slot_id}>",
-        abs_min=value.abs_min if value is not None else None,
-        abs_max=value.abs_max if value is not None else None,
         nan=bool(flags & NonFinite.NAN),
         posinf=bool(flags & (NonFinite.POSINF | NonFinite.INF)),
         neginf=bool(flags & NonFinite.NEGINF),
@@ -152,7 +161,6 @@ def decode_row(row: RowFields, value_at: Callable[[int], Value | None], names: N
         flags=int(flags),
         value=value_index if value_index != layout.NOTHING else -1,
         mark=mark,
-        zeros=value.zeros if value is not None else None,
-        subnormals=value.subnormals if value is not None else None,
-        headroom=headroom(value.abs_max, name) if value is not None else None,
+        headroom=headroom(statistics["abs_max"], name),
+        **statistics,
     )

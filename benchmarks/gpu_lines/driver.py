@@ -196,13 +196,25 @@ def launches(device: torch.device) -> Iterator[Row]:
         ms = _step_ms(task, how)
         kernels = _kernels(lambda: _steps(task), how, task.net)
         added = (len(kernels) - len(plain)) / _STEPS
-        device_us = (sum(kernels) - sum(plain)) / _STEPS
+        device_us = (sum(us for _, us in kernels) - sum(us for _, us in plain)) / _STEPS
         host_us = (ms - plain_ms) * 1e3 / added if added > 0 else 0.0
         note = f"{added:.0f} launches a step beside {len(plain) / _STEPS:.0f}; {device_us:.0f} us a step on the device"
         if added <= 0:
             yield Row(f"launches, {how}", "fail", f"{added:.1f} a step", "some: else nothing is read")
         else:
             yield at_most(f"step time per launch, {how}", host_us, _US_PER_LAUNCH, " us", note)
+        yield _by_kernel(how, [name for name, _ in kernels], len(list(task.net.parameters())))
+
+
+def _by_kernel(how: str, names: list[str], parameters: int) -> Row:
+    """Are weights read together? The table of one launch holds as many as a segment of the recorder."""
+    found = {kernel: sum(name.startswith(kernel) for name in names) / _STEPS for kernel in ("read_many", "pack")}
+    single = sum(name.startswith("read") for name in names) / _STEPS - found["read_many"]
+    most = max(4.0, parameters / 8)
+    note = f"{parameters} parameters; {single:g} launches for one tensor each, {found['pack']:g} pack rows"
+    what = f"launches for many tensors a step, {how}"
+    good = 0 < found["read_many"] <= most
+    return Row(what, passed(good), f"{found['read_many']:g}", f"some, at most {most:g}", note)
 
 
 def _steps(task: Task) -> None:
@@ -224,8 +236,8 @@ def _step_ms(task: Task, how: str) -> float:
     return best
 
 
-def _kernels(call: Callable[[], Any], how: str, net: nn.Module) -> list[float]:
-    """Microseconds of each kernel that ran in `call`, copies left out."""
+def _kernels(call: Callable[[], Any], how: str, net: nn.Module) -> list[tuple[str, float]]:
+    """(name, microseconds) of each kernel that ran in `call`, copies left out."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -236,7 +248,7 @@ def _kernels(call: Callable[[], Any], how: str, net: nn.Module) -> list[float]:
             call()
             torch.cuda.synchronize()
     return [
-        event.time_range.elapsed_us()
+        (event.name, event.time_range.elapsed_us())
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA
         and not event.name.startswith(("Memcpy", "Memset", "Optimizer.", "ProfilerStep"))

@@ -7,7 +7,7 @@ from gpuwatch.core.frames import Mark, Phase, RowKind
 from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.records import ModuleDef, RootDef, ShapeDef, SlotDef
-from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, Encoding, NonFinite
+from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, Encoding, NonFinite, Value
 from gpuwatch.core.wire.messages import PageMessage, Segment
 
 F32 = Encoding.FLOAT32 << 8
@@ -82,6 +82,18 @@ def test_numbers_get_their_names():
     assert weight.finite
     assert (output.role, output.abs_max, output.shape, output.dtype) == ("output", float("inf"), None, "float16")
     assert (output.nan, output.posinf, output.neginf, output.value) == (False, True, True, 1)
+
+
+def test_every_statistic_of_a_value_is_in_its_row():
+    """A new one needs a property there and a field of the same name here: docs/development.md."""
+    meta = F32 | COUNTED | SHARE << 16 | (SHARE // 3) << 32
+    row = (0, 0, 0, DTYPE_CODES["float32"], 0)
+    (frame,) = decode_page(page(segment([(1, 0, 1, [row])], [(ONE, TWO, meta)])), names()).frames
+    value = Value(ONE, TWO, meta)
+    numbers = {name for name, what in vars(Value).items() if isinstance(what, property)} - {"flags", "encoding"}
+    assert {"abs_min", "abs_max", "zeros", "subnormals"} <= numbers
+    for name in numbers:
+        assert getattr(frame.rows[0], name) == getattr(value, name)
 
 
 def test_the_second_root_of_a_class_is_told_apart():

@@ -86,9 +86,10 @@ class RegionPages:
             page = self._page(region, under)
             seen = self._seen = {}
             self._inputs = []
-            for frame in region.frames:
-                if frame.info.watched:
-                    self._put(frame, page, seen, None if rooted else under)
+            with self._rows.together():
+                for frame in region.frames:
+                    if frame.info.watched:
+                        self._put(frame, page, seen, None if rooted else under)
             return not rooted
         finally:
             region.forget()
@@ -180,14 +181,15 @@ class RegionPages:
             return
         self._progress.resume(page)
         mark = Mark.SCALED if self._gradients.scaled else 0
-        for position in found:
-            frame, traced = region.sources[position]
-            if frame.info.watched:
-                role = f"grad {traced.role}"
-                place = region.gradients[position]
-                source = SEEN[place] or on_device(place)
-                row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, source, mark)
-                self._frames.put(page, frame.info, Phase.BACKWARD, [row])
+        with self._rows.together():
+            for position in found:
+                frame, traced = region.sources[position]
+                if frame.info.watched:
+                    role = f"grad {traced.role}"
+                    place = region.gradients[position]
+                    source = SEEN[place] or on_device(place)
+                    row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, source, mark)
+                    self._frames.put(page, frame.info, Phase.BACKWARD, [row])
 
 
 def _same(row: Row, other: Row) -> bool:

@@ -24,7 +24,8 @@ from ..record.graph_hold import GraphHold
 from ..record.leaves import OUTPUTS, outputs_of
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo
-from ..record.rows import Rows, version_of
+from ..record.rows import Rows
+from ..stats.tensor_stats import version_of
 from ..without_modes import without_modes
 
 _is_compiling = torch.compiler.is_compiling

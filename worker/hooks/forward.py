@@ -45,11 +45,11 @@ from ..record.leaves import inputs_of, outputs_of
 from ..record.names import unwrap
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
-from ..record.rows import Row, Rows, version_of
+from ..record.rows import Row, Rows
 from ..record.selection import Selection
 from ..stats.device import is_on_device
 from ..stats.notable import Notable
-from ..stats.tensor_stats import FLOATS, TensorStats, measure
+from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from ..without_modes import without_modes
 from .backward import Gradients
 from .collectives import Collectives
@@ -429,7 +429,8 @@ class Hooks:
             self._calls.calls.append((info, info.first_node, next_node()))
         writer, page = self.writer, self._recorder.page
         position = len(stack) - 1
-        if self.rows.device_buffer is not None and not self._is_sharded(stack[0]):
+        shards = self.rows.device_buffer is not None and self._is_sharded(stack[0])
+        if self.rows.device_buffer is not None and not shards:
             without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
             if info.is_wrapper:
@@ -457,6 +458,9 @@ class Hooks:
                 ):
                     with self._lock:
                         without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
+            if shards:
+                with self._lock:
+                    self.rows.read_waiting()
         finally:
             stack.pop()
         fields = self._fields

@@ -124,17 +124,18 @@ class Steps:
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         written: list[tuple[OpenPage, int]] = []
         self._grouped = self._by_module(optimizer)
-        for page, info, parameters in self._with_pages(self._grouped):
-            self._rows.count_in(page.batch)
-            if not reduced and not self._guard and self.writer is not None and self.writer.all_local(parameters):
-                continue
-            rows: list[Row] = []
-            for name, parameter in parameters:
-                gradient = parameter.grad
-                if gradient is not None and (reduced or self._guard or not self._gradients.is_local(gradient)):
-                    rows.append(self._rows.gradient(info, f"grad {name}", gradient, mark))
-            if rows:
-                written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, rows)))
+        with self._rows.together():
+            for page, info, parameters in self._with_pages(self._grouped):
+                self._rows.count_in(page.batch)
+                if not reduced and not self._guard and self.writer is not None and self.writer.all_local(parameters):
+                    continue
+                rows: list[Row] = []
+                for name, parameter in parameters:
+                    gradient = parameter.grad
+                    if gradient is not None and (reduced or self._guard or not self._gradients.is_local(gradient)):
+                        rows.append(self._rows.gradient(info, f"grad {name}", gradient, mark))
+                if rows:
+                    written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, rows)))
         self._rows.flush()
         if not self._guard:
             return False
@@ -200,18 +201,19 @@ class Steps:
         self._last_step = {key: last for key, last in self._last_step.items() if last[0]() is not None}
         written: dict[tuple[int, int], ModuleInfo] = {}
         grouped, self._grouped = self._grouped, None
-        for page, info, parameters in self._with_pages(grouped or self._by_module(optimizer)):
-            if self._rows.device_buffer is not None:
-                written[page.number, self._recorder.frame_count] = info
-            if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
-                continue
-            rows: list[Row] = []
-            for name, parameter in parameters:
-                row = self._rows.weight(info, name, parameter, self._progress.step)
-                rows.append(row)
-                if row.flags:
-                    rows += self._state_rows(info, name, optimizer, parameter)
-            self._frames.put(page, info, Phase.OPTIMIZER, rows)
+        with self._rows.together():
+            for page, info, parameters in self._with_pages(grouped or self._by_module(optimizer)):
+                if self._rows.device_buffer is not None:
+                    written[page.number, self._recorder.frame_count] = info
+                if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
+                    continue
+                rows: list[Row] = []
+                for name, parameter in parameters:
+                    row = self._rows.weight(info, name, parameter, self._progress.step)
+                    rows.append(row)
+                    if row.flags:
+                        rows += self._state_rows(info, name, optimizer, parameter)
+                self._frames.put(page, info, Phase.OPTIMIZER, rows)
         if written:
             self._last_step[id(optimizer)] = weakref.ref(optimizer), written
         self._rows.flush()

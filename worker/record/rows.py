@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy
@@ -18,7 +19,7 @@ from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import Notable
-from ..stats.tensor_stats import CODES, Float, Seen, TensorStats, in_memory, measure, stats_in_memory
+from ..stats.tensor_stats import CODES, Float, Seen, TensorStats, in_memory, measure, stats_in_memory, version_of
 from ..without_modes import without_modes
 from .collectives import issued
 from .leaves import inputs_of
@@ -65,14 +66,6 @@ _Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int]
 
 _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
 """Weak reference to the parameter, its version, the step, and its numbers or the row on the device that holds them."""
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """The number of in-place changes; -1 for an inference tensor, which does not count them."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
 
 
 class Rows:
@@ -454,6 +447,15 @@ class Rows:
     def is_capturing(self) -> bool:
         """Whether the user captures a graph on the current stream."""
         return self.device_buffer is not None and self.device_buffer.is_capturing
+
+    def together(self) -> AbstractContextManager[None]:
+        """See `DeviceStatsBuffer.together`."""
+        return self.device_buffer.together() if self.device_buffer is not None else nullcontext()
+
+    def read_waiting(self) -> None:
+        """The memory of weights may be freed now: deal with those on a device that wait for a launch."""
+        if self.device_buffer is not None:
+            without_modes(self.device_buffer.read_waiting)
 
     def flush(self) -> None:
         """Send the numbers that were read on a device to the recorder now."""

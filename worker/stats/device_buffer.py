@@ -1,9 +1,10 @@
 """TensorStats of tensors on a device: computed there, kept there, and copied into the recorder without waiting.
 
-Each tensor is read into a row on its device (device_reader.py), on the stream that is current when its hook runs. A
-flush, and the end of a segment, pack the rows into the recorder's format and start one asynchronous copy per run of
-rows. The mapped file is registered with the driver, so the numbers arrive in it without Python, even while the rank is
-blocked in a collective. `collect()` handles the numbers that have arrived, and never waits.
+Each tensor is read into a row on its device (device_reader.py), on the stream that is current when its hook runs.
+Tensors that nothing can change meanwhile are read together, in one launch: see `together` and `weight`. A flush, and
+the end of a segment, pack the rows into the recorder's format and start one asynchronous copy per run of rows. The
+mapped file is registered with the driver, so the numbers arrive in it without Python, even while the rank is blocked in
+a collective. `collect()` handles the numbers that have arrived, and never waits.
 
 Every stream of every device has its own rows, and packs and copies them itself. No stream of the user waits for another
 because of gpuwatch.
@@ -15,8 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import time
+import weakref
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -29,14 +33,16 @@ from ...core.values import PENDING
 from ..without_modes import without_modes
 from .device import device_for
 from .device_interface import Device, StreamKey
-from .device_reader import Earlier, Reader, Source, TorchReader, fresh_rows, source_of
+from .device_reader import Earlier, Reader, Reading, Source, TorchReader, fresh_rows, source_of
 from .file_system import file_system_of
 from .notable import Notable
-from .stream_buffer import Block, Copy, StreamBuffer, runs
+from .stream_buffer import Block, Copy, KnownWeight, StreamBuffer, runs
 from .stream_buffer import DeviceRow as DeviceRow
+from .tensor_stats import version_of
 from .triton_reader import TritonReader
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
+_T = TypeVar("_T")
 
 
 class DeviceStatsBuffer:
@@ -72,6 +78,8 @@ class DeviceStatsBuffer:
         """The same memory for reading: the script's modes do not see NumPy."""
         self._buffers: dict[StreamKey, StreamBuffer] = {}
         self._last: tuple[StreamBuffer, int] | None = None
+        self._together = False
+        """Tensors that are measured wait for one launch."""
         self._queued = 0
         """Values whose copy was not started yet. All belong to the current segment or to `_unsent`."""
         self._queued_page = -1
@@ -153,8 +161,9 @@ class DeviceStatsBuffer:
         """Start to read a weight. Returns (index of its value in the page or None, the row to pass in the next time).
 
         With the row of an `earlier` reading the weight keeps the numbers of that reading, unless something that was
-        read in this segment is non-finite. Then it is read again: something other than the optimizer may have changed
-        it. The device decides that. So a frame's other tensors must be read before its weights.
+        read before it in this segment is non-finite. Then it is read again: something other than the optimizer may have
+        changed it. The device decides that, for all such weights in one launch before the rows are copied. So a frame's
+        other tensors must be read before its weights.
         """
         index = self._measure(tensor, count, earlier)
         if index is None or self._last is None:
@@ -180,7 +189,13 @@ class DeviceStatsBuffer:
         index = self._next_value()
         position = self._recorder.value_position
         self._last = (buffer, position)
-        self._read(source, buffer, position, count, self._numbers_of(earlier, buffer))
+        known = self._numbers_of(earlier, buffer)
+        if known is not None:
+            buffer.weights.append(KnownWeight(weakref.ref(tensor), version_of(tensor), position, count, known))
+        elif self._together:
+            buffer.waiting.append(Reading(source, position, count))
+        else:
+            self._read(source, buffer, position, count)
         buffer.positions.append(position)
         self._queued += 1
         limit = self._notable.wide_limit(tensor.dtype)
@@ -221,26 +236,63 @@ class DeviceStatsBuffer:
         self._queued_page = self._recorder.page.number
         return index
 
-    def _read(self, source: Source, buffer: StreamBuffer, position: int, count: bool, earlier: Earlier | None) -> None:
-        assert buffer.rows is not None
+    def _read(self, source: Source, buffer: StreamBuffer, position: int, count: bool) -> None:
+        rows = buffer.rows
+        assert rows is not None
         with self._driver.use(buffer.key, buffer.stream):
-            try:
-                self._reader.read(source, buffer.rows, position, count, earlier)
-            except Exception as error:
-                reader = self._other_reader(error)
-                reader.read(source, buffer.rows, position, count, earlier)
-                self._fall_back(reader, error)
+            self._do(lambda reader: reader.read(source, rows, position, count))
 
-    def _other_reader(self, error: Exception) -> Reader:
-        """The reader of torch's operations. Triton may lack a compiler, a cache folder or support for the device."""
-        if isinstance(self._reader, TorchReader):
-            raise error
-        return TorchReader()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is measured in this context is read when it ends: by one launch for all tensors of a dtype and segment.
 
-    def _fall_back(self, reader: Reader, error: Exception) -> None:
-        """Use `reader` from now on. It succeeded, so the first reader failed and not the device."""
-        self._reader = reader
-        self._add_note(_no_kernel(_first_line(error)))
+        Nothing of the script may run in it: it could change the tensors, or free them.
+        """
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+            self.read_waiting()
+
+    def read_waiting(self) -> None:
+        """Read the tensors that wait for a launch. Those of a stream that is captured go on waiting."""
+        first_error: Exception | None = None
+        for buffer in self._buffers.values():
+            if buffer.waiting or buffer.weights:
+                with self._driver.use(buffer.key, buffer.stream):
+                    try:
+                        if not self._driver.is_capturing() and buffer.rows is not None:
+                            self._read_waiting(buffer, buffer.rows)
+                    except Exception as error:
+                        lost = buffer.drop()
+                        self._queued -= lost
+                        self._fields[Field.ROWS_LOST] += lost
+                        first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+
+    def _read_waiting(self, buffer: StreamBuffer, rows: torch.Tensor) -> None:
+        readings = buffer.take_readings()
+        if readings:
+            self._do(lambda reader: reader.read_many(readings, rows))
+
+    def _do(self, work: Callable[[Reader], _T]) -> _T:
+        """Have the reader do something. If it fails, have torch's operations do it, from now on as well.
+
+        Triton may lack a compiler, a cache folder or support for the device. Where torch's operations fail too, it was
+        the device.
+        """
+        try:
+            return work(self._reader)
+        except Exception as error:
+            if isinstance(self._reader, TorchReader):
+                raise
+            reader = TorchReader()
+            done = work(reader)
+            self._reader = reader
+            self._add_note(_no_kernel(_first_line(error)))
+            return done
 
     # -- copies to the host -------------------------------------------------------------------------------------
 
@@ -339,12 +391,8 @@ class DeviceStatsBuffer:
         rows, buffer.rows = buffer.rows, None  # after an error they are not reset, and must not be read into
         assert rows is not None
         first, end = positions[0], positions[-1] + 1
-        try:
-            packed = self._reader.pack(rows[first:end], end - first)
-        except Exception as error:
-            reader = self._other_reader(error)
-            packed = reader.pack(rows[first:end], end - first)
-            self._fall_back(reader, error)
+        self._read_waiting(buffer, rows)
+        packed = self._do(lambda reader: reader.pack(rows[first:end], end - first))
         buffer.rows = rows  # they were reset by `pack`
         return Block(packed, positions, self._staging(packed))
 

@@ -128,17 +128,27 @@ Earlier = tuple[torch.Tensor, int]
 """Packed rows on the device, (n, 3), and the number of a row in them."""
 
 
+class Reading(NamedTuple):
+    """A tensor that is read together with others."""
+
+    source: Source | None
+    """None: the tensor is gone, and its `earlier` numbers are kept in any case."""
+    position: int
+    """Of its fresh row."""
+    counted: bool
+    """See `measure` in tensor_stats.py: `count`."""
+    earlier: Earlier | None = None
+    """Keep these numbers, and read the tensor only if a row before `position` is non-finite."""
+
+
 class Reader(Protocol):
     """Reads tensors into rows on one stream."""
 
-    def read(
-        self, source: Source, rows: torch.Tensor, position: int, count: bool, earlier: Earlier | None = None
-    ) -> None:
-        """Write the numbers of a tensor into a fresh row.
+    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+        """Write the numbers of a tensor into a fresh row."""
 
-        With the numbers of an `earlier` reading of the tensor, write those instead, and read the tensor only if a row
-        before `position` is non-finite.
-        """
+    def read_many(self, readings: list[Reading], rows: torch.Tensor) -> None:
+        """Write the rows that the tensors would get one after the other. Those with `earlier` numbers are the last."""
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The first `count` rows as (count, 3) for the recorder. Resets them to fresh rows."""
@@ -154,10 +164,23 @@ def fresh_rows(count: int, device: torch.device) -> torch.Tensor:
 class TorchReader:
     """A `Reader` of torch's operations, several for one tensor: for the CPU, and where Triton does not run."""
 
-    def read(
-        self, source: Source, rows: torch.Tensor, position: int, count: bool, earlier: Earlier | None = None
-    ) -> None:
-        """See `Reader`. The host does not know whether an `earlier` reading is good, so the tensor is always read."""
+    def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+        """See `Reader`."""
+        rows[position].copy_(self._row(source, count))
+
+    def read_many(self, readings: list[Reading], rows: torch.Tensor) -> None:
+        """See `Reader`. The host does not know whether `earlier` numbers are good, so every tensor is read."""
+        for source, position, count, earlier in readings:
+            found = self._row(source, count) if source is not None else None
+            if earlier is not None:
+                kept = torch.nn.functional.pad(earlier[0][earlier[1]], (0, COLUMNS - 3))
+                bad = (rows[:position, 2] & _NON_FINITE).any()
+                found = torch.where(bad, found, kept) if found is not None else kept
+            assert found is not None
+            rows[position].copy_(found)
+
+    @staticmethod
+    def _row(source: Source, count: bool) -> torch.Tensor:
         flat = _flat(source)
         counted = count and flat.dtype in LOW_PRECISION
         parts = [_numbers(flat[at : at + _CHUNK], counted) for at in range(0, source.elements, _CHUNK)]
@@ -167,12 +190,7 @@ class TorchReader:
         meta = nan * int(NonFinite.NAN) + posinf * int(NonFinite.POSINF) + neginf * int(NonFinite.NEGINF)
         meta = meta + (_encoding(flat.dtype) << 8)
         total = torch.full_like(zeros, source.elements if counted else 0)
-        found = torch.stack((low, high, meta, zeros, small, total))
-        if earlier is not None:
-            packed, at = earlier
-            bad = (rows[:position, 2] & _NON_FINITE).any()
-            found = torch.where(bad, found, torch.cat((packed[at], torch.zeros_like(found[3:]))))
-        rows[position].copy_(found)
+        return torch.stack((low, high, meta, zeros, small, total))
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """See `Reader`."""

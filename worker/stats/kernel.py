@@ -1,13 +1,14 @@
-"""The Triton kernels of triton_reader.py: `read` reads a tensor once into a row on its device, `pack` packs rows.
+"""The Triton kernels of triton_reader.py: `read` reads a tensor into a row on its device, `read_many` reads many
+tensors into a row each, and `pack` packs rows.
 
 Importing this module imports Triton, which only torch's CUDA wheels include. A row is six integers of 8 bytes, and
 starts as (`LARGEST`, 0, 0, 0, 0, 0):
 
     low, high, meta, zeros, subnormals, elements among which these were counted
 
-Every program of a launch reduces its share of the tensor and merges the result into the row with integer atomics, in
-any order. A finite tensor is read once. A program that finds inf or nan reads its own share again, to tell them apart
-and to find the signs.
+Every program of a launch reduces its share of a tensor and merges the result into the row with integer atomics, in any
+order (`_merge`). A finite tensor is read once. A program that finds inf or nan reads its own share again, to tell them
+apart and to find the signs.
 """
 # Triton's language differs from Python: some parameters are constants, types are values, the module has no stubs, there
 # is no `in` and no chain of `or`, and a condition on constants is an `if` of its own, which is decided at compilation.
@@ -37,6 +38,7 @@ MANY_RUNS = tl.constexpr(2)
 
 COLUMNS = tl.constexpr(6)
 ROWS = tl.constexpr(256)  # the power of two from VALUES_PER_SEGMENT on: rows of one buffer
+ENTRY = tl.constexpr(8)  # columns of the table of `read_many`
 NON_FINITE = tl.constexpr(7)
 LARGEST = tl.constexpr(0x7FFF_FFFF_FFFF_FFFF)
 QUIET_NAN = tl.constexpr(0x7FC0_0000)
@@ -188,13 +190,13 @@ def _offsets(index, inner, stride, LAYOUT: tl.constexpr):
     return offsets
 
 
-@triton.jit(do_not_specialize=["position", "count", "inner", "stride"])
-def read(
+@triton.jit
+def _merge(
     source,
-    rows,
-    earlier,
-    position,
-    count,
+    row,
+    program,
+    programs,
+    total,
     inner,
     stride,
     KIND: tl.constexpr,
@@ -202,26 +204,11 @@ def read(
     LAYOUT: tl.constexpr,
     DEEP: tl.constexpr,
     WIDE: tl.constexpr,
-    KEEP: tl.constexpr,
 ):
-    """Merge `count` elements into the row at `position`.
-
-    KEEP: merge the three numbers at `earlier` instead, unless a row before `position` is non-finite.
+    """Merge the share that one of `programs` programs has in `total` elements into a row.
 
     A block is DEEP x WIDE elements: each thread issues DEEP loads at a time and reduces over them.
     """
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    total = tl.cast(count, tl.int64)
-    kept = False
-    if KEEP:
-        above = tl.arange(0, ROWS)
-        metas = tl.load(rows + above * COLUMNS + 2, mask=above < position, other=0)
-        kept = tl.max(metas & NON_FINITE, axis=0) == 0
-        total = tl.where(kept, 0, total)
-    inner = tl.cast(inner, tl.int64)
-    stride = tl.cast(stride, tl.int64)
-    row = rows + position * COLUMNS
     line = tl.arange(0, WIDE)
     block = tl.arange(0, DEEP)[:, None] * WIDE + line[None, :]
     begin = tl.cast(program, tl.int64) * (DEEP * WIDE)
@@ -258,7 +245,7 @@ def read(
     most = tl.cast(tl.max(high, axis=0), tl.int64)
     meta = tl.cast(0, tl.int64)
     if program == 0:
-        meta += _encoding(KIND) << 8  # KEEP: it is that of the earlier numbers, too
+        meta += _encoding(KIND) << 8
     if KIND != INTEGER and KIND != UINT64:
         if most >= _bad_from(KIND):
             # Only here memory is read a second time, and only this program's share.
@@ -274,11 +261,6 @@ def read(
     if KIND >= E4M3FN:
         least = _widened(least, KIND)
         most = _widened(most, KIND)
-    if KEEP:
-        first = kept & (program == 0)
-        least = tl.where(first, tl.load(earlier, mask=first, other=0), least)
-        most = tl.where(first, tl.load(earlier + 1, mask=first, other=0), most)
-        meta = tl.where(first, tl.load(earlier + 2, mask=first, other=0), meta)
     tl.atomic_min(row, least, sem="relaxed")
     tl.atomic_max(row + 1, most, sem="relaxed")
     tl.atomic_or(row + 2, meta, mask=meta != 0, sem="relaxed")
@@ -288,7 +270,88 @@ def read(
         number = tl.sum(small.to(tl.int64), axis=0) - number
         tl.atomic_add(row + 4, number, mask=number != 0, sem="relaxed")
         if program == 0:
-            tl.store(row + 5, total)  # KEEP: the shares are in the earlier numbers, and this is 0
+            tl.store(row + 5, total)
+
+
+@triton.jit(do_not_specialize=["position", "count", "inner", "stride"])
+def read(
+    source,
+    rows,
+    position,
+    count,
+    inner,
+    stride,
+    KIND: tl.constexpr,
+    COUNT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Merge `count` elements into the row at `position`."""
+    row = rows + position * COLUMNS
+    total, inner, stride = tl.cast(count, tl.int64), tl.cast(inner, tl.int64), tl.cast(stride, tl.int64)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    _merge(source, row, program, programs, total, inner, stride, KIND, COUNT, LAYOUT, DEEP, WIDE)
+
+
+@triton.jit
+def _is_finite_before(rows, earlier, position):
+    """Whether no row before `position` is non-finite.
+
+    A row whose weight was read before counts with the numbers of that time. So all programs of all launches find the
+    same, whether they run before or after those rows are written.
+    """
+    index = tl.arange(0, ROWS)
+    before = index < position
+    place = tl.load(earlier + index, mask=before, other=0)
+    here = tl.load(rows + index * COLUMNS + 2, mask=before & (place == 0), other=0)
+    then = tl.load(tl.cast(place, tl.pointer_type(tl.int64)) + 2, mask=place != 0, other=0)
+    return tl.max((here | then) & NON_FINITE, axis=0) == 0
+
+
+@triton.jit(do_not_specialize=["number"])
+def read_many(
+    table,
+    earlier,
+    rows,
+    number,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    KIND: tl.constexpr,
+    COUNT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    DEEP: tl.constexpr,
+    WIDE: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """Merge `number` tensors into a row each. Each has programs of its own, one after the other.
+
+    An entry of the table is: first program, programs, address, position of the row, elements, inner, stride, and with
+    KEEP a position: the tensor keeps the numbers at the address `earlier[position of the row]`, unless a row before
+    that position is non-finite.
+    """
+    index = tl.arange(0, ROWS)
+    firsts = tl.load(table + index * ENTRY, mask=index < number, other=LARGEST)
+    entry = table + (tl.sum((firsts <= tl.program_id(0)).to(tl.int32), axis=0) - 1) * ENTRY
+    program = tl.program_id(0) - tl.load(entry)
+    position = tl.load(entry + 3)
+    row = rows + position * COLUMNS
+    kept = False
+    if KEEP:
+        kept = _is_finite_before(rows, earlier, tl.load(entry + 7))
+    if kept:
+        if program == 0:
+            known = tl.cast(tl.load(earlier + position), tl.pointer_type(tl.int64))
+            tl.store(row, tl.load(known))
+            tl.store(row + 1, tl.load(known + 1))
+            tl.store(row + 2, tl.load(known + 2))
+    else:
+        source = tl.cast(tl.load(entry + 2), tl.pointer_type(ELEMENT))
+        if ALIGNED:
+            source = tl.multiple_of(source, 16)
+        programs, total = tl.load(entry + 1), tl.load(entry + 4)
+        inner, stride = tl.load(entry + 5), tl.load(entry + 6)
+        _merge(source, row, program, programs, total, inner, stride, KIND, COUNT, LAYOUT, DEEP, WIDE)
 
 
 @triton.jit
@@ -328,6 +391,12 @@ def pack(rows, packed, count, BLOCK: tl.constexpr):
 
 
 VERSION = triton.__version__
+
+
+def element(dtype):
+    """Triton's type for elements of a dtype of torch."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
 
 INTERPRETED = not isinstance(read, triton.JITFunction)
 """Triton was told to run its kernels on the CPU (TRITON_INTERPRET=1)."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
 import torch
 
 from .device_interface import StreamKey
+from .device_reader import Earlier, Reading, source_of
+from .tensor_stats import version_of
 
 
 class DeviceRow:
@@ -22,6 +25,24 @@ class DeviceRow:
         """Its position in the segment in which it was measured."""
         self.packed: tuple[torch.Tensor, int] | None = None
         """(n, 3) on the device, and its row in it: low, high, meta. None until they are packed, or if that failed."""
+
+
+class KnownWeight(NamedTuple):
+    """A weight that keeps the numbers of an earlier reading, unless a row of its segment before it is non-finite."""
+
+    tensor: weakref.ref[torch.Tensor]
+    """Not kept alive. FSDP also frees the memory of weights that are alive."""
+    version: int
+    position: int
+    counted: bool
+    earlier: Earlier
+
+    def reading(self) -> Reading:
+        """Now. A weight that is gone, or was changed since, is not read."""
+        tensor = self.tensor()
+        unchanged = tensor is not None and version_of(tensor) == self.version
+        source = source_of(tensor) if tensor is not None and unchanged else None
+        return Reading(source, self.position, self.counted, self.earlier)
 
 
 class Block(NamedTuple):
@@ -52,7 +73,7 @@ class Copy:
 class StreamBuffer:
     """One stream's rows of the current segment, and its outstanding copies."""
 
-    __slots__ = ("device", "flying", "key", "limits", "positions", "remembered", "rows", "stream")
+    __slots__ = ("device", "flying", "key", "limits", "positions", "remembered", "rows", "stream", "waiting", "weights")
 
     def __init__(self, key: StreamKey, device: torch.device, stream: Any) -> None:
         self.key = key
@@ -61,7 +82,11 @@ class StreamBuffer:
         self.rows: torch.Tensor | None = None
         """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
         self.positions: list[int] = []
-        """Positions in the segment that were read into rows and whose copy was not started yet."""
+        """Positions in the segment whose copy was not started yet."""
+        self.waiting: list[Reading] = []
+        """Tensors among them that the next launch reads."""
+        self.weights: list[KnownWeight] = []
+        """Weights among them that were read before. One launch deals with all of them before the rows are packed."""
         self.remembered: list[DeviceRow] = []
         """The weights among them."""
         self.limits: dict[int, int] = {}
@@ -71,8 +96,14 @@ class StreamBuffer:
         """Drop the values whose copy was not started. Returns their number."""
         dropped = len(self.positions)
         self.rows = None
-        self.positions, self.remembered, self.limits = [], [], {}
+        self.positions, self.waiting, self.weights, self.remembered, self.limits = [], [], [], [], {}
         return dropped
+
+    def take_readings(self) -> list[Reading]:
+        """The readings that wait for a launch. They wait no longer."""
+        readings = self.waiting + [weight.reading() for weight in self.weights]
+        self.waiting, self.weights = [], []
+        return readings
 
 
 def runs(positions: list[int]) -> list[tuple[int, int]]:

@@ -80,6 +80,14 @@ _EMPTY = TensorStats(0, 0, 0, RowKind.EMPTY)
 NOT_MEASURABLE = TensorStats(0, 0, 0, RowKind.NOT_MEASURABLE)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of in-place changes; -1 for an inference tensor, which does not count them."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
 def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
     """TensorStats of a tensor in host memory, of any dtype, layout and class. Never raises: see `RowKind`.
 

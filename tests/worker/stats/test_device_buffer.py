@@ -309,14 +309,19 @@ def test_the_filter_misses_no_number_that_is_near_overflow(dtype, powers):
 
 
 class CountsReads(TorchReader):
-    """Knows whether a weight might keep its numbers."""
+    """Knows what was read alone, and what together with others."""
 
     def __init__(self):
-        self.may_keep = []
+        self.alone = 0
+        self.together = []
 
-    def read(self, source, rows, position, count, earlier=None):
-        self.may_keep.append(earlier is not None)
-        super().read(source, rows, position, count, earlier)
+    def read(self, source, rows, position, count):
+        self.alone += 1
+        super().read(source, rows, position, count)
+
+    def read_many(self, readings, rows):
+        self.together.append(readings)
+        super().read_many(readings, rows)
 
 
 @each_device
@@ -359,11 +364,131 @@ def test_a_weight_is_read_where_its_earlier_numbers_do_not_help(recorder, where)
     if where == "the first frame of a segment":  # what the frame read before may be in the other segment
         for number in range(layout.VALUES_PER_SEGMENT):
             pages.measure(torch.tensor(float(number)))
+    alone = reader.alone
     pages.weight(weight, earlier=row)
-    assert reader.may_keep[-1] == (where == "this stream")
+    assert reader.alone - alone == (where != "this stream")
     recorder.end_page(page)
     pages.finish()
+    assert len(reader.together) == (where == "this stream")
     assert values_of(recorder, 0)[-1] == tuple(measure(weight)[:3])
+
+
+# -- many tensors in one launch -------------------------------------------------------------------------------------
+
+
+@each_device
+@pytest.mark.parametrize("number", [1, 200, 1000])
+def test_tensors_of_one_section_are_read_by_one_launch_for_each_segment(recorder, device, number):
+    reader = CountsReads()
+    pages = device_buffer(recorder, device, reader=reader)
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(7.0, device=device))
+    with pages.together():
+        for each in range(number):
+            pages.measure(torch.full((each % 5 + 1,), float(each), device=device))  # nobody else keeps it
+        assert pages.measure(torch.empty(0, device=device)) is None
+    pages.flush()
+    assert reader.alone == 1
+    assert len(reader.together) == (number + 1 + layout.VALUES_PER_SEGMENT - 1) // layout.VALUES_PER_SEGMENT
+    recorder.end_page(page)
+    assert [value.abs_max for value in values_of(recorder, 0)] == [7.0, *range(number)]
+
+
+def test_each_stream_of_a_section_has_a_launch_of_its_own(recorder):
+    late, reader = LateDevice(3), CountsReads()
+    pages = device_buffer(recorder, "cpu", driver=late, reader=reader)
+    page = recorder.begin_page(0, 0, 0)
+    with pages.together():
+        for each in range(30):
+            late.current = each % 3
+            pages.measure(torch.tensor(float(each)))
+    assert [len(readings) for readings in reader.together] == [10, 10, 10]
+    recorder.end_page(page)
+    pages.finish()
+    assert [value.abs_max for value in values_of(recorder, 0)] == list(range(30))
+
+
+def weights_seen_again(recorder, reader, number=5):
+    """(buffer, weights, their page): each weight was read, has changed without a new version, and is seen again."""
+    late = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=late, reader=reader)
+    weights = [torch.full((3,), float(each)) for each in range(number)]
+    page = recorder.begin_page(0, 0, 0)
+    rows = [pages.weight(weight)[1] for weight in weights]
+    recorder.end_page(page)
+    page = recorder.begin_page(0, 1, 0)
+    pages.measure(torch.tensor(NAN))  # so that they are read again
+    for weight, row in zip(weights, rows, strict=True):
+        weight.data[0] = 100.0
+        pages.weight(weight, earlier=row)
+    return pages, weights, page
+
+
+def test_weights_seen_again_wait_for_one_launch_at_the_flush(recorder):
+    reader = CountsReads()
+    _, _, page = weights_seen_again(recorder, reader)
+    assert reader.together == []
+    recorder.end_page(page)
+    assert [len(readings) for readings in reader.together] == [5]
+    assert [value.abs_max for value in values_of(recorder, 1)][1:] == [100.0] * 5
+
+
+def test_a_weight_that_is_gone_or_changed_since_keeps_its_numbers(recorder):
+    """None of them is kept alive; FSDP frees the memory of weights that are; an optimizer has gone on with another."""
+    reader = CountsReads()
+    _, weights, page = weights_seen_again(recorder, reader)
+    weights[1].untyped_storage().resize_(0)
+    weights[2].add_(1000.0)
+    weights[3].data = torch.full((70,), 200.0)  # other memory of another size, which is read as it is
+    del weights[0]
+    recorder.end_page(page)
+    assert [value.abs_max for value in values_of(recorder, 1)][1:] == [0.0, 1.0, 2.0, 200.0, 100.0]
+
+
+def test_weights_whose_memory_is_about_to_be_freed_are_dealt_with_before(recorder):
+    reader = CountsReads()
+    pages, weights, page = weights_seen_again(recorder, reader)
+    pages.read_waiting()
+    for weight in weights:
+        weight.untyped_storage().resize_(0)
+    recorder.end_page(page)
+    assert len(reader.together) == 1
+    assert [value.abs_max for value in values_of(recorder, 1)][1:] == [100.0] * 5
+
+
+def test_weights_wait_while_a_graph_is_captured(recorder):
+    reader = CountsReads()
+    pages, _, page = weights_seen_again(recorder, reader)
+    pages._driver.capturing = True
+    pages.read_waiting()
+    pages.flush()
+    recorder.end_page(page)
+    with pages.together():
+        assert pages.measure(torch.tensor(1.0)) is None
+    assert reader.together == []
+    pages._driver.capturing = False
+    page = recorder.begin_page(0, 2, 0)
+    pages.measure(torch.tensor(3.0))
+    recorder.end_page(page)
+    assert [len(readings) for readings in reader.together] == [5]
+    assert [value.abs_max for value in values_of(recorder, 1)][1:] == [100.0] * 5
+
+
+def test_a_launch_for_many_that_fails_loses_their_rows_and_no_others(recorder):
+    reader = SometimesBroken()
+    pages = device_buffer(recorder, "cpu", reader=reader)
+    page = recorder.begin_page(0, 0, 0)
+    reader.fails = "read_many"
+    with pytest.raises(RuntimeError, match="no room"), pages.together():
+        for _ in range(3):
+            pages.measure(torch.tensor(NAN))
+    reader.fails = ""
+    recorder.end_page(page)
+    assert recorder.fields[Field.ROWS_LOST] == 3
+    assert [value.meta for value in values_of(recorder, 0)] == [PENDING] * 3
+    assert not pages.pending(0)
+    number = page_with(recorder, pages, torch.tensor(2.0))
+    assert values_of(recorder, number) == [measure(torch.tensor(2.0))[:3]]
 
 
 # -- a device that is far behind ------------------------------------------------------------------------------------
@@ -589,11 +714,10 @@ def test_a_flush_into_a_full_ring_waits_for_room(small):
 class Broken:
     """A Triton without a compiler: nothing is launched."""
 
-    def read(self, source, rows, position, count, earlier=None):
+    def read(self, *_):
         raise RuntimeError("Failed to find C compiler")
 
-    def pack(self, rows, count):
-        raise RuntimeError("Failed to find C compiler")
+    read_many = pack = read
 
 
 class SometimesBroken(TorchReader):
@@ -601,10 +725,15 @@ class SometimesBroken(TorchReader):
 
     fails = ""
 
-    def read(self, source, rows, position, count, earlier=None):
+    def read(self, source, rows, position, count):
         if self.fails == "read":
             raise RuntimeError("no room")
         super().read(source, rows, position, count)
+
+    def read_many(self, readings, rows):
+        if self.fails == "read_many":
+            raise RuntimeError("no room")
+        super().read_many(readings, rows)
 
     def pack(self, rows, count):
         if self.fails == "pack":
@@ -615,7 +744,8 @@ class SometimesBroken(TorchReader):
 @pytest.mark.parametrize("reader", [Broken, type("LateBroken", (Broken,), {"read": TorchReader.read})])
 def test_without_a_kernel_torchs_operations_do_it(recorder, reader):
     pages = device_buffer(recorder, "cpu", reader=reader())
-    number = page_with(recorder, pages, torch.tensor([1.0, -INF]))
+    with pages.together():
+        number = page_with(recorder, pages, torch.tensor([1.0, -INF]))
     assert values_of(recorder, number) == [measure(torch.tensor([1.0, -INF]))[:3]]
     assert "RuntimeError: Failed to find C compiler" in pages.note
     assert "about 30 launches" in pages.note
@@ -656,7 +786,7 @@ def test_where_torchs_operations_fail_as_well_the_kernel_is_not_to_blame(recorde
 class DeadReader:
     """What reads on a device that has failed."""
 
-    def read(self, source, rows, position, count, earlier=None):
+    def read(self, source, rows, position, count):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
@@ -706,8 +836,9 @@ def test_nothing_waits_for_the_device(recorder):
     try:
         for _ in range(5):
             page = recorder.begin_page(0, 0, 0)
-            for tensor in tensors:
-                _, row = pages.weight(tensor, count=True)
+            with pages.together():
+                for tensor in tensors:
+                    _, row = pages.weight(tensor, count=True)
             page = recorder.begin_page(0, 0, 0)
             pages.weight(tensor, earlier=row)
             recorder.end_page(page)

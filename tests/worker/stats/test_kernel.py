@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.core.values import COUNTED, SHARE
-from gpuwatch.worker.stats.device_reader import KINDS, LARGEST, TorchReader, _runs, fresh_rows, source_of
+from gpuwatch.worker.stats.device_reader import KINDS, LARGEST, Reading, TorchReader, _runs, fresh_rows, source_of
 from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
-from gpuwatch.worker.stats.triton_reader import TritonReader
+from gpuwatch.worker.stats.triton_reader import TritonReader, _constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,7 +266,7 @@ def test_many_runs_are_counted_in_64_bits(_):
 
     tensor = some(torch.float16, 30_000).view(100, 300)[:, 37:52]
     rows = fresh_rows(1, tensor.device)
-    kernel.read[(2,)](tensor, rows, rows, 0, 1500, 15, 300, 3, False, 2, 1, 256, False)
+    kernel.read[(2,)](tensor, rows, 0, 1500, 15, 300, 3, False, 2, 1, 256)
     assert tuple(rows[0, :3].tolist()) == expected(tensor, count=False)
 
 
@@ -344,31 +344,112 @@ def test_earlier_numbers_are_kept_unless_a_row_before_is_non_finite(reader, devi
 
     weight.view(torch.uint8 if dtype.itemsize == 1 else dtype)[size - 1] = 0
     maker.read(source_of(torch.tensor([1.0, 2.0 if bad is None else bad], device=device)), rows, 1, False)
-    maker.read(source_of(weight), rows, 2, True, (packed, 2))
+    maker.read_many([Reading(source_of(weight), 2, True, (packed, 2))], rows)
     maker.read(source_of(torch.full((2,), math.nan, device=device)), rows, 3, False)  # after it
     again = maker.pack(rows, 4)[2].tolist()
     assert again == (first if bad is None else list(expected(weight)))
     assert rows.tolist() == [[LARGEST, 0, 0, 0, 0, 0]] * 4
 
 
+# -- many tensors in one launch -------------------------------------------------------------------------------------
+
+
+def one_by_one(reader, readings, rows):
+    """The rows that single launches give: of a weight with earlier numbers, those are put there or it is read."""
+    for source, position, counted, earlier in readings:
+        if (earlier is not None and not any(meta & 7 for meta in rows[:position, 2].tolist())) or source is None:
+            rows[position, :3] = earlier[0][earlier[1]]
+        else:
+            reader.read(source, rows, position, counted)
+    return rows.tolist()
+
+
+def many(dtype):
+    """Tensors of one dtype whose sizes lie around those of blocks and of the share of a program, in several layouts."""
+    block = KINDS[dtype].deep * KINDS[dtype].wide
+    sizes = [1, 2, block - 1, block, block + 1, 7, 8 * block - 1, 8 * block, 8 * block + 3, 17 * block + 5, 3]
+    tensors = [some(dtype, size, seed=size) for size in sizes]
+    whole = some(dtype, 30_000)
+    tensors += [LAYOUTS[name](whole) for name in ("permuted", "columns", "one column", "expanded", "unaligned")]
+    if dtype.is_floating_point:
+        odd = some(dtype, 9 * block)
+        odd.view(torch.uint8)[-8 * dtype.itemsize :] = 0xFF  # nan in the share of one program
+        tensors.append(odd)
+    return tensors
+
+
+@each_reader
+@each_dtype
+@pytest.mark.parametrize("counted", [False, True])
+def test_many_tensors_get_the_rows_of_single_launches(reader, device, dtype, counted):
+    maker = reader_of(reader)
+    tensors = [tensor.to(device) for tensor in many(dtype)]
+    readings = [Reading(source_of(tensor), 2 * at + 1, counted) for at, tensor in enumerate(tensors)]
+    rows = fresh_rows(2 * len(tensors) + 1, tensors[0].device)
+    expected_rows = one_by_one(maker, readings, rows.clone())
+    maker.read_many(readings, rows)
+    assert rows.tolist() == expected_rows
+    assert rows[0::2].tolist() == fresh_rows(len(tensors) + 1, rows.device).tolist()
+
+
+@each_reader
+def test_tensors_of_all_dtypes_fill_a_list_of_rows(reader, device):
+    maker = reader_of(reader)
+    tensors = [some(dtype, 5 + 40 * at, seed=at).to(device) for at in range(16) for dtype in KINDS][:240]
+    readings = [Reading(source_of(tensor), at, at % 2 == 0) for at, tensor in enumerate(tensors)]
+    assert len(readings) == 240
+    rows = fresh_rows(240, tensors[0].device)
+    expected_rows = one_by_one(maker, readings, rows.clone())
+    maker.read_many(readings, rows)
+    assert rows.tolist() == expected_rows
+
+
+@each_reader
+@pytest.mark.parametrize("bad_at", [None, 0, 3, 6, 9])
+@pytest.mark.parametrize("what", ["something else", "a weight's earlier numbers"])
+def test_many_weights_keep_their_numbers_up_to_the_first_bad_row(reader, device, bad_at, what):
+    """Weights have the odd positions, in two dtypes. All have changed since. One is gone."""
+    maker = reader_of(reader)
+    dtypes = [torch.float32, torch.bfloat16]
+    weights = {
+        at: torch.full((at + 4000 * (at % 3),), float(at), dtype=dtypes[at % 4 == 1], device=device)
+        for at in range(1, 12, 2)
+    }
+    if what != "something else" and bad_at is not None:
+        weights[bad_at | 1][-1] = math.inf
+    rows = fresh_rows(12, torch.device(device))
+    for at, weight in weights.items():
+        maker.read(source_of(weight), rows, at, True)
+    packed = maker.pack(rows, 12)
+    for weight in weights.values():
+        weight.fill_(-1000.0)
+    for at in range(0, 12, 2):
+        value = math.nan if what == "something else" and bad_at is not None and at == bad_at & ~1 else 1.0
+        maker.read(source_of(torch.full((9,), value, device=device)), rows, at, True)
+    readings = [Reading(source_of(weight), at, True, (packed, at)) for at, weight in weights.items()]
+    readings[-1] = readings[-1]._replace(source=None)
+    expected_rows = one_by_one(maker, readings, rows.clone())
+    maker.read_many(readings, rows)
+    assert rows.tolist() == expected_rows
+    kept = [rows[at, :3].tolist() == packed[at].tolist() for at in weights]
+    last = True  # the one that is gone
+    first = 12 if bad_at is None else (bad_at & ~1 if what == "something else" else bad_at | 1)
+    assert kept == [at <= first for at in list(weights)[:-1]] + [last]
+
+
 # -- without a device -----------------------------------------------------------------------------------------------
 
 
-def compiled(tensor_type, code, count, layout, deep, wide, keep):
-    """The kernel's PTX for an H100, which needs none to be there."""
+def compiled(function, arguments, constants, aligned):
+    """A kernel's PTX for an H100, which needs none to be there. `arguments`: their types, before the constants."""
     import triton
-    from gpuwatch.worker.stats import kernel
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    integers = dict.fromkeys(("position", "elements", "inner", "stride"), "i32")
-    signature = {"source": f"*{tensor_type}", "rows": "*i64", "earlier": "*i64", **integers}
-    constants = {"KIND": code, "COUNT": count, "LAYOUT": layout, "DEEP": deep, "WIDE": wide, "KEEP": keep}
-    signature |= dict.fromkeys(constants, "constexpr")
-    signature = dict(zip(kernel.read.arg_names, signature.values(), strict=True))
-    constexprs = {(list(signature).index(name),): value for name, value in constants.items()}
-    aligned = {(index,): [["tt.divisibility", 16]] for index in (0, 1)}
-    source = ASTSource(kernel.read, signature, constexprs, aligned)
+    types = [*arguments, *["constexpr"] * len(constants)]
+    signature = dict(zip(function.arg_names, types, strict=True))
+    constexprs = {(len(arguments) + at,): value for at, value in enumerate(constants)}
+    source = ASTSource(function, signature, constexprs, {(at,): [["tt.divisibility", 16]] for at in aligned})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
@@ -377,20 +458,26 @@ def compiled(tensor_type, code, count, layout, deep, wide, keep):
 @pytest.mark.skipif(INTERPRETED, reason="compiles instead")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
 @pytest.mark.parametrize("layout", [0, 1, 2])
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("how", ["one", "many", "many, with earlier numbers"])
 @each_dtype
-def test_it_compiles_for_a_gpu(dtype, layout, keep, monkeypatch, tmp_path):
+def test_it_compiles_for_a_gpu(dtype, layout, how, monkeypatch, tmp_path):
     """The interpreter takes what the compiler refuses; this needs ptxas, which is a part of Triton."""
+    from gpuwatch.worker.stats import kernel
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if layout and dtype not in (torch.float16, torch.int64):
         return
-    kind = KINDS[dtype]
+    kind, _, constants = _constants(dtype, True, layout)
     names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
     tensor_type = names.get(kind.read_as) or str(kind.read_as).removeprefix("torch.").replace("uint", "u").replace(
         "int", "i"
     )
-    deep = kind.deep if layout == 0 else 1
-    ptx = compiled(tensor_type, kind.code, dtype in LOW_PRECISION, layout, deep, kind.wide, keep)
+    if how == "one":
+        arguments = [f"*{tensor_type}", "*i64", "i32", "i32", "i32", "i32"]
+        ptx = compiled(kernel.read, arguments, constants, aligned=(0, 1))
+    else:
+        more = kernel.element(kind.read_as), True, *constants, how != "many"
+        ptx = compiled(kernel.read_many, ["*i64", "*i64", "*i64", "i32"], more, aligned=(0, 1, 2))
     assert "atom.global.gpu.relaxed.min.s64" in ptx
     if kind.read_as in names and layout == 0:
         assert ".v4.b32" in ptx or ".v2.b64" in ptx  # 16 bytes a load

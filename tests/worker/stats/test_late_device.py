@@ -129,7 +129,7 @@ def test_nothing_may_be_asked_while_a_graph_is_captured(late, call):
 # -- any schedule ---------------------------------------------------------------------------------------------------
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.float8_e4m3fn]
-STEPS = ["measure", "measure", "measure", "host", "again", "again", "page", "resume", "flush", "collect", "finish"]
+STEPS = ["measure", "measure", "together", "host", "again", "again", "page", "resume", "flush", "collect", "finish"]
 MORE = ["stream 0", "stream 1", "stream 2", "hold", "release", "capture", "end of capture", "pause"]
 
 
@@ -195,6 +195,11 @@ class Schedule:
             late.held.clear()
         elif step.startswith("stream"):
             late.current = int(step[-1])
+        elif step == "together" and page is not None:
+            with buffer.together():
+                for part in ("measure", "again", "measure", "host"):
+                    self.number += 1
+                    self.put(part, page.number, number % 3 == 0)
         elif "capture" in step:
             late.capturing = step == "capture"
         elif page is not None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpuwatch.worker.stats.device_reader import KINDS, fresh_rows, source_of
+from gpuwatch.worker.stats.device_reader import KINDS, Reading, fresh_rows, source_of
 from gpuwatch.worker.stats.triton_reader import TritonReader, read_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,7 +40,8 @@ class Compiled:
 
 @pytest.fixture
 def kernel():
-    return SimpleNamespace(read=Function(), pack=Function(), INTERPRETED=False)
+    functions = {name: Function() for name in ("read", "read_many", "pack")}
+    return SimpleNamespace(**functions, element=str, INTERPRETED=False)
 
 
 def test_the_second_launch_of_a_kind_is_direct_and_has_the_same_arguments(kernel):
@@ -55,11 +56,31 @@ def test_the_second_launch_of_a_kind_is_direct_and_has_the_same_arguments(kernel
     assert (grid, direct_grid) == ((2,), (1, 1, 1))
     assert first[:2] == (tensors[0], rows)
     assert second[:2] == (tensors[1].data_ptr(), rows.data_ptr())
-    assert (first[2], second[2]) == (rows, rows.data_ptr())  # no earlier numbers: nothing is read there
-    assert (first[3:7], second[3:7]) == ((0, 5000, 5000, 0), (1, 30, 30, 0))
-    assert first[7:] == second[7:] == (3, True, 0, 4, 1024, False)
+    assert (first[2:6], second[2:6]) == ((0, 5000, 5000, 0), (1, 30, 30, 0))
+    assert first[6:] == second[6:] == (3, True, 0, 4, 1024)
     ((_, packing),) = kernel.pack.direct
     assert packing == (rows.data_ptr(), packed.data_ptr(), 2, 128)
+
+
+def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel):
+    reader = TritonReader(kernel, "3.7.1")
+    reader._programs[torch.device("cpu")] = 3
+    rows = fresh_rows(40, torch.device("cpu"))
+    large, small, half = torch.ones(40_000), torch.ones(30), torch.ones(30, dtype=torch.float16)
+    for _ in range(2):
+        readings = [Reading(source_of(each), at, True) for at, each in enumerate((large, half, small, small[::2]), 10)]
+        reader.read_many(readings, rows)
+    assert len(kernel.read_many.ordinary) == len(kernel.read_many.direct) == 3
+    ((grid, (table, earlier, target, *constants)), *_) = kernel.read_many.ordinary
+    assert (grid, target) == ((4,), rows)
+    assert table[:16].view(2, 8).tolist() == [  # three programs, then one
+        [0, 3, large.data_ptr(), 10, 40_000, 40_000, 0, 10],
+        [3, 1, small.data_ptr(), 12, 30, 30, 0, 12],
+    ]
+    assert earlier[:256].tolist() == [0] * 256
+    assert constants == [2, "torch.float32", large.data_ptr() % 16 == 0, 2, False, 0, 4, 512, False]
+    again = kernel.read_many.direct[0]
+    assert (again[0], again[1][2:]) == ((4, 1, 1), (rows.data_ptr(), *constants))
 
 
 @pytest.mark.parametrize("version", ["3.2.0", "3.8.0", "2.1.0", "4.0", "unheard of"])
@@ -106,12 +127,8 @@ def test_calls_with_one_key_are_one_specialisation_to_triton(data):
         size = st.sampled_from([0, 1, 16, 17, 5000, (1 << 31) - 1, 1 << 31, 1 << 33])
         numbers = [data.draw(st.integers(0, 239)), data.draw(size), data.draw(size), data.draw(size)]
         constants = [kind.code, data.draw(st.booleans()), data.draw(st.sampled_from([0, 1])), kind.deep, kind.wide]
-        constants.append(data.draw(st.booleans()))
-        earlier = rows.view(-1)[data.draw(st.integers(0, 8)) :]
-        key = read_key(
-            tensor.device, kind, tensor.data_ptr(), rows.data_ptr(), earlier.data_ptr(), *numbers, *constants
-        )
-        _, specialisation, _ = bind(tensor.view(kind.read_as), rows, earlier, *numbers, *constants)
+        key = read_key(tensor.device, kind, tensor.data_ptr(), rows.data_ptr(), *numbers, *constants)
+        _, specialisation, _ = bind(tensor.view(kind.read_as), rows, *numbers, *constants)
         return key, specialisation
 
     key, specialisation = call()
@@ -143,4 +160,8 @@ def test_direct_launches_give_what_ordinary_ones_give():
                     reader.read(source_of(tensor), rows, position, True)
                 packed = reader.pack(rows, len(tensors))
             found.append(packed.tolist())
-        assert found[0] == found[1]
+            for _ in range(2):
+                reader.read_many([Reading(source_of(each), at, True) for at, each in enumerate(tensors)], rows)
+                packed = reader.pack(rows, len(tensors))
+            found.append(packed.tolist())
+        assert found == [found[0]] * 4
