@@ -79,5 +79,5 @@ def test_the_page_tells_of_each_row_what_the_tests_ask_of_it():
         ]
         for row in ROWS
     ]
-    assert [cells[:-1] for cells in told[1:]] == asked
-    assert all(re.fullmatch(r"\d+\.\d s, \d+\.\d s", cells[-1]) for cells in told[1:]), "plainly, watched"
+    assert [cells[:-2] for cells in told[1:]] == asked
+    assert all(re.fullmatch(r"\d+\.\d, \d+\.\d", cell) for cells in told[1:] for cell in cells[-2:])
