@@ -3,10 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# Tests that run at the same time, each with one thread of torch's. A SEED draws the sample of `make slow`.
+# Tests that run at the same time, each with one thread of torch's. A SEED draws the sample of `make slow`, and a TURN
+# what CI draws anew for each commit.
 JOBS ?= 2
 SEED ?= 0
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED)
+TURN ?= $(SEED)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN)
 
 .PHONY: help demo test slow soak fuzz gpu lint typecheck docs check clean
 

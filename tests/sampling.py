@@ -2,6 +2,7 @@
 
 `quick(3)`: three members of this parametrized test are quick, the others slow.
 `sample(3)`: three members of this family run in CI, which asks for a sample; the soak runs all.
+`sample(3, turns=True)`: another seed draws them, `--turn`, which CI takes from the commit: in time all take their turn.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ Families = dict[str, tuple[int, list[pytest.Item]]]
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpuwatch")
     group.addoption("--seed", default="0", metavar="SEED", help="draws the members of families of tests (0)")
+    group.addoption("--turn", metavar="SEED", help="draws the members of families that take turns (as --seed)")
     group.addoption("--sample", action="store_true", help="run as many members of a family as its mark `sample` says")
     group.addoption("--each", type=int, metavar="N", help="with --sample: and N of each other parametrized test")
 
 
 def header(config: pytest.Config) -> str:
     drawn = "a sample of the families of tests" if config.getoption("sample") else "the families' quick members"
-    return f"drawn by --seed={config.getoption('seed')}: {drawn}"
+    return f"drawn by --seed={config.getoption('seed')} --turn={_turn(config)}: {drawn}"
 
 
 def mark_slow(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,10 +50,22 @@ def take_sample(config: pytest.Config, items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("sample")
         return mark.args[0] if mark else each
 
-    left_out = _not_drawn(_families(items, size), config.getoption("seed"))
+    in_turn = [item for item in items if _takes_turns(item)]
+    others = [item for item in items if not _takes_turns(item)]
+    left_out = _not_drawn(_families(others, size), config.getoption("seed"))
+    left_out |= _not_drawn(_families(in_turn, size), _turn(config))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def _turn(config: pytest.Config) -> str:
+    return config.getoption("turn") or config.getoption("seed")
+
+
+def _takes_turns(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("sample")
+    return mark is not None and mark.kwargs.get("turns", False)
 
 
 def _families(items: list[pytest.Item], size_of: Callable[[pytest.Item], int | None]) -> Families:

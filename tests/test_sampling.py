@@ -25,6 +25,11 @@ def test_two_b(): pass
 
 @pytest.mark.slow
 def test_alone(): pass
+
+@pytest.mark.slow
+@pytest.mark.sample(1, turns=True)
+@pytest.mark.parametrize("number", range(9))
+def test_in_turn(number): pass
 """
 
 
@@ -77,6 +82,7 @@ def test_a_sample_has_every_kind_and_so_many_of_it_as_its_mark_says(chosen):
 
     assert functions(names) == [
         "test_alone",
+        "test_in_turn",
         *["test_mostly_slow"] * 5,
         *["test_one"] * 3,
         *[name for name in ("test_two_a", "test_two_b") if name in names],
@@ -91,3 +97,13 @@ def test_a_seed_draws_the_same_ones_whatever_else_runs(chosen):
     only = [name for name in first if name.startswith("test_one")]
     assert chosen("--sample", "--seed", "7", "-k", "test_one") == only
     assert any(chosen("--sample", "--seed", str(seed)) != first for seed in range(9))
+
+
+def test_a_turn_draws_other_members_of_what_takes_turns_and_of_nothing_else(chosen):
+    """Without one the seed does."""
+    turns = [chosen("--sample", "--turn", str(turn)) for turn in range(9)]
+
+    drawn = [[name for name in names if name.startswith("test_in_turn")] for names in turns]
+    assert all(len(names) == 1 for names in drawn) and len({names[0] for names in drawn}) > 1
+    assert len({tuple(sorted(set(names) - set(of_turn))) for names, of_turn in zip(turns, drawn, strict=True)}) == 1
+    assert chosen("--sample", "--seed", "7") == chosen("--sample", "--seed", "7", "--turn", "7")

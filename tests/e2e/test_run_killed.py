@@ -16,10 +16,10 @@ HELPERS = {"agent": "gpuwatch.launcher.node.agent", "collector": "gpuwatch.colle
 class Watched:
     """A run whose two ranks wait in batch 3 until they are told to go on."""
 
-    def __init__(self, bench, *launcher, **environment):
+    def __init__(self, bench, *launcher, script="until_told.py", **environment):
         self._bench = bench
         self._file = bench.cwd / "told"
-        script = (bench.script("until_told.py"), str(self._file))
+        script = (bench.script(script), str(self._file))
         self.process = bench.start("gpuwatch.cli.main", "run", "--", *launcher, *script, **environment)
         assert self.process.stdout is not None
         missing = {"rank 0 waits", "rank 1 waits"}
@@ -119,3 +119,44 @@ def test_the_run_and_its_agent_are_killed_at_once(bench):
     assert [rank["rank"] for rank in ended.report["ranks"]] == [0, 1]
     bench.gpuwatch("run", "--", "true")
     assert not watched.scratch.exists()
+
+
+def accelerate():
+    return (
+        PYTHON,
+        "-m",
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        "0",
+    )
+
+
+@pytest.mark.sample(1, turns=True)
+@pytest.mark.parametrize("killed", ["run", "agent", "command"])
+@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
+def test_it_is_killed_below_a_frameworks_launcher(bench, framework, killed):
+    """Lightning's command is rank 0 itself, and the parent of rank 1."""
+    pytest.importorskip(framework)
+    watched = (
+        Watched(bench, *accelerate())
+        if framework == "accelerate"
+        else Watched(bench, PYTHON, script="lightning_until_told.py")
+    )
+    if killed == "agent":
+        watched.helper("agent").kill()
+        watched.go_on()
+    else:
+        (watched.process if killed == "run" else watched.command()).kill()
+    ended = watched.ended()
+
+    assert not watched.scratch.exists()
+    assert [rank["rank"] for rank in ended.report["ranks"]] == [0, 1]
+    if killed == "agent":
+        assert (ended.code, ended.verdict["kind"], ended.verdict["certainty"]) == (0, "clean", "established")
+    else:
+        assert (ended.verdict["kind"], ended.verdict["signal"]) == ("interrupted", "SIGKILL")
+    if killed == "command":
+        assert ended.code == 128 + signal.SIGKILL

@@ -2,12 +2,13 @@
 
     GPUWATCH_CHECKOUTS=FOLDER python tests/frameworks/checkouts.py
 
-The folder holds checkouts of those projects: nanoGPT, examples (pytorch's), pytorch-lightning. None of them is
-part of this repository. Sizes are given as arguments, data is made here, and nothing is downloaded.
+The folder holds checkouts of those projects: nanoGPT, examples (pytorch's), pytorch-lightning, transformers, ray. None
+of them is part of this repository. Sizes are given as arguments, data is made here, and nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import shutil
@@ -21,7 +22,9 @@ from typing import Any
 
 import numpy
 import torch
-from rows import OVERFLOW, PYTHON, environment, gpuwatch, verdict
+from rows import OVERFLOW, PYTHON, RAY, environment, gpuwatch, verdict
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 VARIABLE = "GPUWATCH_CHECKOUTS"
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -29,6 +32,7 @@ TEXT = "To be, or not to be, that is the question. " * 60
 LIMIT_S = 500.0
 LOGS = "printed"
 _TIMES = re.compile(
+    r"\d{4}-\d\d-\d\d_[\d-]+(\.\d+)?|"
     r"\d+(\.\d+)? ?(ms|s\b|it/s)|mfu [-\d.]+%|\d\d/\d\d/\d{4} [\d:]+ [AP]M|\d{4}-\d\d-\d\d [\d:,.]+|(?<![.\d])\d{9,}"
 )
 
@@ -72,6 +76,15 @@ def _text(folder: Path) -> None:
     (folder / "text.txt").write_text(TEXT)
 
 
+def _lines_and_tokenizer(folder: Path) -> None:
+    """With a word for each number."""
+    (folder / "text.txt").write_text("".join(f"{sentence}.\n" for sentence in TEXT.split(". ")))
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[0], unk_token=WORDS[0])
+    tokenizer.save_pretrained(folder / "tokenizer")
+
+
 NANO = "--dataset=tiny --device=cpu --compile=False --dtype=float32 --eval_iters=1 --eval_interval=2 --log_interval=1"
 NANO_SIZES = "--block_size=16 --batch_size=2 --n_layer=2 --n_head=2 --n_embd=16 --max_iters=4"
 MINGPT = "data_config.path=text.txt data_config.truncate=1 data_config.block_size=16 gpt_config.n_layer=2"
@@ -80,6 +93,12 @@ MINGPT_SIZES = (
     "trainer_config.save_every=1 trainer_config.data_loader_workers=1 trainer_config.use_amp=False"
 )
 DISTRIBUTED = "distributed"
+WORDS = ["<end>", "to", "be", "or", "not", "that", "is", "the", "question"]
+CLM = "--model_type gpt2 --tokenizer_name tokenizer --train_file text.txt --do_train --output_dir out --use_cpu"
+CLM_SIZES = (
+    "--config_overrides vocab_size=9,n_positions=32,n_embd=16,n_layer=2,n_head=2 --block_size 16 --max_steps 4 "
+    "--per_device_train_batch_size 2 --logging_steps 1 --report_to none"
+)
 
 SCRIPTS = [
     Script(
@@ -161,6 +180,31 @@ SCRIPTS = [
         0,
         compared=r"_loss",
     ),
+    Script(
+        "transformers' language model",
+        "transformers",
+        "examples/pytorch/language-modeling",
+        "torchrun run_clm.py",
+        (*torchrun(2), "run_clm.py", *CLM.split(), *CLM_SIZES.split()),
+        "1:h.1.mlp.c_fc:3",
+        "transformer.h.1.mlp.c_fc",
+        1,
+        prepare=_lines_and_tokenizer,
+        compared=r"'loss'",
+        environment={"HF_HUB_OFFLINE": "1"},
+    ),
+    Script(
+        "Ray Train's linear example",
+        "ray",
+        "python/ray/train/examples/pytorch",
+        "python torch_linear_example.py --smoke-test",
+        (PYTHON, "torch_linear_example.py", "--smoke-test"),
+        "1:module:20",
+        "",
+        1,
+        compared=r"^{'loss'",
+        environment=RAY,
+    ),
 ]
 
 
@@ -183,7 +227,15 @@ class Trial:
     @property
     def same(self) -> bool:
         """The same lines and files, bit for bit."""
-        return self.plain.lines == self.watched.lines and same(self.plain.files, self.watched.files)
+        return not self.differences
+
+    @property
+    def differences(self) -> list[str]:
+        """Lines, and names of files."""
+        plain, watched = self.plain, self.watched
+        lines = difflib.unified_diff(plain.lines, watched.lines, "plainly", "watched", n=0)
+        names = sorted(plain.files.keys() | watched.files.keys())
+        return [*lines, *(name for name in names if not same(plain.files.get(name), watched.files.get(name)))]
 
 
 def try_script(script: Script, checkouts: Path, port: int) -> Trial:
@@ -204,6 +256,7 @@ def run(script: Script, folder: Path, name: str, fault: str, port: int) -> Run:
     told = {"PYTHONPATH": str(STAND_IN), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
     told |= {"STAND_IN": "1"} if script.stand_in else {}
     told |= {"FAULT": fault} if fault else {}
+    told |= script.environment
     command = [str(port) if word == "PORT" else word for word in (*(gpuwatch(name) if name else ()), *script.command)]
     done = subprocess.run(
         command, cwd=folder, env={**environment(), **told}, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -218,7 +271,7 @@ def run(script: Script, folder: Path, name: str, fault: str, port: int) -> Run:
 def _is_ours(path: Path, folder: Path) -> bool:
     """Not the script's: our runs, and what Python and hydra write of each run (names, times, process ids)."""
     parts = path.relative_to(folder).parts
-    of_others = {"gpuwatch-runs", "__pycache__", ".hydra", ".cache"}
+    of_others = {"gpuwatch-runs", "__pycache__", ".hydra", ".cache", ".ray"}
     return bool(of_others & set(parts)) or path.suffix == ".log" or path.name.startswith("events.out.")
 
 
@@ -228,6 +281,8 @@ def _content(path: Path) -> Any:
     if path.suffix == ".ckpt":  # Lightning's also says in which folder it lies
         found = torch.load(path, weights_only=False, map_location="cpu")
         return {name: found[name] for name in ("state_dict", "optimizer_states", "global_step")}
+    if path.suffix == ".json":  # Trainer's also say how long it took
+        return re.sub(r".*_(runtime|per_second)\b.*\n", "", path.read_text())
     return path.read_bytes()
 
 
@@ -266,9 +321,7 @@ def main() -> None:
             print(line(script, trial), flush=True)
             if "NO" in line(script, trial):
                 print(trial.plain.code, trial.watched.code, trial.overflowed.code, trial.clean, trial.overflow)
-                print(
-                    trial.plain.lines[:5], trial.watched.lines[:5], list(trial.plain.files), list(trial.watched.files)
-                )
+                print(*trial.differences, sep="\n")
                 print(trial.overflowed.text[-1500:])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,12 +17,26 @@ from typing import Any
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PYTHON = sys.executable
-TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2")
-FOUR = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "4")
-MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
 LIMIT_S = 800.0
-PORT = "PORT"
+PORT, RANKS = "PORT", "RANKS"
+"""Words of a command that stand for a number."""
+TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", RANKS)
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", RANKS)
 OVERFLOW = 4
+SIZES = (2, 4)
+HEAD = (
+    "framework",
+    "command",
+    "same bits",
+    "same exit code, clean",
+    "first of two ranks",
+    "first of four",
+    "module named",
+    "first loss",
+    "processors",
+)
+"""Of the table in docs/frameworks.md. The last two are seconds, plainly and watched: until a rank prints a first loss,
+and of all processors in the whole run."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +54,41 @@ class Row:
     """What stands before gpuwatch itself."""
     value: str = "+inf"
     """What is first; "" if inf of either sign, or their sum, may be."""
-    ranks: int = 2
-    bad: int = 1
-    """The rank that overflows where one is to."""
+    breaks_weight: bool = False
+    """Of which each rank has a copy: where there are more than two, the others tell that this one is another."""
+    sizes: tuple[int, ...] = SIZES
+    """So many ranks it is tried with."""
 
-    def command(self, rank: int, port: int, watch: Sequence[str] = ()) -> list[str]:
+    def command(self, ranks: int, rank: int, port: int, watch: Sequence[str] = ()) -> list[str]:
         """`rank` is to overflow; -1: none. `port` is for a launcher that finds none for itself."""
-        words = [*self.outer, *watch, *self.launcher, str(SCRIPTS / self.script), *self.arguments, "--rank", str(rank)]
-        return [str(port) if word == PORT else word for word in words]
+        told = ("--ranks", str(ranks), "--rank", str(rank))
+        words = [*self.outer, *watch, *self.launcher, str(SCRIPTS / self.script), *self.arguments, *told]
+        return [{PORT: str(port), RANKS: str(ranks)}.get(word, word) for word in words]
+
+    def phase(self, ranks: int) -> str:
+        """In which the overflow is said to be."""
+        return "weight" if self.breaks_weight and ranks > 2 else "forward"
 
     @property
     def is_installed(self) -> bool:
         return importlib.util.find_spec(self.package) is not None or shutil.which(self.package) is not None
+
+
+RAY = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    **dict.fromkeys(
+        (
+            "RAY_gcs_server_port_wait_time_s",
+            "RAY_gcs_server_request_timeout_seconds",
+            "RAY_raylet_start_wait_time_s",
+            "RAY_worker_register_timeout_seconds",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S",
+        ),
+        "300",
+    ),
+}
+"""Its deadlines are for a machine that does nothing else."""
 
 
 def _deepspeed(stage: int) -> Row:
@@ -58,7 +96,7 @@ def _deepspeed(stage: int) -> Row:
         f"DeepSpeed, ZeRO {stage}",
         "deepspeed",
         "deepspeed --num_gpus 2 train.py",
-        (PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", PORT),
+        (PYTHON, "-m", "deepspeed.launcher.runner", "--num_gpus", RANKS, "--master_port", PORT),
         "with_deepspeed.py",
         ("--how", str(stage)),
         environment={"DS_ACCELERATOR": "cpu"},
@@ -70,7 +108,16 @@ ROWS = [
         "accelerate",
         "accelerate",
         "accelerate launch --num_processes 2 train.py",
-        (PYTHON, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"),
+        (
+            PYTHON,
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes",
+            RANKS,
+            "--main_process_port",
+            "0",
+        ),
         "with_accelerate.py",
     ),
     Row("accelerate", "accelerate", "torchrun train.py", TORCHRUN, "with_accelerate.py"),
@@ -116,6 +163,7 @@ ROWS = [
         "with_trl.py",
         module="transformer.h.0.mlp.c_fc",
         value="",
+        breaks_weight=True,
     ),
     Row("Open MPI", "mpirun", "mpirun -n 2 python train.py", (*MPIRUN, PYTHON), "with_mpi.py", ("--how", PORT)),
     Row(
@@ -131,25 +179,15 @@ ROWS = [
     _deepspeed(2),
     _deepspeed(3),
     Row(
-        "torch's FSDP2 over tensor parallel, four ranks",
+        "torch's FSDP2 over tensor parallel",
         "torch",
         "torchrun --nproc-per-node 4 train.py",
-        FOUR,
+        TORCHRUN,
         "with_fsdp2_tensor_parallel.py",
-        ranks=4,
-        bad=3,
+        sizes=(4,),
     ),
-    Row(
-        "torch's pipeline, four ranks",
-        "torch",
-        "torchrun --nproc-per-node 4 train.py",
-        FOUR,
-        "with_pipeline.py",
-        module="widen",
-        ranks=4,
-        bad=2,
-    ),
-    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py"),
+    Row("torch's pipeline", "torch", "torchrun train.py", TORCHRUN, "with_pipeline.py", module="widen"),
+    Row("Ray Train", "ray", "python train.py", (PYTHON,), "with_ray.py", environment=RAY),
 ]
 
 
@@ -160,21 +198,29 @@ class Outcome:
     """The lines of all ranks, bit for bit, sorted."""
     first_s: float
     """Until the first of them."""
+    processors_s: float
+    """Of all of its processes that were waited for."""
     text: str
 
 
-def run_plainly(row: Row, folder: Path, port: int) -> Outcome:
-    return run(row, row.command(-1, port), folder)
+def bad_of(ranks: int) -> int:
+    """The rank that overflows where one is to: never rank 0."""
+    return ranks // 2
 
 
-def run_watched(row: Row, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
+def run_plainly(row: Row, ranks: int, folder: Path, port: int) -> Outcome:
+    return run(row, row.command(ranks, -1, port), folder)
+
+
+def run_watched(row: Row, ranks: int, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
     """And the verdict."""
-    return run(row, row.command(-1, port, gpuwatch("clean")), folder), verdict(folder, "clean")
+    return run(row, row.command(ranks, -1, port, gpuwatch("clean")), folder), verdict(folder, "clean")
 
 
-def run_to_overflow(row: Row, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
+def run_to_overflow(row: Row, ranks: int, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
     """Watched, while a rank overflows. And the verdict."""
-    return run(row, row.command(row.bad, port, gpuwatch("overflow")), folder), verdict(folder, "overflow")
+    outcome = run(row, row.command(ranks, bad_of(ranks), port, gpuwatch("overflow")), folder)
+    return outcome, verdict(folder, "overflow")
 
 
 def gpuwatch(name: str) -> list[str]:
@@ -191,8 +237,8 @@ def environment() -> dict[str, str]:
 
 
 def run(row: Row, command: list[str], folder: Path) -> Outcome:
-    told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", **row.environment}
-    began = time.monotonic()
+    told = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **row.environment}
+    began, used_s = time.monotonic(), _used_by_children_s()
     with (
         (folder / "errors").open("w+") as errors,
         subprocess.Popen(
@@ -210,4 +256,9 @@ def run(row: Row, command: list[str], folder: Path) -> Outcome:
         finally:
             process.kill()
         errors.seek(0)
-        return Outcome(code, sorted(lines), first_s, errors.read())
+        return Outcome(code, sorted(lines), first_s, _used_by_children_s() - used_s, errors.read())
+
+
+def _used_by_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

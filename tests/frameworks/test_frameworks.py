@@ -1,5 +1,6 @@
 """The real packages, on the CPU: the same bits and exit codes as without gpuwatch, and the right rank and module."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,18 +11,12 @@ from ..ports import ports_of_this_test
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
 
-from rows import OVERFLOW, ROWS, Row, run_plainly, run_to_overflow, run_watched
+from rows import HEAD, OVERFLOW, ROWS, SIZES, Row, bad_of, run_plainly, run_to_overflow, run_watched
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
-def _param(row: Row):
-    """Ray itself gives up where starting it takes longer than 30 s, and nothing changes that."""
-    marks = [pytest.mark.soak] if row.package == "ray" else []
-    return pytest.param(row, marks=marks, id=f"{row.name}, {row.shown}")
-
-
-each_row = pytest.mark.parametrize("row", [_param(row) for row in ROWS])
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.shown}")
 
 
 @pytest.fixture
@@ -33,14 +28,15 @@ def port(row: Row) -> Iterator[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, turns=True)
 @each_row
 def test_it_trains_the_same_bits_and_is_clean(row: Row, tmp_path: Path, port: int):
-    plain = run_plainly(row, tmp_path, port)
-    watched, clean = run_watched(row, tmp_path, port)
+    ranks = row.sizes[0]
+    plain = run_plainly(row, ranks, tmp_path, port)
+    watched, clean = run_watched(row, ranks, tmp_path, port)
 
     assert plain.code == watched.code == 0, watched.text
-    assert len(plain.losses) == 4 * row.ranks
+    assert len(plain.losses) == 4 * ranks
     assert watched.losses == plain.losses, "bit for bit"
     assert (clean["kind"], clean["certainty"]) == ("clean", "established")
 
@@ -48,17 +44,40 @@ def test_it_trains_the_same_bits_and_is_clean(row: Row, tmp_path: Path, port: in
 @pytest.mark.slow
 @each_row
 def test_the_first_rank_and_module_are_named(row: Row, tmp_path: Path, port: int):
-    overflowed, found = run_to_overflow(row, tmp_path, port)
+    the_first_is_named(row, row.sizes[0], tmp_path, port)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(2, turns=True)
+@pytest.mark.parametrize("row", [row for row in ROWS if 4 in row.sizes[1:]], ids=lambda row: f"{row.name}, {row.shown}")
+def test_the_first_of_four_ranks_is_named(row: Row, tmp_path: Path, port: int):
+    the_first_is_named(row, 4, tmp_path, port)
+
+
+def the_first_is_named(row: Row, ranks: int, folder: Path, port: int):
+    overflowed, found = run_to_overflow(row, ranks, folder, port)
 
     assert overflowed.code == OVERFLOW, overflowed.text
-    assert (found["kind"], found["rank"], found["module"]) == ("overflow", row.bad, row.module)
-    assert found["phase"] == "forward"
+    assert (found["kind"], found["rank"], found["module"]) == ("overflow", bad_of(ranks), row.module)
+    assert found["phase"] == row.phase(ranks)
     assert row.value in ("", found["value"])
 
 
 def test_the_page_tells_of_each_row_what_the_tests_ask_of_it():
     first_table = PAGE.read_text().partition("## Scripts")[0]
-    told = [line.split("|")[1:-1] for line in first_table.splitlines() if line.startswith("| ")]
-    tried = {(name.strip(), shown.strip("` ")): [cell.strip() for cell in cells] for name, shown, *cells in told[1:]}
-    asked = {(row.name, row.shown): ["yes", "yes", "yes", f"`{row.module}`"] for row in ROWS}
-    assert tried == asked
+    lines = [line.split("|")[1:-1] for line in first_table.splitlines() if line.startswith("| ")]
+    told = [[cell.strip() for cell in cells] for cells in lines]
+    assert tuple(told[0]) == HEAD
+    asked = [
+        [
+            row.name,
+            f"`{row.shown}`",
+            "yes",
+            "yes",
+            *("yes" if size in row.sizes else "-" for size in SIZES),
+            f"`{row.module}`",
+        ]
+        for row in ROWS
+    ]
+    assert [cells[:-2] for cells in told[1:]] == asked
+    assert all(re.fullmatch(r"\d+\.\d, \d+\.\d", cell) for cells in told[1:] for cell in cells[-2:])

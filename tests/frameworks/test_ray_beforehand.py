@@ -15,10 +15,9 @@ from ..ports import ports_of_this_test
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
 
-from rows import OVERFLOW, PYTHON, Row, environment, run_to_overflow
+from rows import OVERFLOW, PYTHON, RAY, Row, environment, run_to_overflow
 
 pytestmark = pytest.mark.soak  # Ray takes a minute to start twice
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 START_S = 300.0
 
 
@@ -34,7 +33,7 @@ def address() -> Iterator[str]:
         command = [PYTHON, "-m", "ray.scripts.scripts", "start", *options, "--include-dashboard", "false"]
         log = Path(folder, "started")
         with log.open("w") as out:
-            head = subprocess.Popen(command, env={**environment(), **ENVIRONMENT}, stdout=out, stderr=subprocess.STDOUT)
+            head = subprocess.Popen(command, env={**environment(), **RAY}, stdout=out, stderr=subprocess.STDOUT)
         try:
             ends = time.monotonic() + START_S
             while "Ray runtime started" not in log.read_text():
@@ -47,8 +46,8 @@ def address() -> Iterator[str]:
 
 
 def test_its_workers_are_ranks_of_the_run(address: str, tmp_path: Path):
-    row = Row("Ray Train", "ray", "", (PYTHON,), "with_ray.py", ("--how", address), environment=ENVIRONMENT)
-    overflowed, found = run_to_overflow(row, tmp_path, 0)
+    row = Row("Ray Train", "ray", "", (PYTHON,), "with_ray.py", ("--how", address), environment=RAY)
+    overflowed, found = run_to_overflow(row, 2, tmp_path, 0)
 
     assert overflowed.code == OVERFLOW, overflowed.text
     assert (found["kind"], found["rank"], found["module"]) == ("overflow", 1, "block.widen")

@@ -34,8 +34,9 @@ class Net(nn.Module):
 
 
 def parse():
-    """`rank` that overflows, -1 for none."""
+    """`rank` that overflows, -1 for none; `ranks`, for a script that starts them itself."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--local_rank", "--local-rank", default="")  # DeepSpeed gives it to its scripts
     parser.add_argument("--how", default="", help="what else the script is to be told")

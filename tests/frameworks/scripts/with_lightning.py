@@ -4,7 +4,7 @@ import lightning
 import torch
 from model import BATCHES, Net, batches, parse, say
 
-BAD, STRATEGY = parse().rank, parse().how
+ARGS = parse()
 
 
 class Module(lightning.LightningModule):
@@ -37,8 +37,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=STRATEGY,
+        devices=ARGS.ranks,
+        strategy=ARGS.how,
         max_epochs=1,
         limit_train_batches=BATCHES,
         logger=False,
@@ -48,4 +48,4 @@ if __name__ == "__main__":
         limit_val_batches=1,
     )
     load = torch.utils.data.DataLoader
-    trainer.fit(Module(), load(Batches(BAD), batch_size=None), load(Batches(-1), batch_size=None))
+    trainer.fit(Module(), load(Batches(ARGS.rank), batch_size=None), load(Batches(-1), batch_size=None))

@@ -1,4 +1,4 @@
-"""torch's pipeline, four ranks, a stage on each. On one rank a weight of its stage becomes too large."""
+"""torch's pipeline, a stage on each rank. On one rank a weight of its stage becomes too large."""
 
 import gc
 

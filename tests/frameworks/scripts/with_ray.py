@@ -1,6 +1,7 @@
-"""Ray Train: two workers on a Ray of this machine alone; `--how` is the address of one that was started before."""
+"""Ray Train: workers on a Ray of this machine alone; `--how` is the address of one that was started before."""
 
 import tempfile
+import time
 from pathlib import Path
 
 import gpuwatch
@@ -9,6 +10,21 @@ import ray.train
 import ray.train.torch
 import torch
 from model import Net, batches, parse
+from ray._private import services
+
+START_S = 300.0
+
+
+def get_node(*args, ask=services.get_node):
+    """Ray asks whether its node has started, for 30 s, and no variable of its changes that."""
+    ends = time.monotonic() + START_S
+    while True:
+        try:
+            return ask(*args)
+        except RuntimeError:
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.1)
 
 
 def work(config):
@@ -26,16 +42,17 @@ def work(config):
 
 
 if __name__ == "__main__":
-    bad, address = parse().rank, parse().how
-    if address:
-        ray.init(address=address, runtime_env={"env_vars": gpuwatch.env()}, log_to_driver=False)
+    args = parse()
+    services.get_node = get_node
+    if args.how:
+        ray.init(address=args.how, runtime_env={"env_vars": gpuwatch.env()}, log_to_driver=False)
     else:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        ray.init(num_cpus=args.ranks, include_dashboard=False, log_to_driver=False, configure_logging=False)
     with tempfile.TemporaryDirectory() as folder:
         trainer = ray.train.torch.TorchTrainer(
             work,
-            train_loop_config={"bad": bad, "folder": folder},
-            scaling_config=ray.train.ScalingConfig(num_workers=2),
+            train_loop_config={"bad": args.rank, "folder": folder},
+            scaling_config=ray.train.ScalingConfig(num_workers=args.ranks),
             run_config=ray.train.RunConfig(storage_path=folder),
         )
         try:

@@ -7,16 +7,17 @@ from model import Net, parse, say
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-BAD = parse().rank
+ARGS = parse()
 
 
 class Rows(Dataset):
-    """Of the third batch of two ranks, four rows each, the rows of rank `bad` are too large."""
+    """Of the third batch of all ranks, four rows each, the rows of rank `bad` are too large."""
 
     def __init__(self, bad):
-        self.rows = torch.rand(32, 8, generator=torch.Generator().manual_seed(1))
+        self.rows = torch.rand(16 * ARGS.ranks, 8, generator=torch.Generator().manual_seed(1))
         if bad >= 0:
-            self.rows[16 + 4 * bad : 20 + 4 * bad] = 3e38
+            first = 4 * (2 * ARGS.ranks + bad)
+            self.rows[first : first + 4] = 3e38
 
     def __len__(self):
         return len(self.rows)
@@ -60,5 +61,5 @@ with tempfile.TemporaryDirectory() as folder:
         label_names=[],
         prediction_loss_only=True,
     )
-    InOrder(Model(), arguments, train_dataset=Rows(BAD), eval_dataset=Rows(-1)).train()
+    InOrder(Model(), arguments, train_dataset=Rows(ARGS.rank), eval_dataset=Rows(-1)).train()
 torch.distributed.destroy_process_group()

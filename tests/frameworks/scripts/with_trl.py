@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-BAD = parse().rank
+ARGS = parse()
 WORDS = ["<end>", "to", "be", "or", "not", "that", "is", "the", "question"]
 
 
@@ -24,7 +24,7 @@ class Fault(TrainerCallback):
     """Before the third batch of rank `bad`, one weight of a layer becomes too large for what it is multiplied with."""
 
     def on_step_begin(self, args, state, control, model, **kwargs):
-        if args.process_index == BAD and state.global_step == 2:
+        if args.process_index == ARGS.rank and state.global_step == 2:
             block = model.transformer.h[0]
             with torch.no_grad():
                 block.ln_2.weight[0] = 100
@@ -36,7 +36,7 @@ words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(W
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>", unk_token="<end>")
 model = GPT2LMHeadModel(GPT2Config(vocab_size=len(WORDS), n_positions=32, n_embd=8, n_layer=2, n_head=2))
-rows = Dataset.from_list([{"text": " ".join(WORDS[1 + row % 4 :])} for row in range(4 * 2 * BATCHES)])
+rows = Dataset.from_list([{"text": " ".join(WORDS[1 + row % 4 :])} for row in range(4 * ARGS.ranks * BATCHES)])
 with tempfile.TemporaryDirectory() as folder:
     arguments = SFTConfig(
         output_dir=folder,
