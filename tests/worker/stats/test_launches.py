@@ -162,3 +162,22 @@ def test_what_a_graph_has_written_is_read_by_one_launch(tmp_path, monkeypatch, k
         torch.compiler.reset()
     assert len({row.value for row in rows}) >= 7  # the input of the first module, and what each returned
     assert kernels.launches == {"read_many": 1, "pack": 1}
+
+
+def test_the_reduced_gradients_of_a_step_are_read_by_few_launches(tmp_path, monkeypatch, kernels):
+    monkeypatch.setattr("gpuwatch.worker.hooks.optimizer.ranks", lambda: 2)
+    model = GPT2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = Watched(tmp_path / "recorder", watch=("grads",))
+    try:
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        kernels.launches.clear()
+        optimizer.step()
+        at_step = Counter(kernels.launches)
+        assert watched.faults == []
+        read = [row for frame in watched.last.frames if frame.phase == "collective" for row in frame.rows]
+    finally:
+        watched.close()
+    assert len(read) == WEIGHTS
+    assert at_step["read"] == 0
+    assert 1 <= at_step["read_many"] <= 2
