@@ -46,6 +46,28 @@ def test_a_graph_that_is_captured_before_anything_was_read(watch, late):
     assert len(watched.faults) == 1
 
 
+def test_numbers_leave_when_a_collective_was_issued_and_when_the_forward_ends(watch, late, monkeypatch):
+    """Both may hang, or be the last of the rank: what was read before them is on its way by then."""
+    here = []
+    watched = watch(on_overflow="continue", watch=("forward",))
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    seq = [0]
+    monkeypatch.setattr("gpuwatch.worker.record.rows.issued", lambda: seq[0])
+
+    def at_the_second(module, args):
+        here.append(late.copies)
+        seq[0] += 1
+
+    layers[1].register_forward_pre_hook(at_the_second)
+    layers[2].register_forward_pre_hook(lambda *_: here.append(late.copies))
+    nn.Sequential(*layers)(torch.randn(2, 4))
+    here.append(late.copies)
+    assert here[0] < here[1] < here[2]
+    buffer = watched.hooks.rows.device_buffer
+    assert buffer is not None
+    assert (buffer._queued, watched.faults) == (0, [])
+
+
 def test_under_sync_the_traceback_points_at_the_failing_module(watch, late):
     from gpuwatch.core.errors import OverflowDetected
 

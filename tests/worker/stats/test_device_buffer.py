@@ -408,6 +408,35 @@ def test_each_stream_of_a_section_has_a_launch_of_its_own(recorder):
     assert [value.abs_max for value in values_of(recorder, 0)] == list(range(30))
 
 
+class TwoDevices(LateDevice):
+    """Has a stream 0 on each device. A test says which device is meant."""
+
+    number = 0
+
+    def stream_key(self, device):
+        super().stream_key(device)
+        return self.number, 0
+
+    def use(self, key, stream):
+        assert key == (self.number, 0) or self.number == -1
+        return super().use(key, stream)
+
+
+def test_every_device_of_a_process_is_read(recorder):
+    """Not only that of the first tensor."""
+    late, reader = TwoDevices(), CountsReads()
+    pages = device_buffer(recorder, "cpu", driver=late, reader=reader)
+    page = recorder.begin_page(0, 0, 0)
+    for each in range(10):
+        late.number = each % 2
+        pages.measure(torch.tensor(float(each)))
+    late.number = -1
+    recorder.end_page(page)
+    pages.finish()
+    assert len(pages._buffers) == 2
+    assert [value.abs_max for value in values_of(recorder, 0)] == list(range(10))
+
+
 def weights_seen_again(recorder, reader, number=5):
     """(buffer, weights, their page): each weight was read, has changed without a new version, and is seen again."""
     late = LateDevice()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
+from gpuwatch.worker.compile import places
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.triton_reader import TritonReader
@@ -84,7 +85,7 @@ class GPT2(nn.Module):
         return self.ln_f(self.h(self.wte(ids) + self.wpe(torch.arange(8))))
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("native", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_weights_of_a_step_and_of_a_forward_are_read_by_few_launches(tmp_path, monkeypatch, kernels, native):
     if not native:
         monkeypatch.setattr(native_writer, "FrameWriter", None)
@@ -117,3 +118,66 @@ def test_the_weights_of_a_step_and_of_a_forward_are_read_by_few_launches(tmp_pat
     assert forward["read_many"] <= segments
     # the weights of a frame at the begin of a segment are read alone: see DeviceStatsBuffer._numbers_of
     assert len(read) - WEIGHTS <= forward["read"] <= len(read) - WEIGHTS + 2 * segments
+
+
+class FSDPModule(GPT2):
+    """Has the name by which a sharded model is known: the memory of its weights may be freed after each call."""
+
+
+def test_a_sharded_models_weights_are_dealt_with_before_their_memory_is_freed(tmp_path, kernels):
+    model = FSDPModule()
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    watched = Watched(tmp_path / "recorder", watch=("forward", "weights"))
+    at_ends = []
+    model.h[3].register_forward_hook(lambda *_: at_ends.append(kernels.launches["read_many"]))
+    model.h[4].ln_1.register_forward_hook(lambda *_: at_ends.append(kernels.launches["read_many"]))
+    try:
+        for _ in range(2):
+            kernels.launches.clear()
+            model(ids)
+        assert watched.faults == []
+    finally:
+        watched.close()
+    assert at_ends[:2] == [0, 0]  # read for the first time, each alone
+    assert at_ends[3] == at_ends[2] + 1
+    assert 70 <= kernels.launches["read_many"] <= 75  # frames with weights, but for those that begin a segment
+
+
+@pytest.mark.slow
+def test_what_a_graph_has_written_is_read_by_one_launch(tmp_path, monkeypatch, kernels):
+    monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+    torch.compiler.reset()
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    watched = Watched(tmp_path / "recorder", watch=("forward",))
+    try:
+        graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            kernels.launches.clear()
+            graph(torch.ones(2, 4))
+            watched.hooks.settle()
+        assert watched.faults == []
+        rows = [row for frame in watched.last.frames for row in frame.rows]
+    finally:
+        watched.close()
+        torch.compiler.reset()
+    assert len({row.value for row in rows}) >= 7  # the input of the first module, and what each returned
+    assert kernels.launches == {"read_many": 1, "pack": 1}
+
+
+def test_the_reduced_gradients_of_a_step_are_read_by_few_launches(tmp_path, monkeypatch, kernels):
+    monkeypatch.setattr("gpuwatch.worker.hooks.optimizer.ranks", lambda: 2)
+    model = GPT2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = Watched(tmp_path / "recorder", watch=("grads",))
+    try:
+        model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+        kernels.launches.clear()
+        optimizer.step()
+        at_step = Counter(kernels.launches)
+        assert watched.faults == []
+        read = [row for frame in watched.last.frames if frame.phase == "collective" for row in frame.rows]
+    finally:
+        watched.close()
+    assert len(read) == WEIGHTS
+    assert at_step["read"] == 0
+    assert 1 <= at_step["read_many"] <= 2
