@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no f
 
 from rows import HEAD, OVERFLOW, ROWS, SIZES, Row, bad_of, report, run_plainly, run_to_overflow, run_watched
 
-STARTERS = ("accelerate", "Lightning, ddp", "DeepSpeed, ZeRO 2")
+STARTERS = ("accelerate", "Lightning, ddp")
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
@@ -70,7 +70,8 @@ def the_first_is_named(row: Row, ranks: int, folder: Path, port: int):
     "row", [row for row in ROWS if row.name in STARTERS], ids=lambda row: f"{row.name}, {row.shown}"
 )
 def test_a_preflight_finds_the_ranks_that_a_framework_starts(row: Row, tmp_path: Path, port: int):
-    outcome, found = run_watched(row, 2, tmp_path, port, "--preflight", "quick")
+    options = ("--preflight", "quick", "--preflight-timeout", "600")  # for a rank that starts long after the other
+    outcome, found = run_watched(row, 2, tmp_path, port, *options)
 
     assert outcome.code == 0, outcome.text
     assert len(outcome.losses) == 8
@@ -97,4 +98,4 @@ def test_the_page_tells_of_each_row_what_the_tests_ask_of_it():
         for row in ROWS
     ]
     assert [cells[:-2] for cells in told[1:]] == asked
-    assert all(re.fullmatch(r"\d+\.\d, \d+\.\d", cell) for cells in told[1:] for cell in cells[-2:])
+    assert all(re.fullmatch(r"-|\d+\.\d, \d+\.\d", cell) for cells in told[1:] for cell in cells[-2:])
