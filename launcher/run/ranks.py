@@ -138,10 +138,12 @@ class Ranks:
 
 
 def _has_ended(rank: _Rank, own_codes: dict[int, int | None]) -> bool:
-    """Whether it has since the last look; of a command, whoever has started it says so."""
+    """Whether it has since the last look; of a command, whoever has started it says so, and knows it first."""
     if rank.ended or rank.process is None:
         return not rank.ended
-    return own_codes.get(rank.process.pid, 0) is not None and rank.process.has_ended()
+    if rank.pid in own_codes:
+        return own_codes[rank.pid] is not None
+    return rank.process.has_ended()
 
 
 def _read(path: Path) -> _Header | None:

@@ -212,9 +212,9 @@ def run_plainly(row: Row, ranks: int, folder: Path, port: int) -> Outcome:
     return run(row, row.command(ranks, -1, port), folder)
 
 
-def run_watched(row: Row, ranks: int, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
-    """And the verdict."""
-    return run(row, row.command(ranks, -1, port, gpuwatch("clean")), folder), verdict(folder, "clean")
+def run_watched(row: Row, ranks: int, folder: Path, port: int, *options: str) -> tuple[Outcome, dict[str, Any]]:
+    """And the verdict. `options` are gpuwatch's."""
+    return run(row, row.command(ranks, -1, port, gpuwatch("clean", *options)), folder), verdict(folder, "clean")
 
 
 def run_to_overflow(row: Row, ranks: int, folder: Path, port: int) -> tuple[Outcome, dict[str, Any]]:
@@ -223,12 +223,16 @@ def run_to_overflow(row: Row, ranks: int, folder: Path, port: int) -> tuple[Outc
     return outcome, verdict(folder, "overflow")
 
 
-def gpuwatch(name: str) -> list[str]:
-    return [PYTHON, "-m", "gpuwatch.cli.main", "run", "--run-name", name, "--"]
+def gpuwatch(name: str, *options: str) -> list[str]:
+    return [PYTHON, "-m", "gpuwatch.cli.main", "run", "--run-name", name, *options, "--"]
+
+
+def report(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / "gpuwatch-runs" / name / "report.json").read_text())
 
 
 def verdict(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / "gpuwatch-runs" / name / "report.json").read_text())["verdict"]
+    return report(folder, name)["verdict"]
 
 
 def environment() -> dict[str, str]:

@@ -11,8 +11,9 @@ from ..ports import ports_of_this_test
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
 
-from rows import HEAD, OVERFLOW, ROWS, SIZES, Row, bad_of, run_plainly, run_to_overflow, run_watched
+from rows import HEAD, OVERFLOW, ROWS, SIZES, Row, bad_of, report, run_plainly, run_to_overflow, run_watched
 
+STARTERS = ("accelerate", "Lightning, ddp")
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
@@ -63,6 +64,23 @@ def the_first_is_named(row: Row, ranks: int, folder: Path, port: int):
     assert row.value in ("", found["value"])
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1, turns=True)
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.name in STARTERS], ids=lambda row: f"{row.name}, {row.shown}"
+)
+def test_a_preflight_finds_the_ranks_that_a_framework_starts(row: Row, tmp_path: Path, port: int):
+    options = ("--preflight", "quick", "--preflight-timeout", "600")  # for a rank that starts long after the other
+    outcome, found = run_watched(row, 2, tmp_path, port, *options)
+
+    assert outcome.code == 0, outcome.text
+    assert len(outcome.losses) == 8
+    assert (found["kind"], found["certainty"]) == ("clean", "established")
+    for rank in report(tmp_path, "clean")["ranks"]:
+        assert [(stage["stage"], stage["grade"]) for stage in rank["preflight"]["stages"]][-1] == ("node group", "ok")
+    assert "preflight ok: 2 ranks on 1 node" in outcome.text
+
+
 def test_the_page_tells_of_each_row_what_the_tests_ask_of_it():
     first_table = PAGE.read_text().partition("## Scripts")[0]
     lines = [line.split("|")[1:-1] for line in first_table.splitlines() if line.startswith("| ")]
@@ -80,4 +98,4 @@ def test_the_page_tells_of_each_row_what_the_tests_ask_of_it():
         for row in ROWS
     ]
     assert [cells[:-2] for cells in told[1:]] == asked
-    assert all(re.fullmatch(r"\d+\.\d, \d+\.\d", cell) for cells in told[1:] for cell in cells[-2:])
+    assert all(re.fullmatch(r"-|\d+\.\d, \d+\.\d", cell) for cells in told[1:] for cell in cells[-2:])

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
 from gpuwatch.core.recorder import writer
+from gpuwatch.core.recorder.layout import file_name
 from gpuwatch.core.recorder.run_folder import process_file
 from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
 from gpuwatch.launcher.run.ranks import Ranks
+
+
+def record(monkeypatch, pid, path):
+    """What such a process would leave as rank 0."""
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.os, "getpid", lambda: pid)
+        sizes = {"log_bytes": 1 << 16, "segments": 2}
+        writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, **sizes).close()
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -17,17 +27,7 @@ def test_a_command_that_had_a_model_and_no_optimizer_is_a_rank_whose_end_is_know
     """It is known to be a rank when it has ended: nobody watched its process, and the run has its code."""
     command = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
     command.wait()
-    monkeypatch.setattr(writer.os, "getpid", lambda: command.pid)
-    recorder = writer.RecorderWriter(
-        tmp_path / process_file(command.pid),
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        attempt=0,
-        log_bytes=1 << 16,
-        segments=2,
-    )
-    recorder.close()
+    record(monkeypatch, command.pid, tmp_path / process_file(command.pid))
     told, ended = [], []
     ranks = Ranks(tmp_path, told.append, lambda *end: ended.append(end))
 
@@ -36,4 +36,21 @@ def test_a_command_that_had_a_model_and_no_optimizer_is_a_rank_whose_end_is_know
     assert ended == [(0, 0, code)]
     assert [type(each) for each in told] == [WorkersStarted, WorkersEnded]
     assert told[1].codes == {0: code}
+    ranks.close()
+
+
+def test_a_rank_that_is_the_command_has_ended_by_itself_once_whoever_started_it_says_so(tmp_path, monkeypatch):
+    """What watches its process may be slower than the run, which ends the other ranks then: here it sees nothing."""
+    command = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record(monkeypatch, command.pid, tmp_path / file_name(0, 0))
+    told = []
+    ranks = Ranks(tmp_path, told.append, lambda *end: None)
+    ranks.look({command.pid: None})
+
+    ranks.last_look({command.pid: -signal.SIGKILL})
+    ranks.stopping = True
+    command.communicate(b"\n")
+    ranks.last_look({command.pid: -signal.SIGKILL})
+
+    assert told[1:] == [WorkersEnded(0, {0: -signal.SIGKILL}, [0])]
     ranks.close()
