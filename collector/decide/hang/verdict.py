@@ -30,6 +30,8 @@ def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
     if found is None:
         return None
     absent = {found.rank, *found.others}
+    if found.cause == "does not end" and any(_has_ended(rank) for rank in ranks if rank.rank in absent):
+        return None
     if any(_says_why(rank, waited=rank.rank not in absent) for rank in ranks if rank.rank not in early):
         return None
     return verdict_of(facts, found, ranks, looks)
@@ -57,6 +59,11 @@ def _moved_since(rank: RankFacts, look: RankLook) -> bool:
 def _ended_before(exit_: WorkerExit, looks: dict[int, RankLook]) -> bool:
     """A rank that was not asked had ended by then."""
     return exit_.where.rank not in looks and exit_.by == "itself"
+
+
+def _has_ended(rank: RankFacts) -> bool:
+    """Whether a rank that had not ended when it was asked has ended after that, and not by a signal: it was slow."""
+    return rank.exit is not None and rank.exit.code is not None and rank.exit.code >= 0
 
 
 def _says_why(rank: RankFacts, *, waited: bool) -> bool:
