@@ -200,8 +200,8 @@ def test_a_rank_that_raised_for_itself_comes_before_what_the_tables_say(verdict_
     assert (verdict.kind, verdict.rank) == ("crash", 1)
 
 
-def leaving(rank, phase):
-    return RankLook(Where(rank, step=4, batch=4, seq=9), 1, 8.0, phase, state="R")
+def leaving(rank, phase, seq=9):
+    return RankLook(Where(rank, step=4, batch=4, seq=seq), 1, 8.0, phase, state="R")
 
 
 def test_ranks_that_have_not_ended_are_a_hang(verdict_of):
@@ -213,7 +213,7 @@ def test_ranks_that_have_not_ended_are_a_hang(verdict_of):
 def test_ranks_that_were_slow_to_end_on_a_loaded_machine_are_no_hang(verdict_of):
     """Rank 1 has left early, the others lost the connection to it, and all three took long to leave."""
     verdict = verdict_of(
-        *(leaving(rank, "finished" if rank == 1 else "raised") for rank in range(3)),
+        *(leaving(0, "raised"), leaving(1, "finished", seq=8), leaving(2, "raised")),
         *left_with(0, 1, "itself", 9, "failed", *SUM, error=CLOSED),
         *left_with(1, 0, "itself", 8, "none", *SUM),
         *left_with(2, -15, "torchrun", 9, "failed", *SUM, error=CLOSED),
