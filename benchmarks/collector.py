@@ -322,7 +322,8 @@ def table(all_figures: list[Figures]) -> str:
     lines = [
         "| ranks | pages/s | MB/s | collector CPU per page (ms) | cores at 1 page/s each | dropped | "
         "peak memory (MB) | names (CPU s) | anomaly to verdict p50, p99 (s) | "
-        "end to verdict (s; CPU s; CPU s of all agents) | report (s; CPU s) | report --again (s; CPU s; MB) | store (MB) | report.json (MB) |",
+        "end to verdict (s; CPU s; CPU s of all agents) | report (s; CPU s) | "
+        "report --again (s; CPU s; MB) | store (MB) | report.json (MB) |",
         "|" + "---|" * 14,
     ]
     for f in all_figures:
