@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,4 +77,6 @@ def _watch(link: Link, run: str) -> int:
         )
     from ..collector.top.app import Top
 
+    for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
+        os.environ.pop(name, None)
     return Top(lambda: link.newest(0), lambda: not link.is_shown, run).run() or 0

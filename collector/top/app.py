@@ -20,8 +20,6 @@ from ...core.wire.view import View
 from .model import Line, Model
 
 EVERY_S = 0.5
-_REPAINTS = 6
-"""So many times is all painted again after another size: tmux cuts a pane at once, and tells of its size later."""
 _STYLES = {
     "bad": Style(color="red", bold=True),
     "warn": Style(color="yellow"),
@@ -74,7 +72,6 @@ class Top(App[int]):
         super().__init__()
         self.model = Model()
         self._newest, self._is_over, self._run = newest, is_over, run
-        self._repaints = 0
 
     def compose(self) -> ComposeResult:
         """Five parts, one below the other."""
@@ -102,13 +99,9 @@ class Top(App[int]):
         if view is not None:
             self.model.see(view)
         self.draw(over=over)
-        if self._repaints:
-            self._repaints -= 1
-            self.refresh(layout=True)
 
     def on_resize(self) -> None:
-        """Cut the lines anew, with the next look, too."""
-        self._repaints = _REPAINTS
+        """Cut the lines anew."""
         self.draw()
 
     def action_order(self) -> None:

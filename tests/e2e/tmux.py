@@ -19,6 +19,8 @@ class Terminal:
         self._environment = {
             **{name: value for name, value in environment.items() if name not in ("TMUX", "TMUX_PANE", "ENV")},
             "LC_ALL": "C.UTF-8",
+            "COLUMNS": str(columns),  # as a program with readline leaves them: they do not change with the size
+            "LINES": str(lines),
         }
         size = ("-x", str(columns), "-y", str(lines))
         self._tmux("-u", "-f", "/dev/null", "new-session", "-d", *size, "sh")
