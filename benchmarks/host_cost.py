@@ -206,13 +206,10 @@ def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
 
     pending = TensorStats(0, 0, PENDING, RowKind.MEASURED)
 
-    def value(tensor: torch.Tensor, count: bool) -> int:
-        return recorder.value(0, 0, PENDING)
+    def frame(tensors: Any, elements: Any, earlier: Any, count: bool) -> tuple[list[int], list[TensorStats]]:
+        return [recorder.value(0, 0, PENDING) for _ in tensors], [pending for _ in earlier]
 
-    def weight(parameter: torch.Tensor, known: TensorStats | None, count: bool) -> tuple[int, TensorStats]:
-        return recorder.value(0, 0, PENDING), pending
-
-    hooks.rows.device_value, hooks.rows.device_weight = value, weight  # type: ignore[method-assign,assignment]
+    hooks.rows.device_frame = frame  # type: ignore[method-assign,assignment]
     _use_device_writer(hooks)
 
 

@@ -114,8 +114,7 @@ def difference(native: dict[str, int]) -> str:
 def native_writer_of(progress: Progress, rows: Rows, gradients: Gradients) -> Any:
     """A FrameWriter; None if it was not built, this torch does not support it, or `--sync` is set.
 
-    It reads tensors in host memory itself. For tensors on a device it calls `rows.device_value` and
-    `rows.device_weight`.
+    It reads tensors in host memory itself. For a frame's tensors on a device it calls `rows.device_frame`.
     """
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     settings = progress.settings
@@ -154,8 +153,7 @@ def native_writer_of(progress: Progress, rows: Rows, gradients: Gradients) -> An
             forward="forward" in settings.watch,
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,
-            device_value=rows.device_value,
-            device_weight=rows.device_weight,
+            device_frame=rows.device_frame,
             reads_host=late_device() is None,
         )
     except (AttributeError, TypeError, ValueError):  # a torch version whose internals differ

@@ -102,7 +102,7 @@ static int is_for_device(FrameWriter *self, const Row *row)
 {
     if (row->view.is_host && self->reads_host)
         return is_plain(&row->view) || is_plain_integer(&row->view) ? 0 : -1;
-    return (row->is_weight ? self->device_weight : self->device_value) != NULL ? 1 : -1;
+    return self->device_frame != NULL ? 1 : -1;
 }
 
 static int is_empty(const DLTensor *tensor)
@@ -372,14 +372,6 @@ static int set_value(Row *row, PyObject *index)
     return !PyErr_Occurred();
 }
 
-static int read_on_device(FrameWriter *self, Row *row, PyObject *count)
-{
-    PyObject *index = PyObject_CallFunctionObjArgs(self->device_value, row->object, count, NULL);
-    const int good = index != NULL && set_value(row, index);
-    Py_XDECREF(index);
-    return good;
-}
-
 /* (ref, version, step, numbers) of a weight; NULL with an exception set. Takes over `numbers`, which may be NULL. */
 static PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject *numbers)
 {
@@ -394,24 +386,39 @@ static PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject 
     return known;
 }
 
-/* The same for a weight. Also makes `known`, for the next frame of this weight, if there are numbers */
-static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, int64_t step)
+/* The numbers of a weight that were returned before, or None. Borrowed. */
+static PyObject *earlier_of(const Row *row)
 {
-    PyObject *before = row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None, *known = NULL;
-    PyObject *found = PyObject_CallFunctionObjArgs(self->device_weight, row->object, before, count, NULL);
-    int good = found != NULL && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) == 2 &&
-               set_value(row, PyTuple_GET_ITEM(found, 0));
-    if (good && PyTuple_GET_ITEM(found, 1) != before) {
-        if (PyTuple_GET_ITEM(found, 1) != Py_None) {
-            PyObject *ref = PyWeakref_NewRef(row->object, NULL);
-            known = ref != NULL ? known_of(row, ref, step, Py_NewRef(PyTuple_GET_ITEM(found, 1))) : NULL;
-            Py_XDECREF(ref);
-            good = known != NULL;
-        }
-        Py_XSETREF(row->known, known);
-        row->is_known_new = known != NULL;
+    return row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None;
+}
+
+/* Make `known` of a weight, for its next frame, if there are other `numbers` than before; 0 with an exception set. */
+static int know(Row *row, PyObject *numbers, int64_t step)
+{
+    PyObject *known = NULL;
+    if (numbers == earlier_of(row))
+        return 1;
+    if (numbers != Py_None) {
+        PyObject *ref = PyWeakref_NewRef(row->object, NULL);
+        known = ref != NULL ? known_of(row, ref, step, Py_NewRef(numbers)) : NULL;
+        Py_XDECREF(ref);
     }
-    Py_XDECREF(found);
+    Py_XSETREF(row->known, known);
+    row->is_known_new = known != NULL;
+    return known != NULL || numbers == Py_None;
+}
+
+/* How many elements lie at the address in order; 0 where Python is to find out. */
+static int64_t elements_of(const Row *row)
+{
+    const int known = row->view.is_in_order && row->view.address != NULL && earlier_of(row) == Py_None;
+    return known && is_in_storage(row->object, &row->view) == 1 ? row->view.count : 0;
+}
+
+static int append(PyObject *list, PyObject *item)
+{
+    const int good = item != NULL && PyList_Append(list, item) == 0;
+    Py_XDECREF(item);
     return good;
 }
 
@@ -419,18 +426,37 @@ static int read_weight_on_device(FrameWriter *self, Row *row, PyObject *count, i
    the frame is non-finite, a weight is read that would keep its earlier numbers. */
 static int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
 {
-    PyObject *count = frame->batch % COUNT_EVERY == 0 ? Py_True : Py_False;
-    int any = 0;
-    for (int weights = 0; weights < 2; weights++)
-        for (int i = 0; i < frame->used; i++) {
-            Row *row = &frame->rows[i];
-            if (!row->on_device || row->is_weight != weights)
-                continue;
-            if (!(weights ? read_weight_on_device(self, row, count, step) : read_on_device(self, row, count)))
-                return 0;
-            any = 1;
-        }
-    return !any || follow_segment(self, frame);
+    Row *asked[MOST_ROWS];
+    int used = 0, values = 0;
+    for (int weights = 0; weights < 2; weights++) {
+        for (int i = 0; i < frame->used; i++)
+            if (frame->rows[i].on_device && frame->rows[i].is_weight == weights)
+                asked[used++] = &frame->rows[i];
+        values = weights ? values : used;
+    }
+    if (used == 0)
+        return 1;
+    PyObject *tensors = PyList_New(0), *elements = PyList_New(0), *earlier = PyList_New(0);
+    PyObject *found = NULL, *indices, *numbers;
+    int good = tensors != NULL && elements != NULL && earlier != NULL;
+    for (int i = 0; good && i < used; i++)
+        good = PyList_Append(tensors, asked[i]->object) == 0 &&
+               append(elements, PyLong_FromLongLong(elements_of(asked[i]))) &&
+               (i < values || PyList_Append(earlier, earlier_of(asked[i])) == 0);
+    if (good)
+        found = PyObject_CallFunctionObjArgs(self->device_frame, tensors, elements, earlier,
+                                             frame->batch % COUNT_EVERY == 0 ? Py_True : Py_False, NULL);
+    good = found != NULL && PyTuple_CheckExact(found) &&
+           PyArg_ParseTuple(found, "O!O!", &PyList_Type, &indices, &PyList_Type, &numbers) &&
+           PyList_GET_SIZE(indices) == used && PyList_GET_SIZE(numbers) == used - values;
+    for (int i = 0; good && i < used; i++)
+        good = set_value(asked[i], PyList_GET_ITEM(indices, i)) &&
+               (i < values || know(asked[i], PyList_GET_ITEM(numbers, i - values), step));
+    Py_XDECREF(tensors);
+    Py_XDECREF(elements);
+    Py_XDECREF(earlier);
+    Py_XDECREF(found);
+    return good && follow_segment(self, frame);
 }
 
 int read_rows(FrameWriter *self, Frame *frame, int64_t step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -324,7 +324,7 @@ class Rows:
     def weight(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:
         """The row of a weight. A weight is read once per optimizer step, and every page holds its numbers.
 
-        A weight on a device comes after the other rows of its frame: see `DeviceStatsBuffer.weight`.
+        A weight on a device comes after the other rows of its frame: see `DeviceStatsBuffer.frame`.
         """
         slot = info.slots.get(name)
         if slot is None:
@@ -342,7 +342,7 @@ class Rows:
         reference = known[0] if known is not None else _ref(parameter)
         numbers: TensorStats | DeviceRow | None = known[3] if known is not None else None
         if is_on_device(parameter):
-            index, numbers = self._weight_on_device(parameter, numbers)
+            (index,), (numbers,) = self._device_frame([parameter], [0], [numbers])
             row = self._device_row(slot, parameter, mark, index)
         else:
             if not isinstance(numbers, TensorStats):
@@ -370,7 +370,7 @@ class Rows:
 
     def _row(self, slot: int, tensor: torch.Tensor, mark: int, numbers: TensorStats | None = None) -> Row:
         if numbers is None and is_on_device(tensor):
-            return self._device_row(slot, tensor, mark, self._device_value(tensor))
+            return self._device_row(slot, tensor, mark, self._device_frame([tensor], [0], [])[0][0])
         value, flags = NOTHING, 0
         code = CODES.get(tensor.dtype, 0)
         low, high, meta, kind = numbers if numbers is not None else measure(tensor, self.count)
@@ -389,32 +389,24 @@ class Rows:
         packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
         return _new(Row, (packed, 0, True, 0, meta, False))
 
-    def device_value(self, tensor: torch.Tensor, count: bool) -> int | None:
-        """For the native writer: the index of the value of a tensor on a device, None if it cannot be measured."""
+    def device_frame(
+        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool
+    ) -> tuple[list[int | None], list[DeviceRow | None]]:
+        """For the native writer: see `DeviceStatsBuffer.frame`."""
         with self._lock:
             self.count = count
-            return without_modes(self._device_value, tensor)
+            return without_modes(self._device_frame, tensors, elements, earlier)
 
-    def device_weight(self, parameter: torch.Tensor, numbers: Any, count: bool) -> tuple[int | None, Any]:
-        """For the native writer: (index of the value, the `numbers` to pass in for this weight the next time)."""
-        with self._lock:
-            self.count = count
-            return without_modes(self._weight_on_device, parameter, numbers)
-
-    def _device_value(self, tensor: torch.Tensor) -> int | None:
-        buffer = self._buffer_for(tensor.device)
-        if buffer is None:
-            return None
-        index = buffer.measure(tensor, self.count)
-        self._expect(index)
-        return index
-
-    def _weight_on_device(self, parameter: torch.Tensor, numbers: Any) -> tuple[int | None, DeviceRow | None]:
-        buffer = self._buffer_for(parameter.device)
-        if buffer is None:
-            return None, None
-        found = buffer.weight(parameter, self.count, numbers if isinstance(numbers, DeviceRow) else None)
-        self._expect(found[0])
+    def _device_frame(
+        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any]
+    ) -> tuple[list[int | None], list[DeviceRow | None]]:
+        buffer = next(filter(None, (self._buffer_for(tensor.device) for tensor in tensors)), None)
+        page = self._recorder.page
+        if buffer is None or page is None:
+            return [None] * len(tensors), [None] * len(earlier)
+        found = buffer.frame(tensors, elements, earlier, self.count)
+        if self.expect is not None and any(index is not None for index in found[0]):
+            self.expect(page)
         return found
 
     def _buffer_for(self, device: torch.device) -> DeviceStatsBuffer | None:
@@ -461,8 +453,3 @@ class Rows:
         """Send the numbers that were read on a device to the recorder now."""
         if self.device_buffer is not None:
             self.device_buffer.flush()
-
-    def _expect(self, index: int | None) -> None:
-        page = self._recorder.page
-        if index is not None and page is not None and self.expect is not None:
-            self.expect(page)

@@ -1,7 +1,7 @@
 """TensorStats of tensors on a device: computed there, kept there, and copied into the recorder without waiting.
 
 Each tensor is read into a row on its device (device_reader.py), on the stream that is current when its hook runs.
-Tensors that nothing can change meanwhile are read together, in one launch: see `together` and `weight`. A flush, and
+Tensors that nothing can change meanwhile are read together, in one launch: see `together` and `frame`. A flush, and
 the end of a segment, pack the rows into the recorder's format and start one asynchronous copy per run of rows. The
 mapped file is registered with the driver, so the numbers arrive in it without Python, even while the rank is blocked in
 a collective. `collect()` handles the numbers that have arrived, and never waits.
@@ -18,9 +18,9 @@ import ctypes
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
@@ -33,7 +33,7 @@ from ...core.values import PENDING
 from ..without_modes import without_modes
 from .device import device_for
 from .device_interface import Device, StreamKey
-from .device_reader import Earlier, Reader, Reading, Source, TorchReader, fresh_rows, source_of
+from .device_reader import KINDS, Earlier, Reader, Reading, Source, TorchReader, fresh_rows, source_of
 from .file_system import file_system_of
 from .notable import Notable
 from .stream_buffer import Block, Copy, KnownWeight, StreamBuffer, runs
@@ -42,7 +42,6 @@ from .tensor_stats import version_of
 from .triton_reader import TritonReader
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
-_T = TypeVar("_T")
 
 
 class DeviceStatsBuffer:
@@ -146,52 +145,56 @@ class DeviceStatsBuffer:
         self._numbers = None
         self._anchor = None
 
-    # -- one tensor ---------------------------------------------------------------------------------------------
+    # -- the tensors of a frame ---------------------------------------------------------------------------------
 
-    def measure(self, tensor: torch.Tensor, count: bool = False) -> int | None:
-        """Start to read a tensor. Returns the index of its value in the page, None if it cannot be measured.
+    def frame(
+        self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any], count: bool = False
+    ) -> tuple[list[int | None], list[DeviceRow | None]]:
+        """Start to read the tensors of a frame; the last ones, as many as `earlier`, are its weights.
 
-        Gradients must be off. `count`: also count zeros and subnormals, if the dtype is of low precision.
-        """
-        return self._measure(tensor, count)
+        Returns for each tensor the index of its value in the page, None if it cannot be measured; and for each weight
+        the row to pass in as `earlier` the next time. `elements`: how many lie in one piece of the tensor's memory, in
+        order; 0 if the caller does not know. `count`: also count zeros and subnormals, of dtypes of low precision.
+        Gradients must be off.
 
-    def weight(
-        self, tensor: torch.Tensor, count: bool = False, earlier: DeviceRow | None = None
-    ) -> tuple[int | None, DeviceRow | None]:
-        """Start to read a weight. Returns (index of its value in the page or None, the row to pass in the next time).
-
-        With the row of an `earlier` reading the weight keeps the numbers of that reading, unless something that was
+        With the row of an earlier reading a weight keeps the numbers of that reading, unless something that was
         read before it in this segment is non-finite. Then it is read again: something other than the optimizer may have
         changed it. The device decides that, for all such weights in one launch before the rows are copied. So a frame's
         other tensors must be read before its weights.
         """
-        index = self._measure(tensor, count, earlier)
-        if index is None or self._last is None:
-            return None, None
-        buffer, position = self._last
-        row = DeviceRow(buffer, position)
-        buffer.remembered.append(row)
-        return index, row
+        indices: list[int | None] = []
+        rows: list[DeviceRow | None] = []
+        values = len(tensors) - len(earlier)
+        captured = self._driver.is_capturing()  # a read would become a part of the user's graph
+        for place, tensor in enumerate(tensors):
+            index = None
+            if self._driver.holds(tensor):
+                if captured:
+                    self.not_seen_in_graphs += 1
+                else:
+                    before = earlier[place - values] if place >= values else None
+                    index = self._measure(tensor, elements[place], count, before)
+            indices.append(index)
+            if place >= values:
+                rows.append(self._remember() if index is not None else None)
+        return indices, rows
 
-    def _measure(self, tensor: torch.Tensor, count: bool, earlier: DeviceRow | None = None) -> int | None:
-        if not self._driver.holds(tensor):
+    def _measure(self, tensor: torch.Tensor, elements: int, count: bool, before: Any) -> int | None:
+        buffer = self._buffer(tensor.device)
+        kept: Earlier | None = None  # of another stream they may not be there yet
+        if isinstance(before, DeviceRow) and before.buffer is buffer:
+            kept = before.packed
+        source = _source_of(tensor, elements) if kept is None else None
+        if source is None and kept is None:
             return None
-        if self._driver.is_capturing():  # the read would become a part of the user's graph
-            self.not_seen_in_graphs += 1
-            return None
-        try:
-            source = source_of(tensor)
-        except Exception:  # an unknown tensor class
-            return None
-        if source is None:
-            return None
-        buffer = self._buffer(source.tensor.device)
         index = self._next_value()
         position = self._recorder.value_position
         self._last = (buffer, position)
-        known = self._numbers_of(earlier, buffer)
-        if known is not None:
-            buffer.weights.append(KnownWeight(weakref.ref(tensor), version_of(tensor), position, count, known))
+        if kept is not None and self._begins_segment():
+            source = _source_of(tensor, elements)
+        if source is None:
+            assert kept is not None
+            buffer.weights.append(KnownWeight(weakref.ref(tensor), version_of(tensor), position, count, kept))
         elif self._together:
             buffer.waiting.append(Reading(source, position, count))
         else:
@@ -203,14 +206,18 @@ class DeviceStatsBuffer:
             buffer.limits[position] = limit
         return index
 
-    def _numbers_of(self, earlier: DeviceRow | None, buffer: StreamBuffer) -> Earlier | None:
-        """The numbers of an earlier reading that a weight may keep; None if it must be read."""
-        if earlier is None or earlier.buffer is not buffer:  # another stream: its numbers may not be there yet
-            return None
+    def _remember(self) -> DeviceRow:
+        """The last weight's row."""
+        assert self._last is not None
+        buffer, position = self._last
+        row = DeviceRow(buffer, position)
+        buffer.remembered.append(row)
+        return row
+
+    def _begins_segment(self) -> bool:
+        """Whether the rest of this frame may be in the segment before, whose rows are reset."""
         at = self._recorder.cursor[0] // 8
-        if self._numbers[at + SegmentField.FRAMES] == 0 and self._numbers[at + SegmentField.VALUE_BASE] > 0:
-            return None  # the rest of this frame may be in the segment before, whose rows are reset
-        return earlier.packed
+        return bool(self._numbers[at + SegmentField.FRAMES] == 0 and self._numbers[at + SegmentField.VALUE_BASE] > 0)
 
     def _buffer(self, device: torch.device) -> StreamBuffer:
         """The StreamBuffer of the current stream, with rows to read into."""
@@ -240,7 +247,7 @@ class DeviceStatsBuffer:
         rows = buffer.rows
         assert rows is not None
         with self._driver.use(buffer.key, buffer.stream):
-            self._do(lambda reader: reader.read(source, rows, position, count))
+            self._do("read", source, rows, position, count)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -275,21 +282,21 @@ class DeviceStatsBuffer:
     def _read_waiting(self, buffer: StreamBuffer, rows: torch.Tensor) -> None:
         readings = buffer.take_readings()
         if readings:
-            self._do(lambda reader: reader.read_many(readings, rows))
+            self._do("read_many", readings, rows)
 
-    def _do(self, work: Callable[[Reader], _T]) -> _T:
-        """Have the reader do something. If it fails, have torch's operations do it, from now on as well.
+    def _do(self, method: str, *arguments: Any) -> Any:
+        """Have a method of the reader do something. If it fails, have torch's operations do it, from now on as well.
 
         Triton may lack a compiler, a cache folder or support for the device. Where torch's operations fail too, it was
         the device.
         """
         try:
-            return work(self._reader)
+            return getattr(self._reader, method)(*arguments)
         except Exception as error:
             if isinstance(self._reader, TorchReader):
                 raise
             reader = TorchReader()
-            done = work(reader)
+            done = getattr(reader, method)(*arguments)
             self._reader = reader
             self._add_note(_no_kernel(_first_line(error)))
             return done
@@ -392,7 +399,7 @@ class DeviceStatsBuffer:
         assert rows is not None
         first, end = positions[0], positions[-1] + 1
         self._read_waiting(buffer, rows)
-        packed = self._do(lambda reader: reader.pack(rows[first:end], end - first))
+        packed = self._do("pack", rows[first:end], end - first)
         buffer.rows = rows  # they were reset by `pack`
         return Block(packed, positions, self._staging(packed))
 
@@ -533,6 +540,16 @@ class DeviceStatsBuffer:
         """The numbers of these values in the file, as an array (n, 3)."""
         at = copy.values_at // 8
         return self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)[positions]
+
+
+def _source_of(tensor: torch.Tensor, elements: int) -> Source | None:
+    """As `source_of`. `elements`: see `DeviceStatsBuffer.frame`."""
+    if elements and tensor.dtype in KINDS and not tensor.is_neg():
+        return Source(tensor, elements, elements, 0)
+    try:
+        return source_of(tensor)
+    except Exception:  # an unknown tensor class
+        return None
 
 
 def _first_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from .tensor_stats import version_of
 
 
 class DeviceRow:
-    """The numbers on the device of a weight that was measured before. See `DeviceStatsBuffer.weight`."""
+    """The numbers on the device of a weight that was measured before. See `DeviceStatsBuffer.frame`."""
 
     __slots__ = ("buffer", "packed", "position")
 

@@ -38,6 +38,8 @@ class LateReader:
         self.tensors: list[torch.Tensor] = []
         self.weights: list[tuple[torch.Tensor, Any]] = []
         self.counts: set[bool] = set()
+        self.elements: list[int] = []
+        """As the native writer has told them, of all tensors"""
         self.refused: set[int] = set()
         """ids of tensors that it cannot measure"""
         self.fails = False
@@ -54,14 +56,15 @@ class LateReader:
         self._late.append((at, stats))
         return index, stats
 
-    def value(self, tensor: torch.Tensor, count: bool) -> int | None:
-        self.tensors.append(tensor)
+    def frame(self, tensors: Any, elements: Any, earlier: Any, count: bool) -> tuple[list[int | None], list[Any]]:
+        values = len(tensors) - len(earlier)
+        self.elements += elements
+        self.tensors += tensors[:values]
+        self.weights += zip(tensors[values:], earlier, strict=True)
         self.counts.add(count)
-        return self._take(tensor)[0]
-
-    def weight(self, parameter: torch.Tensor, known: Any, count: bool) -> tuple[int | None, Any]:
-        self.weights.append((parameter, known))
-        return self._take(parameter, known)
+        found = [self._take(tensor)[0] for tensor in tensors[:values]]
+        weights = [self._take(tensor, known) for tensor, known in zip(tensors[values:], earlier, strict=True)]
+        return found + [index for index, _ in weights], [numbers for _, numbers in weights]
 
     def arrive(self) -> None:
         for at, stats in self._late:
@@ -69,10 +72,10 @@ class LateReader:
         self._late.clear()
 
 
-def writer_for(watched: Watched, value: Any, weight: Any = None, *, reads_host: bool = False) -> Any:
+def writer_for(watched: Watched, frame: Any, *, reads_host: bool = False) -> Any:
     """A native writer with a reader of our own; `reads_host=False`: every tensor is one on a device."""
     hooks = watched.hooks
-    hooks.rows.device_value, hooks.rows.device_weight = value, weight
+    hooks.rows.device_frame = frame
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_writer, "late_device", lambda: None if reads_host else object())
         writer = native_writer.native_writer_of(hooks.progress, hooks.rows, hooks._gradients)
@@ -86,7 +89,7 @@ def on_device(path: Path, **options: Any) -> Iterator[tuple[Watched, LateReader]
     watched = Watched(path, **options)
     reader = LateReader(watched)
     hooks = watched.hooks
-    writer = writer_for(watched, reader.value, reader.weight)
+    writer = writer_for(watched, reader.frame)
     hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
     try:
         yield watched, reader
@@ -244,16 +247,29 @@ def test_without_a_reader_such_a_frame_is_left_to_python(tmp_path):
         watched.recorder.resume_page(page)
         call = (info, module, (torch.ones(2, 4),), {}, out, page, 0, 0, 0, 0)
 
-        def value(tensor: torch.Tensor, count: bool) -> int:
-            return watched.recorder.value(0, 0, PENDING)
-
         assert not writer_for(watched, None).frame(*call)
         hooks.rows.forget()
         hooks.rows.weights.clear()
-        assert not writer_for(watched, value).frame(*call)
-        assert writer_for(watched, value, reads_host=True).frame(*call)  # read by itself
+        assert writer_for(watched, None, reads_host=True).frame(*call)  # read by itself
     finally:
         watched.close()
+
+
+def test_it_says_how_many_elements_lie_in_one_piece(tmp_path):
+    with on_device(tmp_path / "x.recorder", watch=("forward", "weights")) as (_, reader):
+        module, identity = nn.Linear(4, 4), nn.Identity()
+        base = torch.ones(4, 4)
+        freed = torch.ones(3, 4)
+        freed.untyped_storage().resize_(0)
+        for _ in range(2):  # the first time, names and shapes are new
+            reader.elements.clear()
+            for given in (base[1:], base[1:].t(), base[:, :2], torch.ones(1, 4).expand(3, 4), freed):
+                identity(given)
+        assert reader.elements == [12, 0, 0, 0, 0]
+        for _ in range(2):
+            reader.elements.clear()
+            module(base)
+        assert reader.elements == [16, 16, 0, 0]  # the weights keep their numbers
 
 
 def test_nested_values_of_several_dtypes(tmp_path):
@@ -288,7 +304,7 @@ def test_a_recorded_page_is_the_same_bytes_without_a_reader(tmp_path):
         try:
             hooks = watched.hooks
             if with_reader:
-                writer = writer_for(watched, lambda *tensor: 1 // 0, lambda *weight: 1 // 0, reads_host=True)
+                writer = writer_for(watched, lambda *frame: 1 // 0, reads_host=True)
                 hooks.writer = hooks._gradients.writer = hooks._steps.writer = writer
             train(["residual", "integers", "nested"], 1, "", steps=4)
             found.append(recorded(watched)[1:])

@@ -13,9 +13,10 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import NonFinite, Value
 from gpuwatch.worker.stats.cuda_device import CudaDevice
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.file_system import file_system_of
 from gpuwatch.worker.stats.late_device import LateDevice
+
+from .one_by_one import OneByOne
 
 
 class Stream:
@@ -165,7 +166,7 @@ class NoSuchCall(LateDevice):
 
 @pytest.mark.parametrize("late", [LateDevice(refuses="cudaHostRegister returned 1"), NoSuchCall()])
 def test_without_registration_the_numbers_come_through_pinned_memory(recorder, late):
-    buffer = DeviceStatsBuffer(recorder, torch.device("cpu"), driver=late)
+    buffer = OneByOne(recorder, torch.device("cpu"), driver=late)
     assert "cudaHostRegister returned 1" in buffer.note
     assert f"{recorder.path} is on {file_system_of(recorder.path)}" in buffer.note
     page = recorder.begin_page(0, 0, 0)
@@ -221,7 +222,7 @@ class Refused(CudaDevice):
 @pytest.mark.gpu
 @on_cuda
 def test_numbers_come_through_real_pinned_memory(recorder):
-    buffer = DeviceStatsBuffer(recorder, torch.device("cuda"), driver=Refused())
+    buffer = OneByOne(recorder, torch.device("cuda"), driver=Refused())
     page = recorder.begin_page(0, 0, 0)
     with torch.no_grad():
         for number in range(500):
@@ -250,12 +251,12 @@ tensor = torch.ones(10, device="cuda:1")
 buffer = DeviceStatsBuffer(recorder, tensor.device)
 page = recorder.begin_page(0, 0, 0)
 with torch.no_grad():
-    _, row = buffer.weight(tensor)
+    _, (row,) = buffer.frame([tensor], [10], [None])
     buffer.flush()
     stream = torch.cuda.Stream(1)
     with torch.cuda.device(1), torch.cuda.stream(stream):
-        buffer.measure(tensor)
-    buffer.weight(tensor, earlier=row)
+        buffer.frame([tensor], [10], [])
+    buffer.frame([tensor], [0], [row])
     buffer.flush()
     copied = to_host(tensor[0])
 torch.cuda.synchronize(1)

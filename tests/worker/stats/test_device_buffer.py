@@ -13,13 +13,14 @@ from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, Encoding, NonFinite, Value, headroom
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.device_reader import KINDS, TorchReader
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.notable import Notable
 from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .one_by_one import OneByOne
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -47,7 +48,7 @@ def no_gradients():
 
 def device_buffer(recorder, device, **more):
     current = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    return DeviceStatsBuffer(recorder, current, **more)
+    return OneByOne(recorder, current, **more)
 
 
 def values_of(recorder, number):

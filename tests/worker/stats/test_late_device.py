@@ -14,12 +14,13 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING, Value
 from gpuwatch.worker.stats.device import device_for, is_on_device, late_device
-from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
 from gpuwatch.worker.stats.device_reader import TorchReader, fresh_rows
 from gpuwatch.worker.stats.late_device import POISON, HostRead, LateDevice
 from gpuwatch.worker.stats.tensor_stats import measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from .one_by_one import OneByOne
 
 NAN = math.nan
 
@@ -157,7 +158,7 @@ class Schedule:
             self.path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=4096, segments=128
         )
         self.late = LateDevice(seed, longest=longest, refuses=refuses)
-        self.buffer = DeviceStatsBuffer(self.recorder, torch.device("cpu"), driver=self.late)
+        self.buffer = OneByOne(self.recorder, torch.device("cpu"), driver=self.late)
         self.expected = {}
         self.pages = []
         self.weights = []

@@ -15,12 +15,13 @@
     DO(memory) DO(cursor) DO(seen) DO(by_memory) DO(weights) DO(shapes) DO(ignored) DO(watched)    \
     DO(local) DO(kwargs) DO(gradients) DO(progress) DO(issued) DO(numbers) DO(tensor) DO(parameter) DO(modes) \
     DO(compiler) DO(hook_dict) DO(handle) DO(leaves_of) DO(next_segment)
-/* None, or callables that read a tensor on a device:
-   device_value(tensor, count) -> int | None: the index of its value, which is in the page when the call returns; None if the
-   tensor cannot be measured. `count`: also count zeros and subnormals.
-   device_weight(parameter, numbers | None, count) -> (int | None, numbers | None): the same for a weight. `numbers` is what
-   the last call for this parameter, version and step has returned. */
-#define EACH_OPTIONAL(DO) DO(device_value) DO(device_weight)
+/* None, or what reads the tensors of a frame that are on a device:
+   device_frame(tensors, elements, earlier, count) -> ([int | None, ...], [numbers | None, ...]). The last tensors, as many as
+   `earlier`, are weights. `elements`: how many lie in one piece of a tensor's memory, in order; 0: not known. `earlier`: what
+   the last call for this weight, version and step has returned for it, or None. `count`: also count zeros and subnormals.
+   Returned are the index of each tensor's value, which is in the page by then, None if it cannot be measured; and the numbers
+   of each weight. */
+#define EACH_OPTIONAL(DO) DO(device_frame)
 
 /* A shape, and its id in `shapes`. */
 enum { RECENT_DIMS = 5, RECENT_SHAPES = 64 };
