@@ -30,6 +30,8 @@ _FATAL_TEXT = {
     "this host has. Compare the hosts' processors, and build it again.",
 }
 _MOST_CALLS = 6
+_TOGETHER_NS = 20 * 10**6
+"""Ranks of one host whose ends are closer together ended at the same time: the end of a process takes a while."""
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
 
@@ -47,8 +49,8 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
             return None
         return lost or _left_early(facts, endings.by_themselves) or _unknown_peer(facts, endings.by_themselves)
     if _killed(endings.first):
-        return _lost(facts, endings.first, endings.same)
-    return _crash(facts, endings.first, endings.same)
+        return _lost(facts, endings.first, endings)
+    return _crash(facts, endings.first, endings)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class Endings:
     first: RankFacts | None
     """The one that went first; None if all of them say only that another rank is gone."""
     same: list[RankFacts]
-    """Others that ended at the same point as the first."""
+    """Others that ended at the same point as the first. Of ranks of one host: and at the same time."""
+    later: list[tuple[RankFacts, int]]
+    """Others that ended at the same point, and so many nanoseconds later by the clock of their common host."""
 
 
 def endings_of(facts: RunFacts, attempt: int) -> Endings:
@@ -70,8 +74,19 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
     ended.sort(key=lambda pair: (pair[0], pair[1].rank))
     ranks = [rank for _, rank in ended]
     if not ended or ended[0][0][0]:
-        return Endings(ranks, None, [])
-    return Endings(ranks, ranks[0], [rank for order, rank in ended[1:] if order == ended[0][0]])
+        return Endings(ranks, None, [], [])
+    there = [rank for order, rank in ended if order == ended[0][0]]
+    times = {rank.rank: _ended_ns(rank) for rank in there}
+    if len({facts.host(rank) for rank in there}) > 1 or not all(times.values()):
+        return Endings(ranks, there[0], there[1:], [])
+    there.sort(key=lambda rank: (times[rank.rank], rank.rank))
+    after = [(rank, times[rank.rank] - times[there[0].rank]) for rank in there[1:]]
+    return Endings(
+        [*there, *ranks[len(there) :]],
+        there[0],
+        [rank for rank, ns in after if ns < _TOGETHER_NS],
+        [(rank, ns) for rank, ns in after if ns >= _TOGETHER_NS],
+    )
 
 
 def ending_text(facts: RunFacts, attempt: int) -> str:
@@ -214,7 +229,7 @@ def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
 
 
 def _end_order(rank: RankFacts) -> tuple[int, int]:
-    """Sort key: fewest collectives first, and ranks that only lost a peer last.
+    """Sort key: fewest collectives first, and ranks that only lost a peer last. Time decides only among equals.
 
     A rank that a signal killed was between its last collective and the next. A rank that lost it as a peer had issued
     the same last collective.
@@ -227,7 +242,34 @@ def _end_order(rank: RankFacts) -> tuple[int, int]:
     return (0, seq)
 
 
-def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
+def _ended_ns(rank: RankFacts) -> int:
+    """When a rank raised, or ended, by its host's clock; 0 if that is not known."""
+    error = own_error(rank)
+    if error is not None:
+        return error.where.time_ns
+    if rank.script_exit is not None and rank.script_exit.code != 0:
+        return rank.script_exit.where.time_ns
+    return rank.exit.ended_ns if rank.exit is not None else 0
+
+
+def _certainty(endings: Endings) -> str:
+    return "supported" if endings.same or endings.later else "established"
+
+
+def _beside(endings: Endings) -> str:
+    """` (and rank 2 at the same point)`; "" if there is none."""
+    return f" (and {ranks_text([rank.rank for rank in endings.same])} at the same point)" if endings.same else ""
+
+
+def _later_lines(endings: Endings) -> list[str]:
+    return [
+        f"rank {rank.rank} ended at the same point, {ns / 1e6:.0f} ms later by the clock of the same host: it "
+        f"{how_it_ended(rank)}"
+        for rank, ns in endings.later
+    ]
+
+
+def _lost(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
     exit_ = first.exit
     assert exit_ is not None and exit_.code is not None
     name = signal_name(-exit_.code)
@@ -251,11 +293,11 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
     at = f", at {line.short}" if line is not None else ""
     inside = standing_at(exit_.groups) if name == "SIGABRT" else None
     if inside is not None:
-        return _aborted_in_a_collective(facts, first, same)
+        return _aborted_in_a_collective(facts, first, endings.same + [rank for rank, _ in endings.later])
     return Verdict(
         kind="lost",
-        statement=f"Rank {first.rank} on {host} was killed by {name} {place}{at}{short}.",
-        certainty="established" if not same else "supported",
+        statement=f"Rank {first.rank}{_beside(endings)} on {host} was killed by {name} {place}{at}{short}.",
+        certainty=_certainty(endings),
         rank=first.rank,
         host=host or None,
         device=device_of(first),
@@ -271,6 +313,7 @@ def _lost(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
             f"{facts.starter} saw rank {first.rank} (pid {pid_of(first)}) end with signal {-exit_.code}; "
             f"its recorder says: {place}",
             *_fatal_lines(exit_),
+            *_later_lines(endings),
         ],
         next=[*hints, f"Its last frames are in the report: gpuwatch report --rank {first.rank}"],
         concurrent=[],
@@ -310,11 +353,10 @@ def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankF
     )
 
 
-def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
+def _crash(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
     error = own_error(first)
     host = facts.host(first)
-    others = f" (and {ranks_text([rank.rank for rank in same])} at the same point)" if same else ""
-    who = f"Rank {first.rank}{others} on {host}"
+    who = f"Rank {first.rank}{_beside(endings)} on {host}"
     if error is not None:
         inside = f", inside `{error.module}`" if error.module else ""
         last = first_line(error.message).rstrip(". ")
@@ -334,7 +376,7 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
     return Verdict(
         kind="crash",
         statement=statement,
-        certainty="established" if not same else "supported",
+        certainty=_certainty(endings),
         rank=first.rank,
         host=host or None,
         device=device_of(first),
@@ -343,13 +385,13 @@ def _crash(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
         attempt=first.attempt,
         step=where.step,
         batch=where.batch if where.batch >= 0 else None,
-        evidence=evidence,
+        evidence=evidence + _later_lines(endings),
         next=[
             "Look for os._exit or sys.exit in what runs there."
             if left_silently(first)
             else "The script failed by itself: the traceback is above, and as it is printed in the job's output."
         ],
-        cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in same)}),
+        cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in endings.same)}),
     )
 
 

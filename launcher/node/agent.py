@@ -82,6 +82,7 @@ from .gpus import GpuWatch
 from .memory_kills import memory_kills
 from .orphans import Orphans, session_of
 from .outbox import Outbox
+from .process_ends import ProcessEnds
 from .ranks import MOST_HOT, RankWatch
 from .resending import Resending
 from .stall.stall_watch import StallWatch
@@ -130,6 +131,7 @@ class Agent:
         self._memory_kills = memory_kills()
         self._looks = False
         """Somebody looks on."""
+        self._ends = ProcessEnds()
         self._stalls = StallWatch(self._folder, config.hang_timeout_s)
         folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
         self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
@@ -228,12 +230,14 @@ class Agent:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(launch.fd, zmq.POLLIN)
+        poller.register(self._ends.fd, zmq.POLLIN)
         if self._gpus.fd is not None:
             poller.register(self._gpus.fd, zmq.POLLIN)
         try:
             while not self.finished(self._now):
                 ready = dict(poller.poll(int(TICK_S * 1000)))
                 now = self._now = self._time.now()
+                self._ends.look()
                 if launch.fd in ready:
                     for line in launch.lines():
                         self.hear_launch(line, now)
@@ -267,6 +271,7 @@ class Agent:
             watch.close()
         self._gpus.close(KILLED_S)
         self._telemetry.close()
+        self._ends.close()
         self._stalls.close()
         self._spool.close()
         self._socket.close(linger=1000)
@@ -304,6 +309,7 @@ class Agent:
                     self._config.trace_batches,
                     len(message.pids),
                 )
+                self._ends.watch((rank, message.attempt), pid)
         elif isinstance(message, WorkersEnded):
             for rank, code in message.codes.items():
                 by = "itself" if rank in message.failed or code == 0 else "torchrun"
@@ -333,7 +339,9 @@ class Agent:
         before, after, kills = self._memory_kills, memory_kills(), 0
         if body.event.code == -signal.SIGKILL and before is not None and after is not None:
             kills = max(0, after - before)
-        return EventMessage(replace(body.event, memory_kills=kills, ended_ns=time.time_ns()))
+        where = body.event.where
+        ended_ns = body.event.ended_ns or self._ends.when_ns((where.rank, where.attempt)) or time.time_ns()
+        return EventMessage(replace(body.event, memory_kills=kills, ended_ns=ended_ns))
 
     def _launch_done(self, done: LaunchDone, now: float) -> None:
         if self._done is not None:

@@ -182,8 +182,10 @@ class RankWatch:
             code = self._script_code
         exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
         if by == "itself" and code is not None and -code in _FATAL:
-            stack = fatal_stack(self._path.parent, self.rank, self.attempt)
-            exit_ = replace(exit_, stack=stack, shm_free=_shm_free() if -code == signal.SIGBUS else -1)
+            stack, when_ns = fatal_stack(self._path.parent, self.rank, self.attempt)
+            exit_ = replace(
+                exit_, stack=stack, ended_ns=when_ns, shm_free=_shm_free() if -code == signal.SIGBUS else -1
+            )
         times = self._steps.event(where)
         if times is not None:
             messages.append(EventMessage(times))

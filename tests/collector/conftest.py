@@ -276,8 +276,8 @@ def hello(agent="a0", host="h0", nproc=2, nodes=1, **more) -> Hello:
     return Hello(agent, host, 1, nproc, nodes, nodes, **given)
 
 
-def ended(rank, code=0, by="itself", *, phase="script", module=None, cls=None, **place) -> EventMessage:
-    return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls))
+def ended(rank, code=0, by="itself", *, phase="script", module=None, cls=None, ended_ns=0, **place) -> EventMessage:
+    return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls, ended_ns=ended_ns))
 
 
 def telemetry(figures, *, began_s=1000.0, step_s=5.0, reason="end", troubles=()) -> Telemetry:

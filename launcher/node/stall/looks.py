@@ -97,17 +97,19 @@ class Look:
         return parse_stack(text, linecache.getline)
 
 
-def fatal_stack(folder: Path, rank: int, attempt: int) -> list[StackLine]:
-    """Where a rank stood when a fatal signal ended it; [] where it left no stack."""
+def fatal_stack(folder: Path, rank: int, attempt: int) -> tuple[list[StackLine], int]:
+    """Where a rank stood when a fatal signal ended it, and when that was (nanoseconds); ([], 0) if it left no stack."""
     file = folder / stack_file_name(rank, attempt)
     try:
         with file.open("rb") as opened:
+            when_ns = os.fstat(opened.fileno()).st_mtime_ns
             opened.seek(max(0, _size(file) - _MOST_BYTES))
             text = opened.read(_MOST_BYTES).decode("utf-8", "replace")
     except OSError:
-        return []
+        return [], 0
     linecache.checkcache()
-    return parse_fatal(text, linecache.getline)
+    stack = parse_fatal(text, linecache.getline)
+    return stack, when_ns if stack else 0
 
 
 def _ask(pid: int, file: Path) -> None:

@@ -287,6 +287,61 @@ def test_ranks_that_failed_at_the_same_point_share_the_blame(make):
     assert "rank 1" in verdict.statement
 
 
+MS = 10**6
+BEGAN = 10**12
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "second_ms", "second_host", "named", "certainty", "says"),
+    [
+        (50, 0, "alpha", 1, "supported", ["rank 0", "50 ms later"]),
+        (0, 50, "alpha", 0, "supported", ["rank 1", "50 ms later"]),
+        (12, 0, "alpha", 1, "supported", ["(and rank 0 at the same point)"]),  # it may have taken so long to end
+        (50, 0, "beta", 0, "supported", ["(and rank 1 at the same point)"]),  # clocks of hosts are not compared
+        (None, 0, "alpha", 0, "supported", ["(and rank 1 at the same point)"]),
+    ],
+)
+@pytest.mark.parametrize("first", ["killed", "raised"])
+@pytest.mark.parametrize("second", ["killed", "raised"])
+def test_of_two_ranks_at_the_same_point_the_clock_of_their_host_tells_the_first(
+    make, first, second, first_ms, second_ms, second_host, named, certainty, says
+):
+    def ends(rank, how, ms, agent):
+        at = 0 if ms is None else BEGAN + ms * MS
+        if how == "killed":
+            return [(agent, make.ended(rank, -9, phase="forward", batch=3, seq=7, ended_ns=at))]
+        raised = make.raised(rank, "ValueError", "boom", batch=3, seq=7, time_ns=at)
+        return [(agent, raised), (agent, make.ended(rank, 1, seq=7, ended_ns=BEGAN + 9_000 * MS))]
+
+    nodes = ["a0"] if second_host == "alpha" else ["a0", "a1"]
+    bodies = [
+        *(
+            (agent, make.hello(agent, host, nodes=len(nodes)))
+            for agent, host in zip(nodes, ("alpha", "beta"), strict=False)
+        ),
+        *ends(0, first, first_ms, "a0"),
+        *ends(1, second, second_ms, nodes[-1]),
+        *((agent, make.Bye("failed")) for agent in nodes),
+    ]
+    verdict = decide(fold((agent, n, body) for n, (agent, body) in enumerate(bodies, 1)))
+    how = {0: first, 1: second}[named]
+    assert (verdict.kind, verdict.rank) == ("lost" if how == "killed" else "crash", named)
+    assert verdict.certainty == certainty
+    assert all(words in f"{verdict.statement} {verdict.evidence}" for words in says)
+
+
+def test_fewer_collectives_are_before_an_earlier_time(make):
+    """The end of a process that was killed is told later than its peers lose the connection."""
+    verdict = judge(
+        make.hello(),
+        make.ended(0, -9, seq=6, ended_ns=BEGAN + 90 * MS),
+        make.raised(1, "ValueError", "boom", seq=7, time_ns=BEGAN),
+        make.ended(1, 1),
+        make.Bye("failed"),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("lost", 0, "established")
+
+
 def test_an_exit_code_without_an_exception_is_a_crash(make):
     verdict = judge(make.hello(), make.ended(0, 3), make.ended(1, -15, "torchrun"), make.Bye("failed"))
     assert (verdict.kind, verdict.rank) == ("crash", 0)
