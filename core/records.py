@@ -447,8 +447,10 @@ class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
     shm_free: int = -1
     """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
     ended_ns: int = 0
-    """By the host's own clock: when a fatal signal came, if the rank left its stack; else when the kernel told of the
-    end of its process, or its agent heard of it from its launcher. 0: not told."""
+    """By the host's own clock: when a fatal signal came, if the rank left its stack; else when its agent saw that its
+    process was ending, or heard of it from its launcher. 0: not told."""
+    alive_ns: int = 0
+    """When its agent saw before that that it was not; 0: not told. It ended in between."""
 
 
 class Stalled(msgspec.Struct, frozen=True, tag="stalled"):

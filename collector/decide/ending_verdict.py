@@ -30,8 +30,8 @@ _FATAL_TEXT = {
     "this host has. Compare the hosts' processors, and build it again.",
 }
 _MOST_CALLS = 6
-_TOGETHER_NS = 20 * 10**6
-"""Ranks of one host whose ends are closer together ended at the same time: the end of a process takes a while."""
+_TOGETHER_NS = 10 * 10**6
+"""Ranks of one host whose ends may lie closer together ended at the same time."""
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
 
@@ -64,7 +64,7 @@ class Endings:
     same: list[RankFacts]
     """Others that ended at the same point as the first. Of ranks of one host: and at the same time."""
     later: list[tuple[RankFacts, int]]
-    """Others that ended at the same point, and so many nanoseconds later by the clock of their common host."""
+    """Others that ended at the same point, and at least so many nanoseconds later by the clock of their common host."""
 
 
 def endings_of(facts: RunFacts, attempt: int) -> Endings:
@@ -77,15 +77,16 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
         return Endings(ranks, None, [], [])
     there = [rank for order, rank in ended if order == ended[0][0]]
     times = {rank.rank: _ended_ns(rank) for rank in there}
-    if len({facts.host(rank) for rank in there}) > 1 or not all(times.values()):
+    if len({facts.host(rank) for rank in there}) > 1 or not all(alive for alive, _ in times.values()):
         return Endings(ranks, there[0], there[1:], [])
-    there.sort(key=lambda rank: (times[rank.rank], rank.rank))
-    after = [(rank, times[rank.rank] - times[there[0].rank]) for rank in there[1:]]
+    there.sort(key=lambda rank: (sum(times[rank.rank]), rank.rank))
+    first = there[0]
+    gaps = [(rank, times[rank.rank][0] - times[first.rank][1]) for rank in there[1:]]
     return Endings(
         [*there, *ranks[len(there) :]],
-        there[0],
-        [rank for rank, ns in after if ns < _TOGETHER_NS],
-        [(rank, ns) for rank, ns in after if ns >= _TOGETHER_NS],
+        first,
+        [rank for rank, ns in gaps if ns < _TOGETHER_NS],
+        [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS],
     )
 
 
@@ -242,14 +243,14 @@ def _end_order(rank: RankFacts) -> tuple[int, int]:
     return (0, seq)
 
 
-def _ended_ns(rank: RankFacts) -> int:
-    """When a rank raised, or ended, by its host's clock; 0 if that is not known."""
-    error = own_error(rank)
+def _ended_ns(rank: RankFacts) -> tuple[int, int]:
+    """Between which times a rank raised, or ended, by its host's clock; (0, ...) if that is not known."""
+    error, script = own_error(rank), rank.script_exit
     if error is not None:
-        return error.where.time_ns
-    if rank.script_exit is not None and rank.script_exit.code != 0:
-        return rank.script_exit.where.time_ns
-    return rank.exit.ended_ns if rank.exit is not None else 0
+        return error.where.time_ns, error.where.time_ns
+    if script is not None and script.code != 0:
+        return script.where.time_ns, script.where.time_ns
+    return (rank.exit.alive_ns, rank.exit.ended_ns) if rank.exit is not None else (0, 0)
 
 
 def _certainty(endings: Endings) -> str:
@@ -263,8 +264,8 @@ def _beside(endings: Endings) -> str:
 
 def _later_lines(endings: Endings) -> list[str]:
     return [
-        f"rank {rank.rank} ended at the same point, {ns / 1e6:.0f} ms later by the clock of the same host: it "
-        f"{how_it_ended(rank)}"
+        f"rank {rank.rank} ended at the same point, at least {ns / 1e6:.0f} ms later by the clock of the same host: "
+        f"it {how_it_ended(rank)}"
         for rank, ns in endings.later
     ]
 

@@ -340,8 +340,11 @@ class Agent:
         if body.event.code == -signal.SIGKILL and before is not None and after is not None:
             kills = max(0, after - before)
         where = body.event.where
-        ended_ns = body.event.ended_ns or self._ends.when_ns((where.rank, where.attempt)) or time.time_ns()
-        return EventMessage(replace(body.event, memory_kills=kills, ended_ns=ended_ns))
+        alive_ns, ended_ns = self._ends.when_ns((where.rank, where.attempt))
+        if body.event.ended_ns:  # when a fatal signal came
+            alive_ns = ended_ns = body.event.ended_ns
+        ended_ns = ended_ns or time.time_ns()
+        return EventMessage(replace(body.event, memory_kills=kills, alive_ns=alive_ns, ended_ns=ended_ns))
 
     def _launch_done(self, done: LaunchDone, now: float) -> None:
         if self._done is not None:

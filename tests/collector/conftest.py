@@ -276,8 +276,12 @@ def hello(agent="a0", host="h0", nproc=2, nodes=1, **more) -> Hello:
     return Hello(agent, host, 1, nproc, nodes, nodes, **given)
 
 
-def ended(rank, code=0, by="itself", *, phase="script", module=None, cls=None, ended_ns=0, **place) -> EventMessage:
-    return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls, ended_ns=ended_ns))
+def ended(
+    rank, code=0, by="itself", *, phase="script", module=None, cls=None, times_ns=(0, 0), **place
+) -> EventMessage:
+    """`times_ns`: when it was last seen alive, and seen to end."""
+    alive, ended = times_ns
+    return EventMessage(WorkerExit(where(rank, **place), code, by, phase, module, cls, alive_ns=alive, ended_ns=ended))
 
 
 def telemetry(figures, *, began_s=1000.0, step_s=5.0, reason="end", troubles=()) -> Telemetry:
