@@ -41,7 +41,7 @@ def _find(
         return None
     still_s = min(look.still_s for look in looks)
     waiting = [standing for standing in standings if standing.waiting]
-    away = [standing for standing in standings if not standing.waiting]
+    away = _away(standings, looks)
     unseen = world_size - len(standings) - len(ended)
     evidence = [_line(group) for group in _alike(standings)]
     if unseen > 0:
@@ -64,6 +64,13 @@ def _find(
     if away:
         return _nobody_waits(away, still_s, world_size, evidence)
     return _all_wait(waiting, still_s, unseen, evidence)
+
+
+def _away(standings: list[Standing], looks: Sequence[RankLook]) -> list[Standing]:
+    """Those that do not wait. A rank that has raised lost another one: it is among them only if all of them have."""
+    away = {standing.rank: standing for standing in standings if not standing.waiting}
+    raised = {look.where.rank for look in looks if look.phase == "raised"}
+    return [standing for rank, standing in away.items() if rank not in raised] or list(away.values())
 
 
 def _did_not_come(

@@ -136,6 +136,18 @@ def test_a_rank_that_has_left_while_others_wait():
     assert "left early: its script ended with exit code 0, while ranks 0, 2 have waited for 300 s" in found.statement
 
 
+def test_a_rank_that_raised_because_another_had_left_is_not_the_one_that_did_not_come():
+    """On a loaded machine: rank 0 leaves, rank 1 has lost the connection to it, ranks 2 and 3 do so in a moment."""
+    found = find(
+        look(0, [], phase="finished"),
+        look(1, [], phase="raised"),
+        look(2, IN_ALL_REDUCE),
+        look(3, IN_ALL_REDUCE),
+        world=5,
+    )
+    assert (found.rank, found.certainty, found.others) == (0, "supported", [])
+
+
 def test_a_rank_that_was_never_seen_leaves_the_others_without_a_culprit():
     found = find(look(0, IN_ALL_REDUCE), look(2, IN_ALL_REDUCE), world=3)
 
