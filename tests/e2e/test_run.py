@@ -189,10 +189,13 @@ def test_a_signal_reaches_the_command_and_is_in_the_report(bench, number):
 
 
 WAITS = """
-import signal
-signal.signal(signal.SIGUSR1, lambda *_: print("heard", flush=True))
+import signal, time
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(True))
 print("waits", flush=True)
-signal.pause()
+while not heard:
+    time.sleep(0.05)
+print("heard")
 """
 
 
