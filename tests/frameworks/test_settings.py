@@ -1,6 +1,7 @@
 """What users turn on in a framework: it trains the same bits watched, and the first rank and module are named."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from ..ports import ports_of_this_test
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's import mode adds no folder
 
-from rows import OVERFLOW, PYTHON, TORCHRUN, Row, bad_of, run_plainly, run_to_overflow, run_watched
+from rows import OVERFLOW, PYTHON, ROWS, TORCHRUN, Row, bad_of, run_plainly, run_to_overflow, run_watched
 
 SETTINGS = [
     Row(
@@ -59,3 +60,16 @@ def test_the_first_rank_and_module_are_named(row: Row, tmp_path: Path, port: int
     assert overflowed.code == OVERFLOW, overflowed.text
     assert (found["kind"], found["rank"], found["module"]) == ("overflow", bad_of(2), row.module)
     assert overflowed.text.count("VERDICT") == 1
+
+
+ZERO_2 = next(row for row in ROWS if row.name == "DeepSpeed, ZeRO 2")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("row", [replace(ZERO_2, arguments=("--how", "2,inf"))], ids=[ZERO_2.name])
+def test_a_step_on_a_partition_that_nobody_sees_names_no_rank(row: Row, tmp_path: Path, port: int):
+    overflowed, found = run_watched(row, 2, tmp_path, port)
+
+    assert overflowed.code == OVERFLOW, overflowed.text
+    assert (found["kind"], found["certainty"], found["rank"]) == ("overflow", "unknown", None)
+    assert "made before, where nobody looked" in found["statement"]
