@@ -87,11 +87,8 @@ RAY = {
         ),
         "300",
     ),
-    **dict.fromkeys(
-        ("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_METRICS_ENABLED", "RAY_enable_worker_prestart"), "0"
-    ),
 }
-"""Its deadlines are for a machine that does nothing else. Processes that no test looks at are left out."""
+"""Its deadlines are for a machine that does nothing else."""
 
 
 def _deepspeed(stage: int) -> Row:
