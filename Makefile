@@ -8,6 +8,8 @@ READY := .venv/.ready
 JOBS ?= 2
 SEED ?= 0
 TURN ?= $(SEED)
+# Some machines ask Python not to keep the compiled files: each process of a test would then compile all of gpuwatch.
+export PYTHONDONTWRITEBYTECODE =
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN)
 
 .PHONY: help demo test slow soak fuzz gpu lint typecheck docs check clean

@@ -51,7 +51,7 @@ def main() -> None:
 def more_s() -> float:
     """How much more of the processor a Python process takes that is started below a run."""
     command = COMMANDS["python -c pass"]
-    below = environment_of_ranks(Path(tempfile.gettempdir()), os.environ)
+    below = environment_of_ranks(Path(tempfile.gettempdir()), None, os.environ)
     return -processor_s(command, dict(os.environ)) + processor_s(command, below)
 
 

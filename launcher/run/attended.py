@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from ..scheduler.job import Job
 from .command import environment_of_ranks, start_command
 
 TICK_S = 0.1
@@ -32,12 +33,12 @@ def block_signals() -> set[int | signal.Signals]:
 
 
 class AttendedCommand:
-    """`unblocked` is what `block_signals` has returned."""
+    """`unblocked` is what `block_signals` has returned. `job` is what this is part of."""
 
-    def __init__(self, command: list[str], *, unblocked: set[int | signal.Signals], in_step: bool) -> None:
+    def __init__(self, command: list[str], *, unblocked: set[int | signal.Signals], job: Job | None) -> None:
         self._command = command
         self._unblocked = unblocked
-        self._in_step = in_step
+        self._job = job if job is not None and job.scheduler is not None else None
         self._process: subprocess.Popen[bytes] | None = None
         self._relay_at: dict[signal.Signals, float] = {}
         self._kill_at = 0.0
@@ -87,8 +88,16 @@ class AttendedCommand:
         if number in ENDING:
             self.ended_by = number
         if info.si_code != _SENT_BY_KERNEL:
-            self._relay_at.setdefault(number, time.monotonic() + (_IN_STEP_S if self._in_step else 0.0))
+            self._relay(number, info.si_pid)
         return number
+
+    def _relay(self, number: signal.Signals, sender: int) -> None:
+        """The command hears SIGUSR1 once: a second one would end it if it has taken its handler away, as Lightning does
+        after its training."""
+        if number in ENDING:
+            self._relay_at.setdefault(number, time.monotonic() + (_IN_STEP_S if self._job is not None else 0.0))
+        elif self._job is None or not _has_sent_to_all(self._job, sender):
+            self._relay_at.setdefault(number, time.monotonic())
 
     def terminate(self) -> None:
         """After an error of ours: it does not stay behind."""
@@ -102,6 +111,16 @@ class AttendedCommand:
             process.terminate()
         elif now >= self._kill_at:
             process.kill()
+
+
+def _has_sent_to_all(job: Job, sender: int) -> bool:
+    """Whether it signals each process of a step; of a batch script, the shell alone. 0 is outside of this container."""
+    if not job.in_step or job.scheduler is None:
+        return False
+    try:
+        return not sender or Path(f"/proc/{sender}/comm").read_text().strip() == job.scheduler.signals_by
+    except OSError:  # it has ended, as `kill` does
+        return False
 
 
 def leaves_at_once() -> bool:

@@ -6,14 +6,15 @@ import signal
 
 from ...core.exits import ExitCode
 from ..say import say
+from ..scheduler.job import Job
 from .attended import AttendedCommand, leaves_at_once
 from .command import exit_code, shell_code
 from .tasks import Task, Tasks
 
 
-def run_as_guest(command: list[str], tasks: Tasks, unblocked: set[int | signal.Signals], *, in_step: bool) -> int:
+def run_as_guest(command: list[str], tasks: Tasks, unblocked: set[int | signal.Signals], *, job: Job | None) -> int:
     """Run the command. Returns the exit code."""
-    attended = AttendedCommand(command, unblocked=unblocked, in_step=in_step)
+    attended = AttendedCommand(command, unblocked=unblocked, job=job)
     scratch = None
     while scratch is None and tasks.owner_lives() and attended.ended_by is None:
         scratch = tasks.scratch()

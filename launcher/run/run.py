@@ -62,11 +62,10 @@ def run(arguments: list[str]) -> int:
         plan = open_plan(args, plan)
     tasks = _tasks(job, plan)
     unblocked = block_signals()
-    in_step = job is not None and job.scheduler is not None
     try:
         if tasks is not None and not tasks.is_owner:
-            return run_as_guest(args.command, tasks, unblocked, in_step=in_step)
-        command = AttendedCommand(args.command, unblocked=unblocked, in_step=in_step)
+            return run_as_guest(args.command, tasks, unblocked, job=job)
+        command = AttendedCommand(args.command, unblocked=unblocked, job=job)
         return _Run(args, plan, ["gpuwatch", "run", *arguments], job, tasks, command).run()
     finally:
         if tasks is not None:

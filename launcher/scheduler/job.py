@@ -54,6 +54,8 @@ class Scheduler:
     """As core.scheduler_job.SchedulerJob has it, like the next two."""
     exclude: str = ""
     daemon: str = ""
+    signals_by: str = ""
+    """The name of the process that signals all of a step."""
 
 
 @dataclass(frozen=True)

@@ -191,4 +191,5 @@ SLURM = Scheduler(
     drain="scontrol update nodename={nodes} state=drain reason={reason}",
     exclude="--exclude={nodes}",
     daemon="slurmd",
+    signals_by="slurmstepd",
 )

@@ -188,6 +188,31 @@ def test_a_signal_reaches_the_command_and_is_in_the_report(bench, number):
     assert (ended.verdict["kind"], ended.verdict["signal"]) == ("interrupted", number.name)
 
 
+WAITS = """
+import signal, time
+heard = []
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(True))
+print("waits", flush=True)
+while not heard:
+    time.sleep(0.05)
+print("heard")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("step", [None, "0"])
+def test_a_signal_of_a_shell_reaches_the_command_in_a_job_of_slurm(bench, step):
+    """Only what SLURM itself sends to all processes of a step is not handed on (tests/slurm/test_run.py)."""
+    of_step = {"SLURM_STEP_ID": step} if step else {}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NODEID": "0", **of_step}
+    process = bench.start("gpuwatch.cli.main", "run", "--", PYTHON, "-c", WAITS, **job)
+    assert process.stdout.readline() == "waits\n"
+    process.send_signal(signal.SIGUSR1)
+
+    assert bench.finish(process).stdout == "heard\n"
+
+
 @pytest.mark.slow
 def test_a_rank_is_killed(bench):
     process = started(bench, *waiting(bench))

@@ -2,13 +2,15 @@
 
     GPUWATCH_CHECKOUTS=FOLDER python tests/frameworks/checkouts.py
 
-The folder holds checkouts of those projects: nanoGPT, examples (pytorch's), pytorch-lightning, transformers, ray. None
-of them is part of this repository. Sizes are given as arguments, data is made here, and nothing is downloaded.
+The folder holds checkouts of those projects: nanoGPT, examples (pytorch's), pytorch-lightning, transformers. None of
+them is part of this repository. Ray's example is in its package, so it needs no checkout. Sizes are given as arguments,
+data is made here, and nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import re
 import shutil
@@ -59,10 +61,22 @@ class Script:
     """None where it is not one rank's: all gather the weight, or what they make meets inside of the module."""
     stand_in: bool = False
     """It asks for two GPUs at least."""
+    package: str = ""
+    """It is in this installed package, and not in a checkout."""
     prepare: Callable[[Path], None] = lambda folder: None
     compared: str = r"."
     """Lines of its output that are."""
     environment: dict[str, str] = field(default_factory=dict)
+
+    def origin(self, checkouts: str) -> Path | None:
+        """The folder that it is run in, as its authors have it; None if it is not here."""
+        if self.package:
+            found = importlib.util.find_spec(self.package)
+            folders = found.submodule_search_locations if found is not None else None
+            root = Path(folders[0]) if folders else None
+        else:
+            root = Path(checkouts) / self.project if checkouts else None
+        return root / self.folder if root is not None and (root / self.folder).is_dir() else None
 
 
 def _tokens(folder: Path) -> None:
@@ -196,7 +210,7 @@ SCRIPTS = [
     Script(
         "Ray Train's linear example",
         "ray",
-        "python/ray/train/examples/pytorch",
+        "train/examples/pytorch",
         "python torch_linear_example.py --smoke-test",
         (PYTHON, "torch_linear_example.py", "--smoke-test"),
         "1:module:20",
@@ -204,6 +218,7 @@ SCRIPTS = [
         1,
         compared=r"^{'loss'",
         environment=RAY,
+        package="ray",
     ),
 ]
 
@@ -238,12 +253,12 @@ class Trial:
         return [*lines, *(name for name in names if not same(plain.files.get(name), watched.files.get(name)))]
 
 
-def try_script(script: Script, checkouts: Path, port: int) -> Trial:
+def try_script(script: Script, origin: Path, port: int) -> Trial:
     runs, verdicts = [], []
     for name, fault in (("", ""), ("clean", ""), ("overflow", script.fault)):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "checkout"
-            shutil.copytree(checkouts / script.project / script.folder, folder)
+            shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("__pycache__"))
             script.prepare(folder)
             runs.append(run(script, folder, name, fault, port))
             if name:
@@ -262,7 +277,11 @@ def run(script: Script, folder: Path, name: str, fault: str, port: int) -> Run:
         command, cwd=folder, env={**environment(), **told}, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     made = [path for path in folder.rglob("*") if path.is_file() and path not in before and not _is_ours(path, folder)]
-    files = {_TIMES.sub("T", str(path.relative_to(folder))): _content(path) for path in made}
+    files: dict[str, Any] = {}
+    for path in sorted(made):
+        name = _TIMES.sub("T", str(path.relative_to(folder)))
+        same_name = sum(known.partition("#")[0] == name for known in files)
+        files[f"{name}#{same_name}"] = _content(path)
     printed = [done.stdout, *(path.read_text() for path in sorted(folder.glob(f"{LOGS}/*/attempt_0/*/stdout.log")))]
     lines = [line for text in printed for line in text.splitlines() if re.search(script.compared, line)]
     return Run(done.returncode, [_TIMES.sub("T", line) for line in lines], files, done.stdout + done.stderr)
@@ -281,8 +300,8 @@ def _content(path: Path) -> Any:
     if path.suffix == ".ckpt":  # Lightning's also says in which folder it lies
         found = torch.load(path, weights_only=False, map_location="cpu")
         return {name: found[name] for name in ("state_dict", "optimizer_states", "global_step")}
-    if path.suffix == ".json":  # Trainer's also say how long it took
-        return re.sub(r".*_(runtime|per_second)\b.*\n", "", path.read_text())
+    if path.suffix == ".json":  # Trainer's also say how long it took, Ray's have its checkpoints' names
+        return _TIMES.sub("T", re.sub(r".*_(runtime|per_second)\b.*\n", "", path.read_text()))
     return path.read_bytes()
 
 
@@ -311,13 +330,17 @@ def line(script: Script, trial: Trial) -> str:
 
 
 def main() -> None:
-    checkouts = Path(os.environ[VARIABLE])
+    checkouts = os.environ.get(VARIABLE, "")
     wanted = sys.argv[1:]
     print("| script | command | same output and files | same exit code, clean | rank named | module named |")
     print("|---|---|---|---|---|---|")
     for script in SCRIPTS:
         if not wanted or any(word in script.name for word in wanted):
-            trial = try_script(script, checkouts, 29507)
+            origin = script.origin(checkouts)
+            if origin is None:
+                print(f"{script.name}: {VARIABLE} names no folder with {script.project}/{script.folder}")
+                continue
+            trial = try_script(script, origin, 29507)
             print(line(script, trial), flush=True)
             if "NO" in line(script, trial):
                 print(trial.plain.code, trial.watched.code, trial.overflowed.code, trial.clean, trial.overflow)

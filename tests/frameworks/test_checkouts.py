@@ -14,14 +14,20 @@ from checkouts import SCRIPTS, VARIABLE, Script, try_script
 from rows import OVERFLOW
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def marks(script: Script):
+    """Ray starts three times, and its example is in a package that CI has: minutes in each run of CI."""
+    return pytest.mark.soak if script.package else pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=marks(script)) for script in SCRIPTS], ids=lambda script: script.name
+)
 def test_a_script_as_its_authors_wrote_it(script: Script):
-    checkouts = os.environ.get(VARIABLE, "")
-    if not Path(checkouts, script.project, script.folder).is_dir() or not checkouts:
+    origin = script.origin(os.environ.get(VARIABLE, ""))
+    if origin is None:
         pytest.skip(f"{VARIABLE} names no folder with {script.project}")
     with ports_of_this_test((number,) for number in range(24000, 25000)) as (port,):
-        trial = try_script(script, Path(checkouts), port)
+        trial = try_script(script, origin, port)
 
     assert trial.plain.code == trial.watched.code == 0, trial.watched.text
     assert trial.plain.lines

@@ -1,19 +1,20 @@
-"""DeepSpeed on the CPU; `--how` is the stage of ZeRO."""
+"""DeepSpeed on the CPU; `--how` is the stage of ZeRO. `--how 2,inf`: and its first step makes weights of inf."""
 
 import deepspeed
 import torch
 from model import Net, batches, parse, say
 
-BAD, STAGE = parse().rank, int(parse().how)
+BAD = parse().rank
+STAGE, _, RATE = parse().how.partition(",")
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 model = Net()
 engine, *_ = deepspeed.initialize(
     model=model,
-    optimizer=torch.optim.SGD(model.parameters(), lr=1e-6),
+    optimizer=torch.optim.SGD(model.parameters(), lr=float(RATE or 1e-6)),
     config={
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": STAGE},
+        "zero_optimization": {"stage": int(STAGE)},
         "zero_allow_untested_optimizer": True,
     },
 )

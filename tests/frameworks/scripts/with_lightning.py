@@ -1,20 +1,30 @@
-"""Lightning starts its own ranks: `--how ddp` by running the script again, `ddp_spawn` by multiprocessing."""
+"""Lightning starts its own ranks: `--how ddp` by running the script again, `ddp_spawn` by multiprocessing.
+
+`--how manual` is ddp, and the module calls its optimizer itself.
+"""
 
 import lightning
 import torch
 from model import BATCHES, Net, batches, parse, say
 
 ARGS = parse()
+MANUAL = ARGS.how == "manual"
 
 
 class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = Net()
+        self.automatic_optimization = not MANUAL
 
     def training_step(self, inputs, number):
         loss = self.net(inputs).mean()
         say(f"rank {self.global_rank} loss {loss.item().hex()}")
+        if MANUAL:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
         return loss
 
     def validation_step(self, inputs, number):
@@ -38,7 +48,7 @@ if __name__ == "__main__":
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=ARGS.ranks,
-        strategy=ARGS.how,
+        strategy="ddp" if MANUAL else ARGS.how,
         max_epochs=1,
         limit_train_batches=BATCHES,
         logger=False,

@@ -1,4 +1,8 @@
-"""transformers' Trainer, with an evaluation and a checkpoint."""
+"""transformers' Trainer, with an evaluation and a checkpoint.
+
+`--how debug` turns on its own detection of overflows. `--how find_batch_size` has it look for the size of its batches:
+the first is too large for the memory, as far as it can tell.
+"""
 
 import tempfile
 
@@ -8,6 +12,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 ARGS = parse()
+SIZE = 4
+FINDS = ARGS.how == "find_batch_size"
 
 
 class Rows(Dataset):
@@ -40,6 +46,8 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def training_step(self, *args, **kwargs):
+        if self._train_batch_size > SIZE:
+            raise RuntimeError("CUDA out of memory.")
         loss = super().training_step(*args, **kwargs)
         say(f"rank {self.args.process_index} loss {loss.item().hex()}")
         return loss
@@ -49,7 +57,9 @@ torch.manual_seed(0)
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
         folder,
-        per_device_train_batch_size=4,
+        per_device_train_batch_size=SIZE + FINDS,  # the next that it tries is nine tenths of it
+        auto_find_batch_size=FINDS,
+        debug="underflow_overflow" if ARGS.how == "debug" else "",
         num_train_epochs=1,
         optim="sgd",
         learning_rate=1e-6,
