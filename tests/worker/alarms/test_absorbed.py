@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from gpuwatch.core.records import Absorbed
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
 PATHS = ("native", "python", "late", "compiled")
@@ -51,9 +50,7 @@ def path(request, monkeypatch):
     if request.param == "python":
         monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
     if request.param == "late":
-        driver = LateDevice(3, longest=6)
-        for name in ("hooks.native_writer", "record.rows", "stats.device"):
-            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+        request.getfixturevalue("late")
     return request.param
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ..conftest import Watched
+from ..conftest import Watched, use_late_device
 
 
 class OnStreams(nn.Module):
@@ -103,13 +104,7 @@ def schedule():
     """Makes the driver of one schedule the one of this process."""
     real = device.late_device
     patch = pytest.MonkeyPatch()
-    modules = ["stats.device", "record.rows", "hooks.native_writer"]
-
-    def use(driver: LateDevice | None) -> None:
-        for name in modules:
-            patch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
-
-    yield use
+    yield partial(use_late_device, patch)
     patch.undo()
     assert device.late_device is real
 

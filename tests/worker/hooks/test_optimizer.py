@@ -8,7 +8,6 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
 X = torch.ones(3, 4)
@@ -419,11 +418,9 @@ def test_sparse_gradients_under_the_guard(watch):
 
 @pytest.mark.parametrize("path", ["host", "late"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_the_event_of_a_weight_says_whose_step_it_was(watch, monkeypatch, path, optimizer):
+def test_the_event_of_a_weight_says_whose_step_it_was(watch, request, path, optimizer):
     if path == "late":
-        driver = LateDevice(3, longest=6)
-        for name in ("hooks.native_writer", "record.rows", "stats.device"):
-            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+        request.getfixturevalue("late")
     watched = watch()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]
