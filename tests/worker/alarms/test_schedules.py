@@ -167,7 +167,7 @@ unlimited = {"deadline": None, "suppress_health_check": [HealthCheck.function_sc
 
 
 @schedules
-@settings(max_examples=25, **unlimited)
+@settings(max_examples=10, **unlimited)
 def test_a_few_schedules_give_one_verdict(tmp_path_factory, schedule, truth, fault, seed, longest, streams):
     check(tmp_path_factory.getbasetemp(), schedule, truth, fault, seed, longest, streams)
 

@@ -10,13 +10,10 @@ from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
 from torch import nn
 
+from ..models import tanh_net as net
+
 X = torch.ones(3, 4)
 BIG = 3e38
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def weights(model) -> list[torch.Tensor]:
