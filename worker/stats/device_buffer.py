@@ -34,7 +34,6 @@ from ..without_modes import without_modes
 from .device import device_for
 from .device_interface import Device, StreamKey
 from .device_reader import Earlier, Reader, Reading, Source, TorchReader, fresh_rows, source_of
-from .file_system import file_system_of
 from .notable import Notable
 from .stream_buffer import Block, Copy, KnownWeight, StreamBuffer, runs
 from .stream_buffer import DeviceRow as DeviceRow
@@ -118,6 +117,8 @@ class DeviceStatsBuffer:
             refusal = _first_line(error)
         self._registered = not refusal
         if refusal:
+            from .file_system import file_system_of  # psutil is imported where it is needed alone
+
             self._add_note(
                 f"the driver does not take the recorder's memory ({refusal}; {self._recorder.path} is on "
                 f"{file_system_of(self._recorder.path)}): its numbers come through pinned memory, and a rank that "
@@ -148,32 +149,12 @@ class DeviceStatsBuffer:
 
     # -- one tensor ---------------------------------------------------------------------------------------------
 
-    def measure(self, tensor: torch.Tensor, count: bool = False) -> int | None:
+    def measure(self, tensor: torch.Tensor, count: bool = False, earlier: DeviceRow | None = None) -> int | None:
         """Start to read a tensor. Returns the index of its value in the page, None if it cannot be measured.
 
-        Gradients must be off. `count`: also count zeros and subnormals, if the dtype is of low precision.
+        Gradients must be off. `count`: also count zeros and subnormals, if the dtype is of low precision. `earlier` is
+        for `weight` alone.
         """
-        return self._measure(tensor, count)
-
-    def weight(
-        self, tensor: torch.Tensor, count: bool = False, earlier: DeviceRow | None = None
-    ) -> tuple[int | None, DeviceRow | None]:
-        """Start to read a weight. Returns (index of its value in the page or None, the row to pass in the next time).
-
-        With the row of an `earlier` reading the weight keeps the numbers of that reading, unless something that was
-        read before it in this segment is non-finite. Then it is read again: something other than the optimizer may have
-        changed it. The device decides that, for all such weights in one launch before the rows are copied. So a frame's
-        other tensors must be read before its weights.
-        """
-        index = self._measure(tensor, count, earlier)
-        if index is None or self._last is None:
-            return None, None
-        buffer, position = self._last
-        row = DeviceRow(buffer, position)
-        buffer.remembered.append(row)
-        return index, row
-
-    def _measure(self, tensor: torch.Tensor, count: bool, earlier: DeviceRow | None = None) -> int | None:
         if not self._driver.holds(tensor):
             return None
         if self._driver.is_capturing():  # the read would become a part of the user's graph
@@ -202,6 +183,24 @@ class DeviceStatsBuffer:
         if limit is not None:
             buffer.limits[position] = limit
         return index
+
+    def weight(
+        self, tensor: torch.Tensor, count: bool = False, earlier: DeviceRow | None = None
+    ) -> tuple[int | None, DeviceRow | None]:
+        """Start to read a weight. Returns (index of its value in the page or None, the row to pass in the next time).
+
+        With the row of an `earlier` reading the weight keeps the numbers of that reading, unless something that was
+        read before it in this segment is non-finite. Then it is read again: something other than the optimizer may have
+        changed it. The device decides that, for all such weights in one launch before the rows are copied. So a frame's
+        other tensors must be read before its weights.
+        """
+        index = self.measure(tensor, count, earlier)
+        if index is None or self._last is None:
+            return None, None
+        buffer, position = self._last
+        row = DeviceRow(buffer, position)
+        buffer.remembered.append(row)
+        return index, row
 
     def _numbers_of(self, earlier: DeviceRow | None, buffer: StreamBuffer) -> Earlier | None:
         """The numbers of an earlier reading that a weight may keep; None if it must be read."""
