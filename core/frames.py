@@ -41,8 +41,6 @@ class Mark(IntFlag):
     NONE = 0
     IGNORED = 1
     """A rule of the user's (`--ignore`) waives it."""
-    PASSED_THROUGH = 2
-    """An output that is one of the inputs, unchanged or written into. An uninitialised buffer raises no alarm."""
     SCALED = 4
     """A gradient that a GradScaler checks. An inf or nan there is expected: the scaler skips the step."""
     SKIPPED = 8

@@ -7,8 +7,8 @@ Recorded, and no alarm:
 - an input: a mask, a buffer from `torch.empty`. It becomes one when something bad comes out.
 - -inf alone in an output, what masks are made of; except where a module computed it with weights of its own from
   finite inputs.
-- an output that is one of the inputs, unchanged or written into. If the input was finite when it was last seen, the
-  call has changed it in place, and it is an alarm.
+- an output that is one of the inputs, unchanged or written into: it has the same value (`Row.value`) as that input's
+  row. If the input was finite when it was last seen, the call has changed it in place, and it is an alarm.
 - a gradient that a GradScaler looks at before it is used.
 - what a rule of the user's covers, and the same tensor in the calls that pass it on.
 - nan that a call makes of a mask of -inf, for as long as the calls around it have not returned. If the call around it
@@ -29,7 +29,7 @@ from .values import DTYPE_MAX, NonFinite, name_of
 
 _FORWARDS = ("forward", "recompute")
 _INFINITE = NonFinite.POSINF | NonFinite.INF
-EXPECTED = Mark.IGNORED | Mark.PASSED_THROUGH | Mark.SCALED
+EXPECTED = Mark.IGNORED | Mark.SCALED
 
 
 class Limits(NamedTuple):

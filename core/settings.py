@@ -25,7 +25,6 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """Names this rendezvous. It is the same on every node and changes with every restart."""
     attempt: int = 0
     on_overflow: OnOverflow = "abort"
-    max_frames: int = 21
     trace_batches: list[int] = []
     abort_after_batch: int | None = None
     preflight: PreflightMode = "quick"

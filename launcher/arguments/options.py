@@ -8,7 +8,6 @@ import shlex
 from torch.distributed.run import get_args_parser
 
 from ...core.errors import UsageError
-from ...core.settings import WorkerSettings
 from .shared_options import (
     SentenceParser,
     add_collector_options,
@@ -81,7 +80,7 @@ def get_check_parser() -> argparse.ArgumentParser:
         check_only=True,
         training_script="--check",  # what the worker is told in place of a script
         training_script_args=[],
-        max_frames=WorkerSettings("").max_frames,
+        max_frames=21,
         trace_batches=[],
         hang_timeout=0.0,
         on_hang="report",

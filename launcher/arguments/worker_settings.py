@@ -29,7 +29,6 @@ def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> Work
         preflight=args.preflight,
         on_preflight_failure=args.on_preflight_failure,
         on_overflow=args.on_overflow,
-        max_frames=args.max_frames,
         trace_batches=args.trace_batches,
         abort_after_batch=args.abort_after_batch,
         watch=args.watch,

@@ -162,7 +162,7 @@ def test_every_phase_has_its_name(phase):
     assert (decoded.frames[0].phase, decoded.frames[0].collectives) == (phase.name.lower(), 9)
 
 
-@pytest.mark.parametrize("mark", [Mark.NONE, Mark.IGNORED | Mark.SCALED, Mark.PASSED_THROUGH, 0x8000])
+@pytest.mark.parametrize("mark", [Mark.NONE, Mark.IGNORED | Mark.SCALED, 0x8000])
 def test_a_rows_mark_is_kept_even_one_of_a_later_version(mark):
     frame = (1, 0, 1, [(0, 0, 0, DTYPE_CODES["float32"], 0, int(mark))])
     assert decode_page(page(segment([frame], VALUES)), names()).frames[0].rows[0].mark == mark

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from gpuwatch.core.frames import Frame, Page, Row
@@ -13,6 +13,15 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Anomaly, Fault, WorkerEvent
 from gpuwatch.core.settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from gpuwatch.worker.stats.late_device import LateDevice
+
+
+def use_late_device(patch: pytest.MonkeyPatch, driver: LateDevice | None) -> None:
+    """Have a driver hold every tensor of this process; None: they are in host memory."""
+    for name in ("hooks.native_writer", "record.rows", "stats.device"):
+        patch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
 
 
 class Watched:
@@ -95,6 +104,26 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     yield make
     for watched in made:
         watched.close()
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    """The device on which all tensors of the test are."""
+    from gpuwatch.worker.stats.late_device import LateDevice
+
+    driver = LateDevice(3, longest=6)
+    use_late_device(monkeypatch, driver)
+    return driver
+
+
+@pytest.fixture(params=["native", "python", "late"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the numbers are read: at once by the native writer, at once by Python, or late, as those of a GPU."""
+    if request.param == "late":
+        request.getfixturevalue("late")
+    elif request.param == "python":
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+    return str(request.param)
 
 
 @pytest.fixture

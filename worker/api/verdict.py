@@ -10,6 +10,7 @@ import msgspec
 
 from ...core.records import Anomaly, Definition, Where, WorkerEvent, WorkerExit
 from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, Hello, PageMessage, RankState
+from ..record.collectives import ranks
 
 if TYPE_CHECKING:
     from ...collector.decide.verdict_model import Verdict
@@ -31,8 +32,8 @@ def _messages(
     state: RankState, definitions: Iterable[Definition], events: Iterable[WorkerEvent], pages: Iterable[PageMessage]
 ) -> Iterator[AgentBody]:
     happened = list(events)
-    ranks = world_size() if any(isinstance(event, Anomaly) for event in happened) else 1
-    yield Hello("process", socket.gethostname(), state.pid, ranks, 1, 1, [], {}, "")
+    members = ranks() if any(isinstance(event, Anomaly) for event in happened) else 1
+    yield Hello("process", socket.gethostname(), state.pid, members, 1, 1, [], {}, "")
     yield Definitions(state.rank, state.attempt, list(definitions))
     yield from map(EventMessage, happened)
     held = list(pages)
@@ -56,12 +57,3 @@ def rank_here() -> int | None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return None
-
-
-def world_size() -> int:
-    """Ranks of torch.distributed's process group; 1 outside of one."""
-    import torch
-
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_world_size()
-    return 1

@@ -156,7 +156,7 @@ class RegionPages:
         if known is None:
             row = self._rows.argument(info, role, leaf)
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                known = next((other for other in self._inputs if row.high and _same(row, other)), None)
+                known = next((other for other in self._inputs if row.fresh and row.high and _same(row, other)), None)
             if known is None:
                 return row
         return self._rows.traced(info, role, leaf.dtype, RowKind.MEASURED, known)._replace(notable=False)

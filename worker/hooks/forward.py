@@ -160,8 +160,8 @@ class Hooks:
             self._graphs.attach()
         self._collectives.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
-        forget = weakref.WeakMethod(self._forget)
-        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+        detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
+        os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
 
     def _register_after(self) -> Any:
         if not HANDS_OVER_KWARGS:
@@ -184,10 +184,6 @@ class Hooks:
         """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
         self.detach()
         self.rows.close()
-
-    def _forget(self) -> None:
-        """Remove the hooks in a forked child, such as a DataLoader worker: the recorder belongs to the parent."""
-        self.detach()
 
     # -- place in the run ---------------------------------------------------------------------------------------
 

@@ -88,12 +88,6 @@ static void put_frame(char *segment, const Frame *frame, const Call *call)
     memcpy(place + FRAME_ROWS, rows, sizeof rows);
 }
 
-/* Write a number that another process reads. A process that sees it also sees all that was stored before it. */
-static void publish(int64_t *place, int64_t number)
-{
-    __atomic_store_n(place, number, __ATOMIC_RELEASE);
-}
-
 /* The open segment, if nothing was written into it since the frame was begun; else NULL. */
 static char *borrow_same(FrameWriter *self, const Frame *frame, Py_buffer *memory)
 {

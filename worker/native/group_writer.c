@@ -6,11 +6,6 @@
 
 #include "objects.h"
 
-static void publish(int64_t *place, int64_t number)
-{
-    __atomic_store_n(place, number, __ATOMIC_RELEASE);
-}
-
 static int64_t now_ns(void)
 {
     struct timespec now;

@@ -19,7 +19,17 @@ from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import Notable
-from ..stats.tensor_stats import CODES, Float, Seen, TensorStats, in_memory, measure, stats_in_memory, version_of
+from ..stats.tensor_stats import (
+    CODES,
+    Float,
+    Seen,
+    TensorStats,
+    in_memory,
+    measure,
+    place_of,
+    stats_in_memory,
+    version_of,
+)
 from ..without_modes import without_modes
 from .collectives import issued
 from .leaves import inputs_of
@@ -235,17 +245,17 @@ class Rows:
         known = self.seen.get(key)
         if known is not None and known[1] == version >= 0 and known[0]() is leaf:
             packed = (slot, known[2], known[3], known[4], known[5], mark)
-            return _new(Row, (packed, known[6], False, 0, 0, known[6] != 0))
-        place = in_memory(leaf) if self._late is None else None
+            return _new(Row, (packed, known[6], False, known[7], known[8], known[6] != 0))
+        place = place_of(leaf)
         memory = None
-        if place is not None:
-            if type(leaf) is _TENSOR:
-                memory = (place[0], place[1], place[2][0])
-                alias = self.by_memory.get(memory)
-                if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
-                    # another view of the same elements: reshaped, or returned by an autograd function, as in FSDP
-                    packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
-                    return _new(Row, (packed, alias[6], False, 0, 0, alias[6] != 0))
+        if place is not None and type(leaf) is _TENSOR:
+            memory = (place[0], place[1], place[2][0])
+            alias = self.by_memory.get(memory)
+            if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
+                # another view of the same elements: reshaped, or returned by an autograd function, as in FSDP
+                packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
+                return _new(Row, (packed, alias[6], False, alias[7], alias[8], alias[6] != 0))
+        if place is not None and self._late is None and leaf.is_cpu:
             row = self._host_row(slot, leaf, mark, place)
         else:
             row = self._row(slot, leaf, mark)

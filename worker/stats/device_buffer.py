@@ -34,7 +34,6 @@ from ..without_modes import without_modes
 from .device import device_for
 from .device_interface import Device, StreamKey
 from .device_reader import KINDS, Earlier, Reader, Reading, Source, TorchReader, fresh_rows, source_of
-from .file_system import file_system_of
 from .notable import Notable
 from .stream_buffer import Block, Copy, KnownWeight, StreamBuffer, runs
 from .stream_buffer import DeviceRow as DeviceRow
@@ -117,6 +116,8 @@ class DeviceStatsBuffer:
             refusal = _first_line(error)
         self._registered = not refusal
         if refusal:
+            from .file_system import file_system_of  # psutil is imported where it is needed alone
+
             self._add_note(
                 f"the driver does not take the recorder's memory ({refusal}; {self._recorder.path} is on "
                 f"{file_system_of(self._recorder.path)}): its numbers come through pinned memory, and a rank that "

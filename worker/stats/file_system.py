@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
+import psutil
 
-def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """The type as `mount -t` names it; "an unknown file system" if it cannot be found.
 
-    A line of `mounts`: `tmpfs /dev/shm tmpfs rw,nosuid 0 0`, with a space in a path as `\\040`.
-    """
+def file_system_of(path: Path) -> str:
+    """The type as `mount -t` names it; "an unknown file system" if it cannot be found."""
     try:
         path = path.resolve()
-        found = "an unknown file system"
-        longest = -1
-        for line in mounts.read_text(errors="replace").splitlines():
-            fields = line.split(" ")
-            place = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1]))
-            if (path == place or place in path.parents) and len(place.parts) >= longest:  # the last one is on top
-                longest, found = len(place.parts), fields[2]
-        return found
-    except (OSError, IndexError):
+        mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+        return str(max(reversed(mounts), key=lambda mount: len(mount.mountpoint)).fstype)  # the last one is on top
+    except (OSError, ValueError):
         return "an unknown file system"

@@ -106,12 +106,18 @@ def measure(tensor: torch.Tensor, count: bool = False) -> TensorStats:
 
 
 def in_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
-    """(address, elements, type) of a contiguous tensor of floats in host memory, as nearly all are. None for others."""
+    """As `place_of`, for a tensor in host memory. None for others."""
+    place = place_of(tensor)
+    return place if place is not None and tensor.is_cpu else None
+
+
+def place_of(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
+    """(address, elements, type) of a contiguous tensor of floats, as nearly all are, on any device. None for others."""
     cls = type(tensor)
     if cls is not _TENSOR and cls is not _PARAMETER:
         return None
     kind = FLOATS.get(tensor.dtype)
-    if kind is None or not tensor.is_cpu:
+    if kind is None:
         return None
     try:
         if not tensor.is_contiguous() or tensor.is_neg():

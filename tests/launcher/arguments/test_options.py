@@ -91,7 +91,6 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
     assert settings == WorkerSettings(
         recorder_dir="/dev/shm/scratch",
         on_overflow="continue",
-        max_frames=5,
         trace_batches=[0, 3],
         abort_after_batch=9,
         preflight="full",

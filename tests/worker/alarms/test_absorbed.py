@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from gpuwatch.core.records import Absorbed
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
 PATHS = ("native", "python", "late", "compiled")
+fewer_quick = pytest.mark.parametrize(
+    "path", ["native", "late", pytest.param("compiled", marks=pytest.mark.slow)], indirect=True
+)
 
 
 class Attention(nn.Module):
@@ -51,9 +53,7 @@ def path(request, monkeypatch):
     if request.param == "python":
         monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
     if request.param == "late":
-        driver = LateDevice(3, longest=6)
-        for name in ("hooks.native_writer", "record.rows", "stats.device"):
-            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+        request.getfixturevalue("late")
     return request.param
 
 
@@ -89,6 +89,7 @@ def test_nan_that_is_taken_away_is_counted_and_no_alarm(watch, path):
     assert watched.reader.state().absorbed == 6
 
 
+@fewer_quick
 def test_nan_that_is_kept_is_an_alarm_where_it_was_made(watch, path):
     watched = _train(watch, path, keeps=True)
 
@@ -98,6 +99,7 @@ def test_nan_that_is_kept_is_an_alarm_where_it_was_made(watch, path):
     assert watched.of(Absorbed) == []
 
 
+@fewer_quick
 def test_a_fault_behind_an_absorbed_nan_is_an_alarm(watch, path):
     def break_head(net):
         with torch.no_grad():

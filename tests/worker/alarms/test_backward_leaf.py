@@ -8,23 +8,10 @@ from __future__ import annotations
 import gpuwatch
 import pytest
 import torch
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 SIZE = 8
-
-
-@pytest.fixture(params=["native", "python", "late"])
-def way(request, monkeypatch):
-    """How the numbers are read: at once by the native writer, at once by Python, or late, as those of a GPU."""
-    if request.param == "late":
-        driver = LateDevice(3)
-        for name in ("hooks.native_writer", "record.rows", "stats.device"):
-            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
-    elif request.param == "python":
-        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
-    return request.param
 
 
 class Fault(nn.Module):
@@ -213,10 +200,7 @@ def test_of_tied_weights_the_one_whose_part_overflowed_is_named():
     assert found.certainty == "established", found
 
 
-def test_under_sync_a_device_tells_it_in_time(monkeypatch):
-    driver = LateDevice(3)
-    for name in ("hooks.native_writer", "record.rows", "stats.device"):
-        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+def test_under_sync_a_device_tells_it_in_time(late):
     model = Net(Attention)
     with gpuwatch.watch(model, on_overflow="continue", sync=True) as handle:
         model(rows()).square().mean().backward()

@@ -7,18 +7,7 @@ import math
 import pytest
 import torch
 from gpuwatch.core.recorder.own_pages import OwnPages
-from gpuwatch.worker.stats import device
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
-
-
-@pytest.fixture
-def late(monkeypatch):
-    driver = LateDevice(3, longest=6)
-    for name in ("hooks.native_writer", "record.rows", "stats.device"):
-        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
-    assert device.late_device() is driver
-    return driver
 
 
 def test_a_graph_that_was_captured_is_told_once(watch, late):

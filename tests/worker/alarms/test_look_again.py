@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from gpuwatch.core.records import BadWeight, BatchInputs, LookedAgain, NotLookedInto
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
 
@@ -26,11 +25,9 @@ class Rotary(nn.Module):
 
 
 @pytest.fixture(params=["host", "late"])
-def path(request, monkeypatch):
+def path(request):
     if request.param == "late":
-        driver = LateDevice(3, longest=6)
-        for name in ("hooks.native_writer", "record.rows", "stats.device"):
-            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+        request.getfixturevalue("late")
     return request.param
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ..conftest import Watched
+from ..conftest import Watched, use_late_device
 
 
 class OnStreams(nn.Module):
@@ -103,13 +104,7 @@ def schedule():
     """Makes the driver of one schedule the one of this process."""
     real = device.late_device
     patch = pytest.MonkeyPatch()
-    modules = ["stats.device", "record.rows", "hooks.native_writer"]
-
-    def use(driver: LateDevice | None) -> None:
-        for name in modules:
-            patch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
-
-    yield use
+    yield partial(use_late_device, patch)
     patch.undo()
     assert device.late_device is real
 
@@ -172,7 +167,7 @@ unlimited = {"deadline": None, "suppress_health_check": [HealthCheck.function_sc
 
 
 @schedules
-@settings(max_examples=25, **unlimited)
+@settings(max_examples=10, **unlimited)
 def test_a_few_schedules_give_one_verdict(tmp_path_factory, schedule, truth, fault, seed, longest, streams):
     check(tmp_path_factory.getbasetemp(), schedule, truth, fault, seed, longest, streams)
 

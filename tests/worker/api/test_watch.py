@@ -20,21 +20,10 @@ from gpuwatch.worker.session import Session
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ..models import Multiplies
+from ..models import tanh_net as net
+
 X = torch.ones(3, 4)
-
-
-class Multiplies(nn.Module):
-    def __init__(self, factor=math.inf) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def hooks() -> int:
@@ -524,35 +513,6 @@ def test_many_batches_leave_no_more_than_a_few(folders):
 
 
 # -- what models do on purpose ------------------------------------------------------------------------------------
-
-
-def test_a_buffer_with_nan_in_it_that_is_written_into_and_returned(watch):
-    class Fills(nn.Module):
-        def __init__(self, rows) -> None:
-            super().__init__()
-            self.rows = rows
-
-        def forward(self, buffer):
-            buffer[: self.rows] = 1.0
-            return buffer
-
-    watched = watch(on_overflow="abort")
-    model = nn.Sequential(nn.Identity(), Fills(2), Fills(4))
-    model(torch.full((5, 4), math.nan))
-    assert watched.anomalies == []
-    model(torch.full((4, 4), math.nan))
-    assert watched.row("2", "output").finite
-
-
-def test_a_finite_input_that_is_made_bad_in_place_is_an_alarm(watch):
-    class Breaks(nn.Module):
-        def forward(self, x):
-            return x.div_(0)
-
-    watched = watch()
-    model = nn.Sequential(nn.Linear(4, 4), Breaks(), nn.Identity())
-    model(X)
-    assert [(a.module, a.cls, a.role) for a in watched.anomalies] == [("1", "Breaks", "output")]
 
 
 def test_a_mask_of_the_smallest_number_is_no_warning_and_no_alarm(watch):

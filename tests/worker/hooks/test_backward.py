@@ -17,13 +17,10 @@ from gpuwatch.worker.hooks.backward import _GraphHook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..models import tanh_net as net
+
 X = torch.ones(3, 4)
 BACKWARD = ("backward",)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 class Bad(torch.autograd.Function):
@@ -767,7 +764,20 @@ def test_a_share_of_subnormals_is_compared_with_the_threshold(watch):
         watched.close()
 
 
-def test_a_gradient_that_has_vanished_is_warned_of(watch):
+@pytest.mark.parametrize(("value", "kinds"), [(300.0, ["near overflow"]), (100.0, [])])
+def test_an_output_of_float8_near_overflow_is_warned_of(watch, way, value, kinds):
+    class Casts(nn.Module):
+        def forward(self, x):
+            return (x * value).to(torch.float8_e4m3fn)
+
+    watched = watch()
+    Casts()(torch.ones(2, 3))
+    assert [(w.kind, w.role, w.dtype) for w in watched.of(Warned)] == [
+        (kind, "output", "float8_e4m3fn") for kind in kinds
+    ]
+
+
+def test_a_gradient_that_has_vanished_is_warned_of(watch, way):
     watched = watch()
     model = nn.Sequential(nn.Linear(4, 4), BadBackward(1.0)).to(torch.float16)
     for batch in range(11):

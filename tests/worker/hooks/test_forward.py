@@ -19,20 +19,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.fc2(self.fc1(x).relu())
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), nn.Linear(4, 2))
-
+from ..models import Block
+from ..models import block_net as net
 
 X = torch.ones(3, 4)
 

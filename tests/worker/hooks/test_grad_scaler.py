@@ -13,13 +13,10 @@ from gpuwatch.core.records import ScalerSkip
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from ..models import tanh_net as net
+
 X = torch.ones(3, 4)
 METHODS = ("__init__", "scale", "step", "update")
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 class Times(torch.autograd.Function):

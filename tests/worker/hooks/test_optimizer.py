@@ -8,16 +8,12 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
-from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
+
+from ..models import tanh_net as net
 
 X = torch.ones(3, 4)
 BIG = 3e38
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def weights(model) -> list[torch.Tensor]:
@@ -419,11 +415,9 @@ def test_sparse_gradients_under_the_guard(watch):
 
 @pytest.mark.parametrize("path", ["host", "late"])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_the_event_of_a_weight_says_whose_step_it_was(watch, monkeypatch, path, optimizer):
+def test_the_event_of_a_weight_says_whose_step_it_was(watch, request, path, optimizer):
     if path == "late":
-        driver = LateDevice(3, longest=6)
-        for name in ("hooks.native_writer", "record.rows", "stats.device"):
-            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+        request.getfixturevalue("late")
     watched = watch()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5}]

@@ -13,6 +13,8 @@ from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..conftest import use_late_device
+
 SIZE = 8
 
 
@@ -160,8 +162,7 @@ class _Watched:
 
     def __init__(self, watch, monkeypatch, middle=None):
         self.device = LateDevice(3)
-        for name in ("hooks.native_writer", "record.rows", "stats.device"):
-            monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: self.device)
+        use_late_device(monkeypatch, self.device)
         self.watched = watch()
         self.gradients = self.watched.hooks._gradients
         self.model = nn.Sequential(nn.Linear(SIZE, SIZE), middle or nn.GELU(), nn.Linear(SIZE, 1))

@@ -15,6 +15,8 @@ from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
+from ..conftest import use_late_device
+
 DRIVERS = {"host": None, "device": 0, "late device": 12, "very late device": 400}
 
 
@@ -23,8 +25,7 @@ def driver(request, monkeypatch):
     """The longest delay of each kind of device."""
     longest = DRIVERS[request.param]
     driver = None if longest is None else LateDevice(5, longest=longest)
-    for name in ("stats.device", "record.rows", "hooks.native_writer"):
-        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    use_late_device(monkeypatch, driver)
     return driver
 
 
@@ -139,8 +140,7 @@ def test_the_state_of_a_weight_that_a_step_made_bad(watch, driver, writer):
 def test_the_state_of_a_later_step_is_not_shown_as_that_of_an_earlier_one(watch):
     driver = LateDevice(5)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("stats.device", "record.rows", "hooks.native_writer"):
-            patch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+        use_late_device(patch, driver)
         watched = watch(on_overflow="continue")
         model = nn.Linear(3, 3)
         optimizer = torch.optim.Adam(model.parameters())

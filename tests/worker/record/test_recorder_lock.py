@@ -11,14 +11,15 @@ from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 
+from ..conftest import use_late_device
+
 THREADS, LAYERS, ROUNDS = 4, 6, 5
 
 
 @pytest.fixture(params=["host", "late device"])
 def driver(request, monkeypatch):
     driver = LateDevice(3, longest=20) if request.param == "late device" else None
-    for name in ("stats.device", "record.rows", "hooks.native_writer"):
-        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    use_late_device(monkeypatch, driver)
 
 
 @pytest.fixture(params=["native", "python", "both"])

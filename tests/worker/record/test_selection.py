@@ -13,30 +13,10 @@ from gpuwatch.core.records import Ignored
 from gpuwatch.worker.record.selection import Selection
 from torch import nn
 
+from ..models import Block, Multiplies
+from ..models import block_net as net
+
 X = torch.ones(3, 4)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.fc2(self.fc1(x).relu())
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), nn.Linear(4, 2))
-
-
-class Multiplies(nn.Module):
-    def __init__(self, factor=math.inf) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
 
 
 # -- patterns -----------------------------------------------------------------------------------------------------

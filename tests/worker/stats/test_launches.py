@@ -17,7 +17,7 @@ from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.triton_reader import TritonReader
 from torch import nn
 
-from ..conftest import Watched
+from ..conftest import Watched, use_late_device
 
 LAYERS = 12
 WEIGHTS = 12 * LAYERS + 4
@@ -53,8 +53,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     """A late device on which every tensor is, and the launches of its reader."""
     driver, kernels = LateDevice(7), Kernels()
-    for name in ("hooks.native_writer", "record.rows", "stats.device"):
-        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    use_late_device(monkeypatch, driver)
     monkeypatch.setattr("gpuwatch.worker.stats.device_buffer.TorchReader", lambda: TritonReader(kernels))
     return kernels
 

@@ -100,7 +100,7 @@ def test_the_installed_triton_is_known():
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_calls_with_one_key_are_one_specialisation_to_triton(data):
     """Asks Triton's own rule, with the arguments of two calls."""

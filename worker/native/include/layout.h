@@ -68,6 +68,12 @@ enum { EACH_OTHER(AS_OTHER) };
 /* dtype code -> the bits of inf, and its encoding */
 extern const int64_t inf_bits[FLOATS_END], encodings[FLOATS_END];
 
+/* Write a number that another process reads. A process that sees it also sees all that was stored before it. */
+static inline void publish(int64_t *place, int64_t number)
+{
+    __atomic_store_n(place, number, __ATOMIC_RELEASE);
+}
+
 /* {name: number} of all of the above. NULL with an exception set. */
 PyObject *layout_numbers(void);
 

@@ -19,7 +19,7 @@ from ..steps import Mode, is_local, stage_of, stays_local, step_after
 from . import pairwise_search as blaming
 from .attendance import missing_findings, roster_of
 from .consistency import compare
-from .group_verdict import judge_group
+from .group_verdict import judge_group, rank_failed
 from .link_speeds import below, slow_links, slowest
 from .odd_ones import odd_digests, slow_devices
 
@@ -141,18 +141,9 @@ def _silent(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
 
 
 def _no_conclusion(heard: Heard, now: Conclusion, host: str) -> Conclusion:
-    stage = stage_of(heard.step)
-    finding = Finding(
-        stage=stage,
-        grade="fail",
-        subject="rank",
-        ranks=[LEADER],
-        hosts=[host] if host else [],
-        sentence=f"rank {LEADER}{f' ({host})' if host else ''} gave no conclusion in stage {stage}",
-        next=f"Look at {host or 'its host'}: what ended or stopped the processes of rank {LEADER} there?",
-        victims=[rank for rank in heard.reports if rank != LEADER],
-    )
-    return _blame(now, [finding])
+    stage, victims = stage_of(heard.step), [rank for rank in heard.reports if rank != LEADER]
+    next_ = f"Look at {host or 'its host'}: what ended or stopped the processes of rank {LEADER} there?"
+    return _blame(now, [rank_failed(stage, LEADER, host, f"gave no conclusion in stage {stage}", next_, victims)])
 
 
 def _fallen(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
@@ -164,18 +155,8 @@ def _fallen(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
     findings = []
     for rank, report in sorted(fallen.items()):
         host = roster.hosts[rank] if roster else report.attendance.host if report.attendance else ""
-        findings.append(
-            Finding(
-                stage=report.said or stage_of(heard.step),
-                grade="fail",
-                subject="rank",
-                ranks=[rank],
-                hosts=[host] if host else [],
-                sentence=f"rank {rank}{f' ({host})' if host else ''} {report.detail}",
-                next=report.next or f"Look at {host or 'its host'}, or leave that node out of the next run.",
-                victims=others,
-            )
-        )
+        stage = report.said or stage_of(heard.step)
+        findings.append(rank_failed(stage, rank, host, report.detail, report.next, others))
     waited = f"waited for {ranks_text(fallen)}"
     return _victims(_blame(now, findings), dict.fromkeys(others, waited), stage_of(heard.step))
 
@@ -231,18 +212,8 @@ def _of_each_rank(heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
     for rank, report in sorted(heard.reports.items()):
         if report.kind in ("raised", "died", "hung"):
             verb = {"raised": "failed: ", "died": "died: ", "hung": ""}[report.kind]
-            host = roster.hosts[rank]
-            findings.append(
-                Finding(
-                    stage=stage_of(heard.step),
-                    grade="fail",
-                    subject="rank",
-                    ranks=[rank],
-                    hosts=[host],
-                    sentence=f"rank {rank} ({host}) {verb}{report.detail}",
-                    next=report.next or f"Look at {host}, or leave that node out of the next run.",
-                )
-            )
+            said, stage = f"{verb}{report.detail}", stage_of(heard.step)
+            findings.append(rank_failed(stage, rank, roster.hosts[rank], said, report.next))
     return _blame(now, findings)
 
 

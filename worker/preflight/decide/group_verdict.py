@@ -9,7 +9,7 @@ victims, nobody is named.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ....core.preflight import Finding
@@ -33,6 +33,20 @@ class Judgement:
         return most[0][0] if most else ""
 
 
+def rank_failed(stage: str, rank: int, host: str, said: str, next_: str = "", victims: Sequence[int] = ()) -> Finding:
+    """A finding that names one rank. `said` is the predicate of its sentence. `host`: "" if it is not known."""
+    return Finding(
+        stage=stage,
+        grade="fail",
+        subject="rank",
+        ranks=[rank],
+        hosts=[host] if host else [],
+        sentence=f"rank {rank}{f' ({host})' if host else ''} {said}",
+        next=next_ or f"Look at {host or 'its host'}, or leave that node out of the next run.",
+        victims=sorted(victims),
+    )
+
+
 def judge_group(
     stage: str, members: Mapping[int, Report], hosts: Mapping[int, str], *, one_node: bool = False
 ) -> Judgement:
@@ -42,21 +56,10 @@ def judge_group(
         return Judgement(False)
     reasons = _own_faults(bad) or _accused(bad) or (_hangs_alone(bad) if one_node else {})
     victims = {rank: _seen(report) for rank, report in bad.items() if rank not in reasons}
-    findings = []
-    for number, (rank, (sentence, next_)) in enumerate(sorted(reasons.items())):
-        host = hosts.get(rank, "")
-        findings.append(
-            Finding(
-                stage=stage,
-                grade="fail",
-                subject="rank",
-                ranks=[rank],
-                hosts=[host] if host else [],
-                sentence=f"rank {rank}{f' ({host})' if host else ''} {sentence}",
-                next=next_ or f"Look at {host or 'its host'}, or leave that node out of the next run.",
-                victims=sorted(victims) if number == 0 else [],
-            )
-        )
+    findings = [
+        rank_failed(stage, rank, hosts.get(rank, ""), said, next_, victims=[] if number else list(victims))
+        for number, (rank, (said, next_)) in enumerate(sorted(reasons.items()))
+    ]
     return Judgement(True, findings, victims)
 
 

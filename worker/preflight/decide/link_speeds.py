@@ -8,6 +8,7 @@ import msgspec
 
 from ....core.preflight import BandwidthRow, Finding
 from ..reports import LinkSpeed, Measured
+from .majority import hosts_among
 
 STAGE = "bandwidth"
 
@@ -40,7 +41,7 @@ def below(measured: Mapping[int, Measured], hosts: Mapping[int, str], min_busbw:
         if links[0].grade == "warn":
             return msgspec.structs.replace(links[0], grade="fail", sentence=sentence)
     ranks = sorted(measured)
-    return Finding(STAGE, "fail", "job", ranks, _hosts(ranks, hosts), sentence, next_)
+    return Finding(STAGE, "fail", "job", ranks, hosts_among(ranks, hosts), sentence, next_)
 
 
 def slow_links(measured: Mapping[int, Measured], hosts: Mapping[int, str], factor: float = 3.0) -> list[Finding]:
@@ -69,7 +70,7 @@ def _slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str], factor: float) -
             "warn",
             "link",
             [link.first, link.second],
-            _hosts([link.first, link.second], hosts),
+            hosts_among([link.first, link.second], hosts),
             f"the link between {_link_text(link, hosts)} moves {link.gbs:g} GB/s each way, where the best one of its "
             f"kind moves {best:g}",
             "Look at the cable, the port's speed and its error counters, and at whether both sides use the interface "
@@ -113,15 +114,10 @@ def _none_slow(links: Sequence[LinkSpeed], hosts: Mapping[int, str]) -> list[Fin
     verb = ", with" if len(links) > 1 else " moves"
     sentence = f"the {which} {_link_text(slow, hosts)}{verb} {slow.gbs:g} GB/s each way{range_text}"
     ranks = [slow.first, slow.second]
-    return [Finding(STAGE, "ok", "link", ranks, _hosts(ranks, hosts), sentence)]
+    return [Finding(STAGE, "ok", "link", ranks, hosts_among(ranks, hosts), sentence)]
 
 
 def _link_text(link: LinkSpeed, hosts: Mapping[int, str]) -> str:
     return " and ".join(
         f"rank {rank} ({hosts[rank]})" if hosts.get(rank) else f"rank {rank}" for rank in (link.first, link.second)
     )
-
-
-def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
-    """Each host once, in the order of the ranks."""
-    return list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))

@@ -76,7 +76,12 @@ def place_text(ranks: Iterable[int], facts: Facts) -> str:
 
 def hosts_of(ranks: Iterable[int], facts: Facts) -> list[str]:
     """The hosts of these ranks, each once, in the ranks' order."""
-    return list(dict.fromkeys(facts[rank].host for rank in ranks if facts[rank].host))
+    return hosts_among(ranks, {rank: known.host for rank, known in facts.items() if known.host})
+
+
+def hosts_among(ranks: Iterable[int], hosts: Mapping[int, str]) -> list[str]:
+    """The same, where the host of each rank is given."""
+    return list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
 
 
 def finding(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from ....core.preflight import Finding, Grade, Subject
 from ....core.text.ranks_text import ranks_text
 from ..reports import ComputeResult
+from .majority import hosts_among
 
 STAGE = "compute"
 
@@ -78,7 +79,7 @@ def _odd(
 
 def _undetermined(camps: Sequence[list[int]], device_type: str, hosts: Mapping[int, str]) -> Finding:
     largest = [camp for camp in camps if len(camp) == len(camps[0])]
-    sides = " and ".join(f"{ranks_text(camp)} ({', '.join(_hosts(camp, hosts))})" for camp in largest[:4])
+    sides = " and ".join(f"{ranks_text(camp)} ({', '.join(hosts_among(camp, hosts))})" for camp in largest[:4])
     more = f" and {len(largest) - 4} more" if len(largest) > 4 else ""
     sentence = (
         f"the same matmul has {len(camps)} different results on devices of one kind ({device_type}); {sides}{more} "
@@ -97,16 +98,11 @@ def _finding(
     next_: str,
     device: str = "",
 ) -> Finding:
-    return Finding(STAGE, grade, subject, ranks, _hosts(ranks, hosts), sentence, next_, device)
+    return Finding(STAGE, grade, subject, ranks, hosts_among(ranks, hosts), sentence, next_, device)
 
 
 def _who(rank: int, hosts: Mapping[int, str]) -> str:
     return f"rank {rank} on {hosts[rank]}" if hosts.get(rank) else f"rank {rank}"
-
-
-def _hosts(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
-    """Each host once, in the order of the ranks."""
-    return list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
 
 
 def _is_gpu(result: ComputeResult) -> bool:
