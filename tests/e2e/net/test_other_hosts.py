@@ -14,7 +14,7 @@ import time
 import pytest
 from gpuwatch.launcher.run.command import PATH_FOLDER
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample(3, of="other hosts")]
 PYTHON = sys.executable
 NEVER = ("--rank", "-1", "--batch", "2")
 RANKS = """
