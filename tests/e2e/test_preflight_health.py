@@ -47,7 +47,7 @@ def test_the_report_has_the_offset_of_the_nodes_clock(bench):
     assert abs(node["clock_offset_ns"]) <= node["clock_round_trip_ns"], "it is one and the same clock"
 
 
-@sample(1, of="a GPU and its grade")
+@sample(1)
 def test_a_sick_gpu_stops_the_job_and_is_named(bench, nvml, gpus):
     nvml.says(NO_RETIREMENT, "1 remap_failed 1", "1 ecc_uncorrected_aggregate 3")
     run = bench.launch("ordinary.py", **gpus)

@@ -145,7 +145,7 @@ def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
     gone = psutil.Process(node.collector.pid)
     node.collector.end(0.01)  # so that no other one is started in its place
     gone.kill()
-    gone.wait(30.0)
+    gone.wait(300.0)
     later = make_node()
     later.start_collector(address)
     node.train(0)
