@@ -4,7 +4,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # Tests that run at the same time, each with one thread of torch's. A SEED draws the sample of `make slow`, and a TURN
-# what CI draws anew for each commit.
+# what CI draws anew for each commit. Images of containers often forbid bytecode: every process that a test starts would
+# then compile gpuwatch, and every pytest all tests.
 JOBS ?= 2
 SEED ?= 0
 TURN ?= $(SEED)

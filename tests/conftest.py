@@ -3,6 +3,7 @@ for NVML."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sampling.mark_slow(config, items)
     yield  # -m and -k
     sampling.take_sample(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """The tests themselves are never garbage: who looks for garbage from now on does not look at them."""
+    gc.collect()
+    gc.freeze()
 
 
 _HOOK_TABLES = {

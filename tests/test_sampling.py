@@ -50,15 +50,18 @@ class Drawn:
 
 
 @pytest.fixture
-def chosen(tmp_path):
+def chosen(tmp_path, monkeypatch):
     """`chosen("--seed", "7")`: the names of the tests that such a run has."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     file = tmp_path / "test_families.py"
     file.write_text(FAMILIES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow:\n  quick:\n  sample:\n")
 
     def chosen(*options: str) -> list[str]:
         drawn = Drawn()
-        plain = ["-q", "--collect-only", "--import-mode=importlib", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
+        # unraisableexception collects the garbage of this whole process five times, each time
+        without = [f"-pno:{plugin}" for plugin in ("cacheprovider", "unraisableexception")]
+        plain = ["-q", "--collect-only", "--import-mode=importlib", *without, f"--rootdir={tmp_path}"]
         assert pytest.main([*plain, f"--confcutdir={tmp_path}", *options, str(file)], plugins=[drawn]) == 0
         return drawn.names
 

@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 
+pytestmark = pytest.mark.sample(4, of="as torchrun")  # of those without a mark of their own
+
 
 @pytest.mark.slow
 def test_a_clean_run_computes_the_same_bits(bench):

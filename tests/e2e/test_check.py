@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-pytestmark = pytest.mark.sample(4, of="gpuwatch check")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(3, of="gpuwatch check")  # of those without a mark of their own
 
 FULL = ["inventory", "arrive", "consistency", "health", "allocation", "compute", "node group", "bandwidth"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from .conftest import Run
 
-pytestmark = pytest.mark.sample(8, of="an end")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(5, of="an end")  # of those without a mark of their own
 
 
 def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):
@@ -150,7 +150,8 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
     assert '"kind": "' in report.read_text()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow  # tests/launcher/test_delivery.py kills them under recorders, which is quick
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("helper", ["gpuwatch.collector", "gpuwatch.launcher.node.agent"])
 def test_a_helper_that_is_killed_in_the_middle_costs_nothing(bench, helper):
     options = ("--rank", "1", "--batch", "40", "--batches", "100000")

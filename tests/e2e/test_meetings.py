@@ -38,7 +38,7 @@ def test_what_ends_the_others_names_who_was_at_fault(bench, how, certainty, sent
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="ranks at fault that end the job")
+@pytest.mark.sample(1, of="ranks at fault that end the job")
 @pytest.mark.parametrize("how", ["size", "dtype", "exit", "_exit"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_ends_the_others_with_other_ranks_and_batches(bench, how, seed):
@@ -49,7 +49,7 @@ def test_what_ends_the_others_with_other_ranks_and_batches(bench, how, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2, of="ranks that do not meet")
+@pytest.mark.sample(1, of="ranks that do not meet")
 @pytest.mark.parametrize(
     ("how", "nproc", "certainty", "sentence"),
     [

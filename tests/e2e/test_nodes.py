@@ -7,7 +7,7 @@ import psutil
 import pytest
 from gpuwatch.launcher.scratch import remove_stale
 
-pytestmark = pytest.mark.sample(3, of="several nodes")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(2, of="several nodes")  # of those without a mark of their own
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

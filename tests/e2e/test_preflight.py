@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-pytestmark = pytest.mark.sample(5, of="a preflight")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(3, of="a preflight")  # of those without a mark of their own
 
 slow = pytest.mark.slow
 NEVER = ("--preflight-timeout", "3000")

@@ -15,7 +15,7 @@ def run_wrong(bench, way: str, command: str, nproc: int):
     return bench.gpuwatch("check", "--nproc-per-node", str(nproc), *NEVER, *small, **wrong)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("way", "command", "nproc", "stage", "words"),
     [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample(3, of="the health of GPUs")]  # of those without a mark of their own
+pytestmark = [pytest.mark.slow, pytest.mark.sample(2, of="the health of GPUs")]  # of those without a mark of their own
 sample = pytest.mark.sample
 
 NO_RETIREMENT = "* no_retirement error 3"
@@ -25,7 +25,7 @@ def health(run, grade: str) -> list[dict]:
     return [finding for finding in found if finding["stage"] == "health" and finding["grade"] == grade]
 
 
-@sample(2, of="a GPU and its grade")
+@sample(1, of="a GPU and its grade")
 def test_healthy_gpus_are_watched_and_nothing_is_said_of_them(bench, nvml, gpus):
     run = bench.launch("ordinary.py", **gpus)
     assert run.code == 0
@@ -39,7 +39,7 @@ def test_healthy_gpus_are_watched_and_nothing_is_said_of_them(bench, nvml, gpus)
         assert (gpu["device"], gpu["known"], gpu["changes"], gpu["xids"]) == (uuid, True, [], [])
 
 
-@sample(2, of="what NVML does not tell")
+@sample(1, of="what NVML does not tell")
 def test_the_report_has_the_offset_of_the_nodes_clock(bench):
     run = bench.launch("ordinary.py", nproc=1)
     (node,) = run.report["nodes"]
@@ -47,7 +47,7 @@ def test_the_report_has_the_offset_of_the_nodes_clock(bench):
     assert abs(node["clock_offset_ns"]) <= node["clock_round_trip_ns"], "it is one and the same clock"
 
 
-@sample(2, of="a GPU and its grade")
+@sample(1)
 def test_a_sick_gpu_stops_the_job_and_is_named(bench, nvml, gpus):
     nvml.says(NO_RETIREMENT, "1 remap_failed 1", "1 ecc_uncorrected_aggregate 3")
     run = bench.launch("ordinary.py", **gpus)
@@ -63,7 +63,7 @@ def test_a_sick_gpu_stops_the_job_and_is_named(bench, nvml, gpus):
     assert run.report["ranks"][0]["state"] == "preflight failed", "it was not started either"
 
 
-@sample(2, of="a GPU and its grade")
+@sample(1, of="a GPU and its grade")
 def test_a_warning_lets_the_training_run(bench, nvml, gpus):
     nvml.says(NO_RETIREMENT, "0 remap_pending 1")
     run = bench.launch("ordinary.py", **gpus)
@@ -72,7 +72,7 @@ def test_a_warning_lets_the_training_run(bench, nvml, gpus):
     assert (warned["ranks"], warned["device"]) == ([0], nvml.gpus[0])
 
 
-@sample(2, of="a GPU and its grade")
+@sample(1, of="a GPU and its grade")
 def test_the_users_thresholds_decide(bench, nvml, gpus):
     nvml.says(NO_RETIREMENT, "0 remap_pending 1")
     (bench.cwd / "limits.json").write_text('{"remap_pending": {"fail": 1}}')
@@ -132,7 +132,7 @@ def assert_unknown(run, words: str) -> None:
     ],
     ids=["not permitted", "too old"],
 )
-@sample(2, of="what NVML does not tell")
+@sample(1, of="what NVML does not tell")
 def test_nvml_that_cannot_be_used_is_unknown(bench, nvml, gpus, kind, line, words):
     nvml.use(kind)
     nvml.says(line)
@@ -142,7 +142,7 @@ def test_nvml_that_cannot_be_used_is_unknown(bench, nvml, gpus, kind, line, word
     assert [rank["gpu"]["unknown"] for rank in run.report["ranks"]] == [{"": words}] * 2
 
 
-@sample(2, of="what NVML does not tell")
+@sample(1, of="what NVML does not tell")
 def test_a_driver_that_lacks_functions_is_unknown_in_these_and_known_in_the_others(bench, nvml, gpus):
     nvml.use("OLD")
     run = bench.launch("ordinary.py", **gpus)
@@ -153,7 +153,7 @@ def test_a_driver_that_lacks_functions_is_unknown_in_these_and_known_in_the_othe
     assert all(rank["gpu"]["known"] for rank in run.report["ranks"])
 
 
-@sample(2, of="what NVML does not tell")
+@sample(1, of="what NVML does not tell")
 def test_without_nvml_it_is_unknown(bench, tmp_path):
     """The loader finds a library of that name that is none, wherever the real one may be."""
     (tmp_path / "none").mkdir()
@@ -181,7 +181,7 @@ def test_a_driver_that_hangs_later_does_not_hold_up_the_end(bench, nvml, gpus):
     assert run.report["ranks"][0]["gpu"]["unknown"] == {"": "its counters were not read after the training began"}
 
 
-@sample(2, of="what NVML does not tell")
+@sample(1, of="what NVML does not tell")
 def test_a_rank_without_a_gpu_has_nothing_to_look_at(bench):
     run = bench.launch("ordinary.py")
     assert run.code == 0

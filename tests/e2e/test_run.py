@@ -12,7 +12,7 @@ import pytest
 from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
 from gpuwatch.launcher.run.command import PATH_FOLDER
 
-pytestmark = pytest.mark.sample(4, of="gpuwatch run")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(3, of="gpuwatch run")  # of those without a mark of their own
 
 PYTHON = sys.executable
 NEVER = ("--rank", "-1", "--batch", "2")

@@ -66,6 +66,7 @@ def shown(bench):
     return done.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("helper", HELPERS)
 def test_a_helper_is_killed(bench, helper):
     watched = Watched(bench, *torchrun())

@@ -7,7 +7,10 @@ import pytest
 
 from .test_run_tasks import shared_folder, tasks
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sample(3, of="the preflight of a run"),
+]  # of those without a mark of their own
 PYTHON = sys.executable
 NEVER = ("--rank", "-1", "--batch", "2")
 STAGES = ["inventory", "arrive", "consistency", "health", "allocation", "node group"]

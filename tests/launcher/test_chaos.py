@@ -36,7 +36,9 @@ def disturb(rng, nodes) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.sample(1, of=f"helpers at random: {KINDS[n % 3]}")) for n in range(6)]
+)
 def test_whatever_happens_to_the_helpers_the_verdict_is_right(make_node, seed):
     rng = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]

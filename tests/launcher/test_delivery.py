@@ -145,7 +145,7 @@ def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
     gone = psutil.Process(node.collector.pid)
     node.collector.end(0.01)  # so that no other one is started in its place
     gone.kill()
-    gone.wait(30.0)
+    gone.wait(300.0)
     later = make_node()
     later.start_collector(address)
     node.train(0)
@@ -185,6 +185,7 @@ def test_a_collector_that_is_killed_when_only_its_own_node_has_the_verdict(make_
 
 
 @pytest.mark.slow  # a collector that never came is given up after 15 s
+@pytest.mark.sample(1, of="a collector that never came")
 def test_without_any_collector_the_spools_make_the_very_report(make_node, tmp_path):
     """Two nodes; the address is of nobody."""
     nodes = [make_node(), make_node()]
@@ -209,6 +210,7 @@ def test_without_any_collector_the_spools_make_the_very_report(make_node, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="a collector that never came")
 def test_a_clean_job_whose_collector_never_came_is_clean_once_its_spools_are_merged(make_node, tmp_path):
     node = make_node()
     node.start_agent("tcp://127.0.0.1:9")
@@ -333,6 +335,7 @@ LONGER_THAN_ANY_PATIENCE_S = 32.0
 
 
 @pytest.mark.slow  # longer than the longest silence that used to end a job
+@pytest.mark.sample(1, of="a helper that is stopped for long")
 def test_an_agent_that_is_stopped_for_long_ends_nobodys_job(make_node):
     head, other = make_node(), make_node()
     address = head.start_collector()
@@ -351,6 +354,7 @@ def test_an_agent_that_is_stopped_for_long_ends_nobodys_job(make_node):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="a helper that is stopped for long")
 def test_a_collector_that_is_stopped_for_long_counts_nobodys_silence(node):
     node.train(0, 1)
     until(lambda: stored(node, Hello), "the hello")

@@ -12,15 +12,15 @@ from gpuwatch.launcher.rounds import agree_on_attempt
 
 @pytest.fixture(scope="module")
 def server():
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=300))
 
 
 def agree(server, starts: list[int], namespace: str, prefix: str = "round") -> list[tuple[int, str, tuple[str, ...]]]:
     def node(number: int) -> tuple[int, str, tuple[str, ...]]:
-        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=300))
         store = dist.PrefixStore(namespace, client)
         host = f"host {number}"
-        found = agree_on_attempt(store, starts[number], number, len(starts), host=host, prefix=prefix, timeout_s=20)
+        found = agree_on_attempt(store, starts[number], number, len(starts), host=host, prefix=prefix, timeout_s=300)
         attempt, name, hosts = found
         return attempt, name, tuple(hosts)
 

@@ -22,11 +22,11 @@ LESS_ON_A_DEVICE = {
 }
 
 
-def each(number: int, where: str, less: dict[str, str] | None = None) -> pytest.MarkDecorator:
-    """Every scenario; so many of each kind are in CI's sample. Of those in `less`, less is known to be told."""
+def each(number: int, family: str, less: dict[str, str] | None = None) -> pytest.MarkDecorator:
+    """Every scenario; so many of a family are in CI's sample. Of those in `less`, less is known to be told."""
 
     def marks(kind: str, name: str) -> list[pytest.MarkDecorator]:
-        drawn = pytest.mark.sample(number, of=f"scenarios {where}: {kind}")
+        drawn = pytest.mark.sample(number, of=family.format(kind=kind))
         return [drawn, pytest.mark.xfail(reason=less[name], strict=True)] if less and name in less else [drawn]
 
     return pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def each(number: int, where: str, less: dict[str, str] | None = None) -> pytest.
 
 
 @pytest.mark.slow
-@each(1, "in host memory")
+@each(1, "scenarios in host memory: {kind}")
 def test_the_verdict_is_the_truth(scenario):
     outcome = run(scenario)
 
@@ -48,7 +48,7 @@ def test_the_verdict_is_the_truth(scenario):
 
 
 @pytest.mark.slow
-@each(1, "on a late device", LESS_ON_A_DEVICE)
+@each(4, "scenarios on a late device", LESS_ON_A_DEVICE)  # each kind is drawn in host memory
 def test_the_verdict_is_the_same_when_the_numbers_come_late(scenario, monkeypatch):
     monkeypatch.setenv(LATE_DEVICE, "7")
     outcome = run(scenario)

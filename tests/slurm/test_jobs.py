@@ -10,7 +10,7 @@ import pytest
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("slurm"),  # one cluster for all of them
-    pytest.mark.sample(5, of="jobs of SLURM"),  # of those without a mark of their own
+    pytest.mark.sample(3, of="jobs of SLURM"),  # of those without a mark of their own
 ]
 sample = pytest.mark.sample
 
@@ -252,7 +252,7 @@ def test_submit_without_waiting_says_which_job_it_is(user):
     assert secrets not in job.output
 
 
-@sample(2)
+@sample(1)
 @pytest.mark.parametrize(
     "name", ["my train.py", "it's.py", 'a "b".py', "a; touch owned; .py", "$(touch owned).py", "-n.py"]
 )

@@ -3,7 +3,7 @@
 import pytest
 from network import can_delay
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample(4, of="a bad network")]  # of those without a mark of their own
+pytestmark = [pytest.mark.slow, pytest.mark.sample(3, of="a bad network")]  # of those without a mark of their own
 sample = pytest.mark.sample
 
 STOPPED = 3

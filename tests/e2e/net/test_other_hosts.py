@@ -14,7 +14,7 @@ import time
 import pytest
 from gpuwatch.launcher.run.command import PATH_FOLDER
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sample(2, of="other hosts")]  # of those without a mark of their own
 PYTHON = sys.executable
 NEVER = ("--rank", "-1", "--batch", "2")
 RANKS = """
@@ -101,6 +101,7 @@ def test_they_are_in_the_one_report(bench, network):
     assert not [key for key in keys if key in hosts.variables or key in (bench.cwd / "seen").read_text()]
 
 
+@pytest.mark.sample(1)
 def test_the_first_rank_is_named_on_the_other_host(bench, network):
     _, head = TwoHosts(bench, network, "--rank", "3", "--batch", "2").ended()
 

@@ -64,7 +64,9 @@ def opened(chromium, page_of, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.sample(1, of=f"a first screen: {kind}")) for kind in KINDS]
+)
 def test_the_verdict_is_in_the_first_screen_and_nothing_goes_wrong(opened, report_of, kind, scheme):
     shown = opened(kind, color_scheme=scheme)
     page = shown.go()
@@ -76,6 +78,7 @@ def test_the_verdict_is_in_the_first_screen_and_nothing_goes_wrong(opened, repor
     assert shown.requests == [shown.address]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_can_be_read_with_scripts_off(opened, report_of, kind):
     shown = opened(kind, java_script_enabled=False)
