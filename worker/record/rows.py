@@ -410,8 +410,11 @@ class Rows:
     def _device_frame(
         self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any]
     ) -> tuple[list[int | None], list[DeviceRow | None]]:
-        buffer = next(filter(None, (self._buffer_for(tensor.device) for tensor in tensors)), None)
-        page = self._recorder.page
+        page, buffer = self._recorder.page, None
+        for tensor in tensors:
+            buffer = self._buffer_for(tensor.device)
+            if buffer is not None:
+                break
         if buffer is None or page is None:
             return [None] * len(tensors), [None] * len(earlier)
         found = buffer.frame(tensors, elements, earlier, self.count)
