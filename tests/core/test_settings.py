@@ -11,7 +11,6 @@ ALL_CHANGED = WorkerSettings(
     round="abc-3",
     attempt=3,
     on_overflow="continue",
-    max_frames=5,
     trace_batches=[0, 7],
     abort_after_batch=0,
     preflight="off",
