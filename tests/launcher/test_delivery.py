@@ -140,6 +140,7 @@ def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
 def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
     """The head's launch was killed and the job started again there, on the same port, while this node lived on."""
     until(lambda: stored(node, Hello), "the hello")
+    until(node.agent.welcomed.is_set, "the welcome")  # from then on the node belongs to that run
     address = node.collector.answer.address
     kill(node.collector, signal.SIGSTOP)
     gone = psutil.Process(node.collector.pid)

@@ -60,7 +60,7 @@ def _shown(rank: RankFacts) -> Shown | None:
             return None
         placed = standing_at(exit_.groups, failed=True) is not None
         return Shown(exit_.groups, "waits" if placed else "may wait", doing(exit_), failed=True)
-    if exit_.by == "itself" and exit_.code == 0:
+    if exit_.by == "itself" and (exit_.code == 0 or _left_and_was_aborted(rank)):
         return Shown(exit_.groups, "left")
     placed = standing_at(exit_.groups) is not None
     if exit_.by == "itself" and not (exit_.code == -signal.SIGABRT and placed):
@@ -70,6 +70,12 @@ def _shown(rank: RankFacts) -> Shown | None:
 
 def _aborted(rank: RankFacts) -> bool:
     return rank.exit is not None and (rank.exit.by, rank.exit.code) == ("itself", -signal.SIGABRT)
+
+
+def _left_and_was_aborted(rank: RankFacts) -> bool:
+    """Its script came to its end well, and torch aborted what was left of the process: a thread of gloo, say, that had
+    lost its peers (pytorch/pytorch#179291)."""
+    return rank.script_exit is not None and rank.script_exit.code == 0 and _aborted(rank)
 
 
 def _world_size(rank: RankFacts) -> int:

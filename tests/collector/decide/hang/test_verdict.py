@@ -13,6 +13,7 @@ from gpuwatch.core.records import (
     NodeSignal,
     RankLook,
     ScriptError,
+    ScriptExit,
     StackLine,
     Where,
     WorkerExit,
@@ -178,6 +179,19 @@ def test_a_rank_that_left_early_is_named_by_those_that_lost_it(verdict_of):
     )
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "established")
     assert "left early" in verdict.statement
+
+
+def test_a_rank_that_left_early_and_was_aborted_at_its_end_left_early(verdict_of):
+    """Its group was never destroyed, and a thread of gloo's met the end of the interpreter."""
+    verdict = verdict_of(
+        *left_with(0, -15, "torchrun", 9, "failed", *SUM, error=CLOSED),
+        ScriptExit(Where(1, step=4, batch=4, seq=8), 0),
+        *left_with(1, -signal.SIGABRT, "itself", 8, "none", *SUM),
+        *left_with(2, -15, "torchrun", 9, "failed", *SUM, error=CLOSED),
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "established")
+    assert "left early" in verdict.statement
+    assert "rank 1 was aborted by SIGABRT" in verdict.evidence
 
 
 def test_a_rank_that_had_done_its_part_and_left_is_not_blamed(verdict_of):
