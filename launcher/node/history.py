@@ -24,7 +24,7 @@ from ...core.wire.messages import History, HotModule, PageMessage
 from .forecast.forecasts import Forecasts, Told, closest
 from .thinning import spread, thinned
 
-SHARE = 0.003
+SHARE = 0.0015
 """So much of one processor it may take for all ranks of a node."""
 EVERY_BATCH = 64
 """The newest batches of a root, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
