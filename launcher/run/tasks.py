@@ -64,11 +64,13 @@ class Tasks:
             raise UsageError(f"expected {self._folder} to be a folder of this user, found somebody else's; remove it")
         try:
             self._owner = self._open("owner")
-            self._mine = self._open(self._path_of_mine.name)
+            self._mine = self._open(f".{self._path_of_mine.name}")
         except FileNotFoundError:
             return False
         self.is_owner = _lock(self._owner)
         fcntl.flock(self._mine, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):  # whoever sees a task's file sees it locked, or its task has ended
+            (self._folder / f".{self._path_of_mine.name}").rename(self._path_of_mine)
         if not _is_at(self._owner, self._folder / "owner") or not _is_at(self._mine, self._path_of_mine):
             os.close(self._mine)
             os.close(self._owner)

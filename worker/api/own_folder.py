@@ -27,8 +27,10 @@ class OwnFolder:
             with contextlib.suppress(OSError):
                 _remove_if_free(left)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
-        self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        new = self.path / f".{_LOCK}"
+        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)  # whoever sees a lock file sees it locked
 
     def remove(self) -> None:
         """Remove it, and let go of the lock. Does nothing in a forked child, and nothing a second time."""
