@@ -66,9 +66,14 @@ class _Finder(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
 
 
-def after_import(name: str, then: Callable[[], None]) -> None:
-    """Call `then` when the import of module `name` has finished. Calls it at once if the module is imported already."""
+def after_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
+    """Call `then` when the import of module `name` has finished. Calls it at once if the module is imported already.
+
+    Returns a function that gives up waiting. Until the import, or until it is called, `then` is kept alive.
+    """
+    finder = _Finder(name, then)
     if name in sys.modules:
         then()
     else:
-        sys.meta_path.insert(0, _Finder(name, then))
+        sys.meta_path.insert(0, finder)
+    return finder.remove

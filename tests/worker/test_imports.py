@@ -44,6 +44,23 @@ def test_without_an_import_it_is_never_called(run):
     assert run("after_import('late', then)\nimport json") == []
 
 
+def test_one_who_gives_up_is_not_called_and_not_kept(run):
+    code = (
+        "import gc, weakref\n"
+        "class Hooks:\n"
+        "    def begin(self): print('begin')\n"
+        "hooks = Hooks()\n"
+        "kept = weakref.ref(hooks)\n"
+        "give_up = after_import('late', hooks.begin)\n"
+        "give_up()\n"
+        "del hooks, give_up\n"
+        "gc.collect()\n"
+        "print(kept())\n"
+        "import late"
+    )
+    assert run(code) == ["None", "late begins", "part"]
+
+
 def test_a_module_that_is_there_already_calls_at_once(run):
     assert run("import late\nafter_import('late', then)") == IMPORTED
 

@@ -53,6 +53,8 @@ class Graphs:
         self._frames = frames
         self._gradients = gradients
         self._attached = False
+        self._give_up: Callable[[], None] = lambda: None
+        """Waits no longer for torch._dynamo."""
         self._regions: Regions | None = None
         self._pages: RegionPages | None = None
 
@@ -62,11 +64,12 @@ class Graphs:
         if self._regions is not None:
             self._regions.attach()
         else:
-            after_import("torch._dynamo", self._begin)
+            self._give_up = after_import("torch._dynamo", self._begin)
 
     def detach(self) -> None:
         """Do not record the regions that are traced from now on."""
         self._attached = False
+        self._give_up()
         if self._regions is not None:
             self._regions.detach()
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import msgspec
 import psutil
@@ -91,9 +90,7 @@ def test_one_that_hangs_is_ended_at_its_deadline_with_all_that_it_has_started():
         say(str(grandchild.pid))
         signal.pause()
 
-    began = time.monotonic()
     ending = run_once(call, 1.0, started.append)
-    assert time.monotonic() - began < 5
     assert ending.kind == "hung"
     assert ending.detail == f"hung at {started[0]} for 1 s"
     assert is_gone(int(started[0]))
