@@ -27,6 +27,7 @@ _SEARCH_BYTES = 32 << 20
 _MAX_ENTRY = 64 << 10
 """What is longer is not found again behind a damaged entry."""
 _INTEGER = struct.Struct("<q")
+_FIELDS = struct.Struct(f"<{max(Field) + 1}q")
 _SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
 
 _HOOKS: dict[int, Literal["none", "attached", "failed"]] = {
@@ -76,7 +77,7 @@ class RecorderReader:
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size < layout.HEADER_BYTES:
             raise NotReady(f"{self.path} has {found.st_size} bytes")
-        header = self._header()
+        header = self.header()
         if header[Field.MAGIC] != layout.MAGIC or header[Field.VERSION] != layout.VERSION:
             raise NotReady(f"{self.path} is not a recorder of version {layout.VERSION}")
         self._log_bytes, self._segments = self._sizes(header, found.st_size)
@@ -93,7 +94,7 @@ class RecorderReader:
         self.damaged = 0
         """Log entries that could not be read: the writer died in the middle of one, or is of a later version."""
 
-    def _sizes(self, header: memoryview, size: int) -> tuple[int, int]:
+    def _sizes(self, header: tuple[int, ...], size: int) -> tuple[int, int]:
         """(bytes of the log, segments), as the header says, or as the file's size has it where that is damaged."""
         log_bytes, segments = header[Field.LOG_BYTES], header[Field.SEGMENTS]
         if log_bytes >= 0 and segments >= 0 and layout.file_bytes(log_bytes, segments) == size:
@@ -108,9 +109,9 @@ class RecorderReader:
             raise CutShort(f"it was cut short at {at + len(data)} bytes")
         return data
 
-    def _header(self) -> memoryview:
-        """All of it, as it is now."""
-        return memoryview(self._read(0, layout.FIXED_BYTES)).cast("q")
+    def header(self) -> tuple[int, ...]:
+        """The integers of the header (`Field`), as they are now. Of one that is being written half may be old."""
+        return _FIELDS.unpack(self._read(0, _FIELDS.size))
 
     def __getitem__(self, field: Field) -> int:
         (number,) = _INTEGER.unpack(self._read(8 * field, 8))
@@ -124,6 +125,10 @@ class RecorderReader:
         while (again := self[Field.LOG_END]) != end:
             end = again
         return end
+
+    def has_more(self, header: tuple[int, ...]) -> bool:
+        """Whether something was appended to the log since the last call of `new_entries`."""
+        return header[Field.LOG_END] >= self._log_read + layout.ENTRY.size
 
     def new_entries(self) -> tuple[list[Definition], list[WorkerEvent]]:
         """What was appended to the log since the last call."""
@@ -190,7 +195,7 @@ class RecorderReader:
 
     def movement(self) -> tuple[int, ...]:
         """Changes whenever the rank has recorded anything, or has entered another module or phase."""
-        fields = self._header()
+        fields = self.header()
         segment = fields[Field.SEGMENT]
         head = self._head(segment % self._segments) if segment >= 0 and self._segments else []
         written = (head[SegmentField.FRAMES], head[SegmentField.ROWS]) if head else ()
@@ -202,8 +207,6 @@ class RecorderReader:
 
     def steps(self, after: int) -> list[tuple[int, TimedStep]]:
         """(count, step) of the timed steps after the first `after` ones, as far as the ring still holds them."""
-        if self[Field.STEPS_TIMED] == after:
-            return []
         return read_steps(self._read(layout.STEPS_AT, layout.STEPS * layout.STEP_BYTES), after)
 
     def _groups(self) -> bytes:
@@ -211,7 +214,7 @@ class RecorderReader:
 
     def state(self) -> RankState:
         """A snapshot for a beat."""
-        fields = self._header()
+        fields = self.header()
         module = self.modules.get(fields[Field.MODULE])
         return RankState(
             rank=self.rank,

@@ -84,11 +84,11 @@ class RankHistory:
             elif isinstance(entry, SlotDef):
                 self._module_of[entry.id] = entry.module
 
-    def look(self, reader: RecorderReader, now: float) -> None:
+    def look(self, reader: RecorderReader, header: tuple[int, ...], now: float) -> None:
         """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
         if now < self._due:
             return
-        number = reader[Field.PAGE] - 1
+        number = header[Field.PAGE] - 1
         if number <= self._done:
             return
         began = self._clock()
@@ -101,6 +101,8 @@ class RankHistory:
 
     def told(self, rank: int, attempt: int) -> list[Forecast]:
         """The forecasts that were made since the last call: a module before the ones around it."""
+        if not self._told:
+            return []
         told, self._told = sorted(self._told, key=_depth, reverse=True), []
         return [replace(each, where=replace(each.where, rank=rank, attempt=attempt)) for each in told]
 

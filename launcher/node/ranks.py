@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,10 +122,14 @@ class RankWatch:
         reader = self._open()
         if reader is None:
             return []
+        header = reader.header()
         messages: list[AgentBody] = []
-        definitions, events = reader.new_entries()
-        messages += self._definitions(definitions)
-        messages += self._look_back(reader, definitions, now)
+        definitions: list[Definition] = []
+        events: list[WorkerEvent] = []
+        if reader.has_more(header):
+            definitions, events = reader.new_entries()
+            messages += self._definitions(definitions)
+        messages += self._look_back(reader, header, definitions, now)
         events = [self._of_this_rank(event) for event in events]
         messages += [EventMessage(event) for event in events]
         for event in events:
@@ -198,29 +201,29 @@ class RankWatch:
             return event
         return replace(event, where=replace(where, rank=self.rank, attempt=self.attempt))
 
-    def _look_back(self, reader: RecorderReader, definitions: list[Definition], now: float) -> list[AgentBody]:
+    def _look_back(
+        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[Definition], now: float
+    ) -> list[AgentBody]:
         """The history and the times of steps decide nothing: without them, everything else goes on.
 
         Returns what the history says of the batches to come, and what has failed.
         """
         forecasts: list[Forecast] = []
-        with self._fails_alone("step times"):
-            self._steps.look(reader)
-        with self._fails_alone("history"):
-            self._history.define(definitions)
+        try:
+            self._steps.look(reader, header)
+        except Exception as error:
+            self._failed("step times", error)
+        try:
+            if definitions:
+                self._history.define(definitions)
             if not self.ended:
-                self._history.look(reader, now)
+                self._history.look(reader, header, now)
                 forecasts = self._history.told(self.rank, self.attempt)
+        except Exception as error:
+            self._failed("history", error)
         if self._history.forecast_error is not None:
             self._failed("forecasts", self._history.forecast_error)
         return [*map(EventMessage, forecasts), *self._new_faults()]
-
-    @contextmanager
-    def _fails_alone(self, part: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            self._failed(part, error)
 
     def _failed(self, part: str, error: Exception) -> None:
         """An error of ours that costs no frame is told once for each part."""
@@ -228,6 +231,8 @@ class RankWatch:
         self._faults.setdefault(part, Fault(where, part, f"{type(error).__name__}: {error}"))
 
     def _new_faults(self) -> list[EventMessage]:
+        if not self._faults:
+            return []
         found = [EventMessage(fault) for fault in self._faults.values() if fault is not None]
         self._faults = dict.fromkeys(self._faults)
         return found
@@ -237,9 +242,11 @@ class RankWatch:
         if code == 0 and not self._asked:
             return []
         found: list[AgentBody] = []
-        with self._fails_alone("history"):
+        try:
             self._history.finish(reader)
             found += self._history.messages(self.rank, self.attempt)
+        except Exception as error:
+            self._failed("history", error)
         return [*found, *self._new_faults()]
 
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
@@ -285,10 +292,11 @@ class RankWatch:
 
     def hottest(self) -> list[HotModule]:
         """Its modules that are closest to their limit; [] where that is not known."""
-        found: list[HotModule] = []
-        with self._fails_alone("hottest modules"):
-            found += self._history.hottest(self.rank, MOST_HOT)
-        return found
+        try:
+            return self._history.hottest(self.rank, MOST_HOT)
+        except Exception as error:
+            self._failed("hottest modules", error)
+            return []
 
     def where(self, state: RankState) -> Where:
         """The place of a state."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from ...core.recorder.layout import Field
 from ...core.recorder.reader import RecorderReader
 from ...core.recorder.step_table import PARTS, TimedStep
 from ...core.records import StepTimes, Where
@@ -31,8 +32,10 @@ class RankSteps:
         self._taken = 0
         self._last_s: deque[float] = deque(maxlen=LAST_STEPS)
 
-    def look(self, reader: RecorderReader) -> None:
+    def look(self, reader: RecorderReader, header: tuple[int, ...]) -> None:
         """Take the steps that were timed since the last look. What the ring has lost meanwhile is not in the sums."""
+        if header[Field.STEPS_TIMED] == self._seen:
+            return
         for count, step in reader.steps(self._seen):
             self._seen = count
             self.take(step)

@@ -71,8 +71,8 @@ def test_every_batch_that_is_over_is_looked_at_once(writer, reader):
     kept.define(NAMES)
     for number in range(20):
         batch(writer, number, float32(number + 1))
-        kept.look(reader, number)
-        kept.look(reader, number)
+        kept.look(reader, reader.header(), number)
+        kept.look(reader, reader.header(), number)
     assert all_of(kept) == (list(range(19)), [float(number + 1) for number in range(19)])
     kept.finish(reader)
     assert all_of(kept)[0] == list(range(20)), "and the last one when the rank has ended"
@@ -85,7 +85,7 @@ def test_it_takes_a_bounded_share_of_a_processor(writer, reader):
     kept.define(NAMES)
     for number in range(400):
         batch(writer, number, float32(1.0))
-        kept.look(reader, number * 0.05)
+        kept.look(reader, reader.header(), number * 0.05)
     assert len(all_of(kept)[0]) <= 20 * history._AT_A_TIME + 1
 
 
@@ -94,13 +94,13 @@ def test_numbers_that_are_late_are_waited_for(writer, reader):
     kept.define(NAMES)
     batch(writer, 0, (0, 0, PENDING))
     batch(writer, 1, float32(1.0))
-    kept.look(reader, 0.0)
+    kept.look(reader, reader.header(), 0.0)
     assert kept.messages(0, 0) == []
     segment = writer.segment_at(0)
     assert segment is not None
     place = bytes(writer.view).index(PENDING.to_bytes(8, "little"), segment) - 16
     writer.view[place : place + 24] = b"".join(part.to_bytes(8, "little") for part in float32(5.0))
-    kept.look(reader, 0.5)
+    kept.look(reader, reader.header(), 0.5)
     assert all_of(kept) == ([0], [5.0])
 
 
