@@ -11,13 +11,14 @@ recorders are files, so it reads them from the beginning, and what has come twic
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import psutil
@@ -156,6 +157,8 @@ class Agent:
         self._own_context = context is None
         self._context = context if context is not None else zmq.Context()
         self._socket = self._connect()
+        self._used = True
+        """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
         self._put(
             Hello(
                 agent=self._id,
@@ -227,12 +230,11 @@ class Agent:
     def run(self) -> None:
         """Until the verdict is there, or nobody is left to give one."""
         launch = LineReader(sys.stdin.fileno())
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(launch.fd, zmq.POLLIN)
-        poller.register(self._ends.fd, zmq.POLLIN)
-        if self._gpus.fd is not None:
-            poller.register(self._gpus.fd, zmq.POLLIN)
+        collector = self._socket.FD
+        poller = select.poll()
+        for fd in (collector, launch.fd, self._ends.fd, self._gpus.fd):
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
         try:
             while not self.finished(self._now):
                 ready = dict(poller.poll(int(TICK_S * 1000)))
@@ -245,7 +247,7 @@ class Agent:
                         poller.unregister(launch.fd)
                         self._launch_closed(now)
                 self._poll_gpus(poller, ready, now)
-                self.turn(now)
+                self.turn(now, heard=collector in ready)
             self._conclude()
         finally:
             self.close()
@@ -253,10 +255,11 @@ class Agent:
                 keep_rescued(self._folder)
                 remove_scratch(self._folder)
 
-    def turn(self, now: float) -> None:
-        """Hear the collector, read the ranks, and send what is due."""
+    def turn(self, now: float, *, heard: bool = True) -> None:
+        """Hear the collector, read the ranks, and send what is due. `heard`: the socket's descriptor is readable."""
         self._now = now
-        self._hear_collector(now)
+        if heard or self._used:
+            self._hear_collector(now)
         self._poll_ranks(now)
         if self._done is None:
             self._telemetry.turn(self._running, now)
@@ -401,7 +404,7 @@ class Agent:
 
     # -- the GPUs -----------------------------------------------------------------------------------------------
 
-    def _poll_gpus(self, poller: zmq.Poller, ready: dict[Any, int], now: float) -> None:
+    def _poll_gpus(self, poller: select.poll, ready: dict[int, int], now: float) -> None:
         fd = self._gpus.fd
         if fd is not None and fd in ready:
             self._gpus.hear()
@@ -458,7 +461,8 @@ class Agent:
     # -- the collector ------------------------------------------------------------------------------------------
 
     def _hear_collector(self, now: float) -> None:
-        while self._socket.poll(0):
+        self._used = False
+        while int(self._socket.EVENTS) & zmq.POLLIN:
             data = self._socket.recv()
             try:
                 message = decode_collector(data)
@@ -545,6 +549,7 @@ class Agent:
         return pack_hot(closest_modules(found, MOST_HOT))
 
     def _try_send(self, data: bytes) -> bool:
+        self._used = True
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
