@@ -136,16 +136,24 @@ static int plan_to_read(FrameWriter *self, Row *row)
     return in_storage >= 0;
 }
 
-/* What is remembered of a tensor: (ref, version, value, shape, dtype, kind, flags, high, meta) */
+/* What is remembered of a tensor: (ref, version, value, shape, dtype, kind, flags, high, meta, address on a device or 0) */
 static int is_memory(PyObject *seen)
 {
-    return PyTuple_CheckExact(seen) && PyTuple_GET_SIZE(seen) == 9;
+    return PyTuple_CheckExact(seen) && PyTuple_GET_SIZE(seen) == 10;
 }
 
 static int is_memory_of(PyObject *seen, const Row *row)
 {
     return seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), row->object) &&
            item(seen, 1) == row->version;
+}
+
+/* Whether a tensor on a device has other memory than when it was seen, as after `x.data = ...`: that leaves its version. */
+static int has_moved(FrameWriter *self, PyObject *seen, Row *row)
+{
+    const int64_t address = item(seen, 9);
+    return address != 0 && view_of(self->exchange, row->object, &row->view) && row->view.address != NULL &&
+           (int64_t)(intptr_t)row->view.address != address;
 }
 
 static int from_memory(PyObject *seen, Row *row)
@@ -177,13 +185,13 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
     if (row->key == NULL)
         return 0;
     PyObject *seen = find(self->seen, row->key);
-    if (is_memory_of(seen, row))
+    if (is_memory_of(seen, row) && !has_moved(self, seen, row))
         return from_memory(seen, row);
     if (!place_of(self, row))
         return 0;
     if (seen != NULL && is_memory(seen) && is_ref_to(PyTuple_GET_ITEM(seen, 0), tensor) &&
         is_for_device(self, row) == 1)
-        return 0; /* changed in place: Python also records the numbers it had before */
+        return 0; /* changed: Python also records the numbers it had before */
     if ((PyObject *)Py_TYPE(tensor) == self->tensor && row->view.is_in_order && row->view.address != NULL &&
         row->dtype < FLOATS_END) {
         row->address = row->view.address;
@@ -489,8 +497,10 @@ PyObject *stats_of(PyTypeObject *type, int64_t low, int64_t high, int64_t meta, 
 /* See `is_memory`. NULL with an exception set. Takes over `ref`. */
 static PyObject *memory_of(const Row *row, PyObject *ref)
 {
-    const int64_t numbers[] = {row->version, row->value, row->shape, row->dtype, row->kind, 0, row->high, row->meta};
-    PyObject *memory = with_integers(PyTuple_New(9), 1, numbers, 8);
+    const int64_t address = row->on_device ? (int64_t)(intptr_t)row->address : 0;
+    const int64_t numbers[] = {row->version, row->value, row->shape, row->dtype, row->kind,
+                               0,            row->high,  row->meta,  address};
+    PyObject *memory = with_integers(PyTuple_New(10), 1, numbers, 9);
     if (memory == NULL)
         Py_DECREF(ref);
     else

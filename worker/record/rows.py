@@ -67,11 +67,17 @@ class Row(NamedTuple):
         return self.meta == PENDING
 
 
+def _has_moved(tensor: torch.Tensor, address: int) -> bool:
+    """Whether a tensor has other memory than at an address, as after `x.data = ...`: that leaves its version."""
+    return address != 0 and 0 != tensor.data_ptr() != address
+
+
 _new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
 
-_Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int]
-"""Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta."""
+_Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int, int]
+"""Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta; and, of a
+tensor on a device, its address, as far as it is known, else 0."""
 
 
 _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]
@@ -225,7 +231,7 @@ class Rows:
 
     def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """The row of an argument in `changed`, with the numbers it had before the call."""
-        _, _, value, shape, code, kind, flags, _, _ = self.changed[id(leaf)]
+        _, _, value, shape, code, kind, flags, *_ = self.changed[id(leaf)]
         return _new(Row, ((self.slot(info, f"before {role}"), value, shape, code, kind, 0), flags, False, 0, 0, False))
 
     def leaf(self, info: ModuleInfo, role: str, leaf: Any, mark: int = 0) -> Row:
@@ -243,7 +249,7 @@ class Rows:
             version = -1
         key = id(leaf)
         known = self.seen.get(key)
-        if known is not None and known[1] == version >= 0 and known[0]() is leaf:
+        if known is not None and known[1] == version >= 0 and known[0]() is leaf and not _has_moved(leaf, known[9]):
             packed = (slot, known[2], known[3], known[4], known[5], mark)
             return _new(Row, (packed, known[6], False, known[7], known[8], known[6] != 0))
         place = place_of(leaf)
@@ -260,7 +266,8 @@ class Rows:
         else:
             row = self._row(slot, leaf, mark)
         packed, flags, _, high, meta, _ = row
-        seen = (_ref(leaf), version, packed[1], packed[2], packed[3], packed[4], flags, high, meta)
+        address = memory[0] if memory is not None and meta == PENDING else 0
+        seen = (_ref(leaf), version, packed[1], packed[2], packed[3], packed[4], flags, high, meta, address)
         self.seen[key] = seen
         if memory is not None:
             self.by_memory[memory] = seen
@@ -361,7 +368,7 @@ class Rows:
         if numbers is not None:
             self.weights[key] = (reference, version, step, numbers)
         packed = row.packed
-        self.seen[key] = (reference, version, packed[1], packed[2], packed[3], packed[4], row[1], row[3], row[4])
+        self.seen[key] = (reference, version, packed[1], packed[2], packed[3], packed[4], row[1], row[3], row[4], 0)
         return row
 
     def weight_again(self, info: ModuleInfo, name: str, parameter: torch.Tensor, step: int) -> Row:

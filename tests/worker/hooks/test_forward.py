@@ -877,3 +877,17 @@ def test_an_argument_that_changed_without_a_new_version_is_read_again(watch, cha
     assert (anomaly.module, anomaly.inputs_finite) == ("next", False), "the module is handed it and has not made it"
     assert not watched.row("next", "input[0]").finite
     assert watched.row("proj", "output").finite
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_other_memory_is_seen_on_a_device_too(watch, late, monkeypatch, native):
+    """Without a wait for the device: the address is another one."""
+    if not native:
+        monkeypatch.setattr("gpuwatch.worker.hooks.native_writer.FrameWriter", None)
+    watched = watch(on_overflow="continue")
+    with torch.no_grad():
+        Parallel(_other_memory)(torch.ones(2, 3))
+    (anomaly, *_) = watched.anomalies
+    assert (anomaly.module, anomaly.inputs_finite) == ("next", False), "the module is handed it and has not made it"
+    assert not watched.row("next", "input[0]").finite
+    assert watched.row("proj", "output").finite
