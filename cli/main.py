@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -38,14 +39,36 @@ class _LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS:
+            raise click.UsageError(f"expected one of {', '.join(COMMANDS)}, found {args[0]!r}; {_meant(args[0])}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def _meant(word: str) -> str:
+    close = get_close_matches(word, COMMANDS, n=1)
+    if close:
+        return f"did you mean gpuwatch {close[0]}?"
+    if word.endswith(".py"):
+        return f"to watch a script: gpuwatch launch {word}"
+    return "all commands: gpuwatch --help"
+
+
+@click.group(
+    cls=_LazyGroup,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(gpuwatch_version(), prog_name="gpuwatch")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """Wraps torchrun: starts an unmodified training script, watches every rank, and names the first rank and module
     to overflow in one combined report.
 
@@ -56,6 +79,9 @@ def cli() -> None:
     Exit codes: 0 clean; 1 the script failed by itself; 2 wrong usage; 3 preflight failed; 4 overflow found; 5 a rank
     hung or was lost; 6 unknown, for something that could hold an overflow was not heard; 128 + N ended by signal N.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
 
 
 def main() -> None:

@@ -3,10 +3,11 @@
     gpuwatch launch --nproc-per-node 2 examples/faults.py --fault backward
     gpuwatch launch --nproc-per-node 2 --hang-timeout 15 examples/faults.py --fault loop
 
-It knows nothing of gpuwatch: torchrun runs it as well. docs/verdicts.md has what gpuwatch says of each fault.
+It knows nothing of gpuwatch: torchrun runs it as well. docs/verdicts has what gpuwatch says of each fault.
 """
 
 import argparse
+import gc
 import os
 import signal
 import time
@@ -111,17 +112,9 @@ FAULTS: dict[str, Callable[[Model, Tensor], None]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fault", choices=FAULTS, help="default: none, the job is healthy")
-    parser.add_argument("--rank", type=int, default=1, help="the rank that goes wrong; default: 1")
-    parser.add_argument("--batch", type=int, default=20, help="the batch in which it does; default: 20")
-    parser.add_argument("--batches", type=int, default=40)
-    args = parser.parse_args()
-
+def train(args: argparse.Namespace) -> None:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
-    dist.init_process_group("nccl" if on_gpu else "gloo")
     torch.manual_seed(0)
     model = Model().to(device)
     replica = DistributedDataParallel(model)
@@ -137,6 +130,19 @@ def main() -> None:
         optimizer.zero_grad()
         if batch % 10 == 0 and dist.get_rank() == 0:
             print(f"batch {batch}: loss {loss.item():.4f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fault", choices=FAULTS, help="default: none, the job is healthy")
+    parser.add_argument("--rank", type=int, default=1, help="the rank that goes wrong; default: 1")
+    parser.add_argument("--batch", type=int, default=20, help="the batch in which it does; default: 20")
+    parser.add_argument("--batches", type=int, default=40)
+    args = parser.parse_args()
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    train(args)
+    gc.collect()  # what still refers to the group may abort the process at its exit (torch 2.13 with gloo)
     dist.destroy_process_group()
 
 

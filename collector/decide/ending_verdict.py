@@ -29,6 +29,11 @@ _FATAL_TEXT = {
     "SIGILL": "SIGILL is an instruction that this processor does not know: an extension was built for another one than "
     "this host has. Compare the hosts' processors, and build it again.",
 }
+_ABORTED_AT_EXIT = (
+    "Its script had come to its end: torch with gloo aborts a process now and then while Python ends, without gpuwatch "
+    "too (pytorch/pytorch#179291). Let go of models and optimizers before dist.destroy_process_group(): train in a "
+    "function of its own, then gc.collect()."
+)
 _MOST_CALLS = 6
 _TOGETHER_NS = 10 * 10**6
 """Ranks of one host whose ends may lie closer together ended at the same time."""
@@ -290,6 +295,8 @@ def _lost(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
         )
     elif name in _FATAL_TEXT:
         hints.append(_FATAL_TEXT[name])
+    elif name == "SIGABRT" and first.script_exit is not None and first.script_exit.code == 0:
+        hints.append(_ABORTED_AT_EXIT)
     line = next((line for line in exit_.stack if is_users(line.shown) and line.line), None)
     at = f", at {line.short}" if line is not None else ""
     inside = standing_at(exit_.groups) if name == "SIGABRT" else None

@@ -76,8 +76,8 @@ _new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
 
 _Seen = tuple[Callable[[], Any], int, int, int, int, int, int, int, int, int]
-"""Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta; and, of a
-tensor on a device, its address, as far as it is known, else 0."""
+"""Weak reference to the tensor, its version; value, shape, dtype code and kind of its row, flags, high and meta;
+and the address of its elements if it is on a device, 0 where that is not known."""
 
 
 _Weight = tuple[Callable[[], Any], int, int, TensorStats | DeviceRow]

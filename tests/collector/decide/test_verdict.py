@@ -7,7 +7,7 @@ import random
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.records import Fault, NodeSignal, NotLookedInto, Where
+from gpuwatch.core.records import Fault, NodeSignal, NotLookedInto, ScriptExit, Where
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -217,6 +217,20 @@ def test_a_killed_rank_is_lost_and_its_peers_only_cascade(make):
         "Rank 1 on alpha was killed by SIGKILL in the forward of batch 6, in `layer.1` (Linear)."
     )
     assert [c.rank for c in verdict.cascade] == [0]
+
+
+@pytest.mark.parametrize("script_ended", [True, False])
+def test_a_rank_that_torch_aborts_after_its_script_had_ended_gets_the_known_reason(make, script_ended):
+    ends = [EventMessage(ScriptExit(Where(1, step=40, batch=39, seq=12), 0))] if script_ended else []
+    verdict = judge(
+        make.hello(host="alpha"),
+        *ends,
+        make.ended(1, -6, phase="finished" if script_ended else "script", step=40, batch=39, seq=12),
+        make.ended(0, -15, by="torchrun", phase="finished", step=40, batch=39, seq=12),
+        make.Bye("failed"),
+    )
+    assert (verdict.kind, verdict.rank, verdict.signal) == ("lost", 1, "SIGABRT")
+    assert ("pytorch/pytorch#179291" in verdict.next[0]) == script_ended
 
 
 def test_a_crash_comes_before_the_peer_failures_that_it_caused(make):

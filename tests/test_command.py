@@ -1,0 +1,37 @@
+"""`gpuwatch` itself: what is said to somebody who does not know its commands."""
+
+import sys
+
+import pytest
+from gpuwatch.cli import main as module
+
+
+def said_to(capsys, monkeypatch, *words: str) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["gpuwatch", *words])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    out, err = capsys.readouterr()
+    assert not out
+    return ended.value.code, err
+
+
+def test_without_a_command_it_shows_them_all(capsys, monkeypatch):
+    code, text = said_to(capsys, monkeypatch)
+    assert code == 2
+    assert text.startswith("Usage: gpuwatch [OPTIONS] COMMAND")
+    assert all(f"  {command} " in text for command in module.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("lanch", "did you mean gpuwatch launch?"),
+        ("reports", "did you mean gpuwatch report?"),
+        ("train.py", "to watch a script: gpuwatch launch train.py"),
+        ("xyz", "all commands: gpuwatch --help"),
+    ],
+)
+def test_another_word_is_told_what_was_expected_in_one_line(capsys, monkeypatch, word, hint):
+    code, text = said_to(capsys, monkeypatch, word, "--lr", "1")
+    assert code == 2
+    assert text == f"gpuwatch: expected one of {', '.join(module.COMMANDS)}, found '{word}'; {hint}\n"
