@@ -1,5 +1,7 @@
 """DeepSpeed on the CPU; `--how` is the stage of ZeRO. `--how 2,inf`: and its first step makes weights of inf."""
 
+import gc
+
 import deepspeed
 import torch
 from model import Net, batches, parse, say
@@ -24,4 +26,6 @@ for inputs in batches(rank, BAD):
     engine.backward(loss)
     engine.step()
     say(f"rank {rank} loss {loss.item().hex()}")
+del engine, model, loss
+gc.collect()  # what still refers to the group may abort the process at its exit (torch 2.13 with gloo)
 torch.distributed.destroy_process_group()
