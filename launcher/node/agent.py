@@ -89,7 +89,10 @@ from .resending import Resending
 from .stall.stall_watch import StallWatch
 from .telemetry.node_telemetry import NodeTelemetry
 
-TICK_S = 0.05
+LOOK_S = 0.05
+"""How often it looks whether a rank's process has begun to end."""
+TURN_S = 0.1
+"""How often it reads the recorders, where nothing else wakes it up."""
 UNREACHABLE_S = 30.0
 """After which the user is told that nobody answers."""
 NEVER_CAME_S = 15.0
@@ -236,10 +239,14 @@ class Agent:
             if fd is not None:
                 poller.register(fd, select.POLLIN)
         try:
+            due = self._now
             while not self.finished(self._now):
-                ready = dict(poller.poll(int(TICK_S * 1000)))
+                ready = dict(poller.poll(int(LOOK_S * 1000)))
                 now = self._now = self._time.now()
                 self._ends.look()
+                if not ready and now < due:
+                    continue
+                due = now + TURN_S - LOOK_S / 2
                 if launch.fd in ready:
                     for line in launch.lines():
                         self.hear_launch(line, now)
