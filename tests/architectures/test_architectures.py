@@ -28,7 +28,7 @@ def one_thread():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(each, id=each.name, marks=pytest.mark.sample(4, of="architectures")) for each in ARCHITECTURES],
+    [pytest.param(each, id=each.name, marks=pytest.mark.sample(3, of="architectures")) for each in ARCHITECTURES],
 )
 def test_it_is_watched_without_an_alarm_and_its_faults_are_named(architecture, dtype):
     result = attempt(architecture, dtype)

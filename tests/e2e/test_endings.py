@@ -14,7 +14,7 @@ import pytest
 
 from .conftest import Run
 
-pytestmark = pytest.mark.sample(5, of="an end")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(4, of="an end")  # of those without a mark of their own
 
 
 def test_a_killed_rank_is_lost_in_the_module_it_was_in(bench):

@@ -5,7 +5,7 @@ import json
 import pytest
 from gpuwatch.core.exits import RANK_OVERFLOW
 
-pytestmark = pytest.mark.sample(3, of="an overflow")  # of those without a mark of their own
+pytestmark = pytest.mark.sample(2, of="an overflow")  # of those without a mark of their own
 
 slow = pytest.mark.slow
 

@@ -48,7 +48,7 @@ def test_the_verdict_is_the_truth(scenario):
 
 
 @pytest.mark.slow
-@each(4, "scenarios on a late device", LESS_ON_A_DEVICE)  # each kind is drawn in host memory
+@each(3, "scenarios on a late device", LESS_ON_A_DEVICE)  # each kind is drawn in host memory
 def test_the_verdict_is_the_same_when_the_numbers_come_late(scenario, monkeypatch):
     monkeypatch.setenv(LATE_DEVICE, "7")
     outcome = run(scenario)

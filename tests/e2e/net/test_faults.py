@@ -142,7 +142,7 @@ def test_a_node_that_is_cut_off_after_its_arrival_is_named(job):
     assert runs[2].code != 0
 
 
-@sample(2, of="a slow link")
+@sample(1, of="a slow link")
 def test_a_slow_link_is_named_by_the_bandwidth_stage(job):
     job = job(3)
     _, a, b = job.network.nodes
@@ -154,7 +154,7 @@ def test_a_slow_link_is_named_by_the_bandwidth_stage(job):
     assert hosts(a, b) in slow_links(runs[0])
 
 
-@sample(2, of="a slow link")
+@sample(1, of="a slow link")
 def test_a_slow_link_fails_where_more_is_asked_for(job):
     job = job(3)
     _, a, b = job.network.nodes
@@ -168,7 +168,7 @@ def test_a_slow_link_fails_where_more_is_asked_for(job):
     assert "0.05" in runs[0].verdict["statement"]
 
 
-@sample(2, of="a slow link")
+@sample(1, of="a slow link")
 def test_the_only_link_is_slow(job):
     job = job(2)
     a, b = job.network.nodes
@@ -181,7 +181,7 @@ def test_the_only_link_is_slow(job):
     assert runs[0].verdict["host"] is None
 
 
-@sample(2, of="a slow link")
+@sample(1, of="a slow link")
 def test_a_late_link_is_named_by_the_bandwidth_stage(job):
     if not can_delay():
         pytest.skip("this kernel has no netem")

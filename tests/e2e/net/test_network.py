@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from network import Network, can_delay, name_of_this_process, take_down, take_down_stale
 
-pytestmark = [pytest.mark.slow, pytest.mark.sample(5, of="the network that the tests make")]
+pytestmark = [pytest.mark.slow, pytest.mark.sample(4, of="the network that the tests make")]
 
 CONNECT = """
 import socket, sys, time
