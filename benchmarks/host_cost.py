@@ -209,7 +209,14 @@ def _use_device(hooks: Hooks, recorder: RecorderWriter) -> None:
     def frame(tensors: Any, elements: Any, earlier: Any, count: bool) -> tuple[list[int], list[TensorStats]]:
         return [recorder.value(0, 0, PENDING) for _ in tensors], [pending for _ in earlier]
 
+    def read(
+        tensor: Any, fresh: Any, elements: Any, values: int, known: Any, count: bool
+    ) -> tuple[int, list[TensorStats]]:
+        index, _ = recorder.values(len(fresh) + len(known), PENDING)
+        return index, [pending for _ in range(values, len(fresh))]
+
     hooks.rows.device_frame = frame  # type: ignore[method-assign,assignment]
+    hooks.rows.device_read = read  # type: ignore[method-assign,assignment]
     _use_device_writer(hooks)
 
 

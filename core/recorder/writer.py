@@ -41,6 +41,12 @@ def _rows_of(count: int) -> struct.Struct:
     return struct.Struct("<" + layout.ROW.format.lstrip("<") * count)
 
 
+@cache
+def _value_bytes(meta: int) -> bytes:
+    """A value whose other numbers are 0."""
+    return layout.VALUE.pack(0, 0, meta)
+
+
 class OpenPage:
     """The rows of one batch so far. Whoever holds it may write on in it: the backward comes after other pages."""
 
@@ -296,6 +302,22 @@ class RecorderWriter:
         _pack_value(self._bytes, self._values_at + used * 24, low, high, meta)
         seg[_VALUES] = used + 1
         return seg[_VALUE_BASE] + used
+
+    def values(self, count: int, meta: int) -> tuple[int, int]:
+        """Take `count` values side by side in one segment, all of them (0, 0, meta): their numbers are stored later.
+
+        A segment holds VALUES_PER_SEGMENT. Returns the index of the first in the page, and its position in the segment.
+        """
+        assert self.page is not None
+        seg = self._seg
+        used = seg[_VALUES]
+        if used + count > _VALUES_PER_SEGMENT:
+            seg = self.continue_segment()
+            used = 0
+        at = self._values_at + used * 24
+        self._bytes[at : at + count * 24] = _value_bytes(meta) * count
+        seg[_VALUES] = used + count
+        return seg[_VALUE_BASE] + used, used
 
     def frame(
         self, module: int, parent: int, depth: int, phase: int, seq: int, rows: Sequence[RowTuple], collectives: int = 0

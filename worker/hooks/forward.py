@@ -426,7 +426,7 @@ class Hooks:
         writer, page = self.writer, self._recorder.page
         position = len(stack) - 1
         shards = self.rows.device_buffer is not None and self._is_sharded(stack[0])
-        if self.rows.device_buffer is not None and not shards:
+        if self.rows.device_buffer is not None and not shards and self.rows.may_have_changed():
             without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
             if info.is_wrapper:

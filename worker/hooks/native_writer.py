@@ -154,6 +154,7 @@ def native_writer_of(progress: Progress, rows: Rows, gradients: Gradients) -> An
             with_weights="weights" in settings.watch,
             with_grads="grads" in settings.watch,
             device_frame=rows.device_frame,
+            device_read=rows.device_read,
             reads_host=late_device() is None,
         )
     except (AttributeError, TypeError, ValueError):  # a torch version whose internals differ

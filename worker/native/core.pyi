@@ -1,5 +1,6 @@
 """The compiled part of the worker: worker/native/module.c"""
 
+from collections.abc import Callable
 from typing import Any
 
 LAYOUT: dict[str, int]
@@ -8,6 +9,21 @@ LAYOUT: dict[str, int]
 def extremes(address: int, count: int, bytes: int, /) -> tuple[int, int]: ...
 def use_threads(*addresses: int | None) -> None: ...
 def below(address: int, count: int, bytes: int, limit: int, /) -> tuple[int, int]: ...
+def may_be_notable(values: Any, limits: Any, /) -> bool: ...
+def readings(
+    exchange: Any,
+    types: tuple[type, type],
+    waiting: list[Any],
+    at: int,
+    tensors: list[Any],
+    earlier: list[Any],
+    device_type: int,
+    device_id: int,
+    /,
+) -> tuple[bytes, int]: ...
+def tables(
+    entries: bytes, share_of: Callable[[int], int], most: int, rows: int, /
+) -> tuple[bytes, list[tuple[int, int, bytes]]]: ...
 
 class Look:
     def __init__(self, **parts: Any) -> None: ...

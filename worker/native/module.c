@@ -9,6 +9,7 @@
 #include "group_methods.h"
 #include "layout.h"
 #include "objects.h"
+#include "readings.h"
 #include "reductions.h"
 #include "threads.h"
 #include "types.h"
@@ -60,6 +61,31 @@ static PyObject *below(PyObject *module, PyObject *const *args, Py_ssize_t given
     return pair(zeros, small);
 }
 
+static PyObject *may_be_notable(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    enum { ENCODINGS = 256, MORE = ~0xFF00 }; /* MORE: bits that say more than the encoding */
+    Py_buffer values, limits;
+    int found = 0;
+    (void)module;
+    if (given != 2)
+        return wrong("expected may_be_notable(values, limits)");
+    if (PyObject_GetBuffer(args[0], &values, PyBUF_C_CONTIGUOUS) < 0)
+        return NULL;
+    if (PyObject_GetBuffer(args[1], &limits, PyBUF_C_CONTIGUOUS) < 0) {
+        PyBuffer_Release(&values);
+        return NULL;
+    }
+    const int64_t *value = values.buf, *end = value + values.len / (Py_ssize_t)sizeof *value / 3 * 3, *limit = limits.buf;
+    if (limits.len == (Py_ssize_t)(ENCODINGS * sizeof *limit))
+        for (; value < end && !found; value += 3)
+            found = (value[2] & (int64_t)MORE) != 0 || value[1] >= limit[value[2] >> 8 & 0xFF];
+    else
+        wrong("expected a limit for each of 256 encodings");
+    PyBuffer_Release(&values);
+    PyBuffer_Release(&limits);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(found);
+}
+
 PyTypeObject *add_type(PyObject *module, const char *name, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromSpec(spec);
@@ -86,6 +112,17 @@ static PyMethodDef methods[] = {
     {"below", METHOD(below), METH_FASTCALL,
      "below(address, count, bytes, limit) -> (zeros, small)\n\n"
      "Count the integers that are 0 and those below `limit` (0 included), with the sign bit cleared. Raises TypeError."},
+    {"may_be_notable", METHOD(may_be_notable), METH_FASTCALL,
+     "may_be_notable(values, limits) -> bool\n\n"
+     "Whether one of the values, (n, 3) of int64 (low, high, meta), has a meta that is more than an encoding, or a high\n"
+     "from the limit of its encoding on. Raises TypeError and BufferError."},
+    {"readings", METHOD(readings), METH_FASTCALL,
+     "readings(exchange, types, waiting, at, tensors, earlier, device type, device id) -> (bytes, next)\n\n"
+     "The entries of Readings (worker/stats/device_reader.py) for the Waiting from `at` on, up to the first whose entries\n"
+     "Python must make: `next`. Tensors and earlier numbers are appended to the lists. Raises TypeError and ValueError."},
+    {"tables", METHOD(tables), METH_FASTCALL,
+     "tables(entries, share_of, most, rows) -> (bytes, [(variant, programs, bytes), ...])\n\n"
+     "As `tables` of worker/stats/triton_reader.py. Raises TypeError and ValueError."},
     {"use_threads", METHOD(use_threads), METH_FASTCALL,
      "use_threads(parallel, most, is_parallel, thread, team) -> None\n\n"
      "Read large tensors with the threads of an OpenMP library. The arguments are the addresses of its GOMP_parallel,\n"

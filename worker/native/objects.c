@@ -59,6 +59,11 @@ int is_alive(PyObject *ref)
     return referent(ref) != NULL;
 }
 
+PyObject *object_of(PyObject *ref)
+{
+    return Py_XNewRef(referent(ref));
+}
+
 int integer_of(PyObject *object, PyObject *name, int64_t *number)
 {
     PyObject *found = PyObject_GetAttr(object, name);

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-#include "frame_store.h"
+#include "device_rows.h"
 #include "objects.h"
 #include "reductions.h"
 #include "threads.h"
@@ -372,16 +372,7 @@ static int read_host_rows(FrameWriter *self, Frame *frame)
     return 1;
 }
 
-/* The index of a value in the page, or None if there is none; 0 with an exception set */
-static int set_value(Row *row, PyObject *index)
-{
-    row->kind = index == Py_None ? KIND_NOT_MEASURABLE : KIND_MEASURED;
-    row->value = index == Py_None ? NOTHING : PyLong_AsLongLong(index);
-    return !PyErr_Occurred();
-}
-
-/* (ref, version, step, numbers) of a weight; NULL with an exception set. Takes over `numbers`, which may be NULL. */
-static PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject *numbers)
+PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject *numbers)
 {
     const int64_t when[] = {row->version, step};
     PyObject *known = numbers != NULL ? with_integers(PyTuple_New(4), 1, when, 2) : NULL;
@@ -392,79 +383,6 @@ static PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject 
     PyTuple_SET_ITEM(known, 0, Py_NewRef(ref));
     PyTuple_SET_ITEM(known, 3, numbers);
     return known;
-}
-
-/* The numbers of a weight that were returned before, or None. Borrowed. */
-static PyObject *earlier_of(const Row *row)
-{
-    return row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None;
-}
-
-/* Make `known` of a weight, for its next frame, if there are other `numbers` than before; 0 with an exception set. */
-static int know(Row *row, PyObject *numbers, int64_t step)
-{
-    PyObject *known = NULL;
-    if (numbers == earlier_of(row))
-        return 1;
-    if (numbers != Py_None) {
-        PyObject *ref = PyWeakref_NewRef(row->object, NULL);
-        known = ref != NULL ? known_of(row, ref, step, Py_NewRef(numbers)) : NULL;
-        Py_XDECREF(ref);
-    }
-    Py_XSETREF(row->known, known);
-    row->is_known_new = known != NULL;
-    return known != NULL || numbers == Py_None;
-}
-
-/* How many elements lie at the address in order; 0 where Python is to find out. */
-static int64_t elements_of(const Row *row)
-{
-    const int known = row->view.is_in_order && row->view.address != NULL && earlier_of(row) == Py_None;
-    return known && is_in_storage(row->object, &row->view) == 1 ? row->view.count : 0;
-}
-
-static int append(PyObject *list, PyObject *item)
-{
-    const int good = item != NULL && PyList_Append(list, item) == 0;
-    Py_XDECREF(item);
-    return good;
-}
-
-/* Those on a device: their reader takes values of the page itself. 0 if it fails. Weights come last: if something else of
-   the frame is non-finite, a weight is read that would keep its earlier numbers. */
-static int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
-{
-    Row *asked[MOST_ROWS];
-    int used = 0, values = 0;
-    for (int weights = 0; weights < 2; weights++) {
-        for (int i = 0; i < frame->used; i++)
-            if (frame->rows[i].on_device && frame->rows[i].is_weight == weights)
-                asked[used++] = &frame->rows[i];
-        values = weights ? values : used;
-    }
-    if (used == 0)
-        return 1;
-    PyObject *tensors = PyList_New(0), *elements = PyList_New(0), *earlier = PyList_New(0);
-    PyObject *found = NULL, *indices, *numbers;
-    int good = tensors != NULL && elements != NULL && earlier != NULL;
-    for (int i = 0; good && i < used; i++)
-        good = PyList_Append(tensors, asked[i]->object) == 0 &&
-               append(elements, PyLong_FromLongLong(elements_of(asked[i]))) &&
-               (i < values || PyList_Append(earlier, earlier_of(asked[i])) == 0);
-    if (good)
-        found = PyObject_CallFunctionObjArgs(self->device_frame, tensors, elements, earlier,
-                                             frame->batch % COUNT_EVERY == 0 ? Py_True : Py_False, NULL);
-    good = found != NULL && PyTuple_CheckExact(found) &&
-           PyArg_ParseTuple(found, "O!O!", &PyList_Type, &indices, &PyList_Type, &numbers) &&
-           PyList_GET_SIZE(indices) == used && PyList_GET_SIZE(numbers) == used - values;
-    for (int i = 0; good && i < used; i++)
-        good = set_value(asked[i], PyList_GET_ITEM(indices, i)) &&
-               (i < values || know(asked[i], PyList_GET_ITEM(numbers, i - values), step));
-    Py_XDECREF(tensors);
-    Py_XDECREF(elements);
-    Py_XDECREF(earlier);
-    Py_XDECREF(found);
-    return good && follow_segment(self, frame);
 }
 
 int read_rows(FrameWriter *self, Frame *frame, int64_t step)

@@ -127,6 +127,22 @@ int is_in_storage(PyObject *tensor, const TensorView *view)
     return memory != 0 && memory <= start && start - memory <= bytes && length <= bytes - (start - memory);
 }
 
+/* A tensor of floats or integers that is the imaginary part of a conjugate */
+static int is_negated(PyObject *tensor)
+{
+    PyObject *found = PyObject_CallMethodNoArgs(tensor, s_is_neg);
+    const int is_neg = found != Py_False;
+    Py_XDECREF(found);
+    PyErr_Clear();
+    return is_neg;
+}
+
+int64_t elements_in_order(PyObject *tensor, const TensorView *view)
+{
+    const int is_simple = view->is_in_order && view->address != NULL && view->dtype <= DTYPE_BOOL;
+    return is_simple && !is_negated(tensor) && is_in_storage(tensor, view) == 1 ? view->count : 0;
+}
+
 PyObject *dims_of(const TensorView *view)
 {
     PyObject *dims = with_integers(PyTuple_New(view->dl.ndim), 0, view->dl.shape, view->dl.ndim);

@@ -18,6 +18,7 @@ from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
+from ..stats.device_reader import KnownWeight
 from ..stats.notable import Notable
 from ..stats.tensor_stats import (
     CODES,
@@ -70,6 +71,14 @@ class Row(NamedTuple):
 def _has_moved(tensor: torch.Tensor, address: int) -> bool:
     """Whether a tensor has other memory than at an address, as after `x.data = ...`: that leaves its version."""
     return address != 0 and 0 != tensor.data_ptr() != address
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    """Whether it has no elements, as far as that can be known without waiting."""
+    try:
+        return tensor.numel() == 0
+    except RuntimeError:  # a nested tensor
+        return False
 
 
 _new: Callable[[type[Row], tuple[Any, ...]], Row] = tuple.__new__
@@ -207,27 +216,28 @@ class Rows:
             return None
         return self._row(self.slot(info, role), leaf, 0, numbers)._replace(notable=False)
 
-    def forget_changed_arguments(self, args: Any, kwargs: Any) -> None:
-        """Read arguments on a device again if a collective was issued since they were read.
-
-        A collective writes into a tensor without a new version. `read_again` does the same for host memory.
-        """
-        if self.device_buffer is None:
-            return
+    def may_have_changed(self) -> bool:
+        """Whether a collective was issued since something on a device was read for this page."""
         seq = issued()
         if seq != self._seq_of_call:
             self._seq_of_call = seq
             self._first_after = self._recorder.value_count
-        if self._first_after:
-            for _, leaf in inputs_of(args, kwargs):
-                known = self.seen.get(id(leaf))
+        return self._first_after > 0
+
+    def forget_changed_arguments(self, args: Any, kwargs: Any) -> None:
+        """Read arguments on a device again if they were read before the last collective.
+
+        A collective writes into a tensor without a new version. `read_again` does the same for host memory.
+        """
+        for _, leaf in inputs_of(args, kwargs):
+            known = self.seen.get(id(leaf))
+            if known is not None and known[2] < self._first_after:
+                del self.seen[id(leaf)]
+            if type(leaf) is _TENSOR and leaf.layout is torch.strided:
+                place = leaf.data_ptr(), leaf.numel(), CODES.get(leaf.dtype, 0)
+                known = self.by_memory.get(place)
                 if known is not None and known[2] < self._first_after:
-                    del self.seen[id(leaf)]
-                if type(leaf) is _TENSOR and leaf.layout is torch.strided:
-                    place = leaf.data_ptr(), leaf.numel(), CODES.get(leaf.dtype, 0)
-                    known = self.by_memory.get(place)
-                    if known is not None and known[2] < self._first_after:
-                        del self.by_memory[place]
+                    del self.by_memory[place]
 
     def before(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """The row of an argument in `changed`, with the numbers it had before the call."""
@@ -400,9 +410,11 @@ class Rows:
 
     def _device_row(self, slot: int, tensor: torch.Tensor, mark: int, index: int | None) -> Row:
         """The row of a tensor on a device whose value has this index; None: it cannot be measured."""
-        value, kind, meta = (
-            (NOTHING, RowKind.NOT_MEASURABLE, 0) if index is None else (index, RowKind.MEASURED, PENDING)
-        )
+        value, kind, meta = NOTHING, RowKind.NOT_MEASURABLE, 0
+        if index is not None:
+            value, kind, meta = index, RowKind.MEASURED, PENDING
+        elif _is_empty(tensor):
+            kind = RowKind.EMPTY
         packed = (slot, value, self._shape(tensor), CODES.get(tensor.dtype, 0), int(kind), mark)
         return _new(Row, (packed, 0, True, 0, meta, False))
 
@@ -413,6 +425,26 @@ class Rows:
         with self._lock:
             self.count = count
             return without_modes(self._device_frame, tensors, elements, earlier)
+
+    def device_read(
+        self,
+        tensor: torch.Tensor,
+        fresh: list[torch.Tensor],
+        elements: list[int],
+        values: int,
+        known: list[KnownWeight],
+        count: bool,
+    ) -> tuple[int, list[DeviceRow]] | None:
+        """For the native writer: see `DeviceStatsBuffer.read_frame`."""
+        with self._lock:
+            page, buffer = self._recorder.page, self.device_buffer
+            if buffer is None or page is None:
+                return None
+            self._send_before_a_collective(buffer)
+            found = buffer.read_frame(tensor, fresh, elements, values, known, count)
+            if found is not None and self.expect is not None:
+                self.expect(page)
+            return found
 
     def _device_frame(
         self, tensors: Sequence[torch.Tensor], elements: Sequence[int], earlier: Sequence[Any]
@@ -443,11 +475,15 @@ class Rows:
                 self._device_failed = True
                 self._on_fault("device", error)
                 return None
-        seq = issued()
-        if seq != self._seq:  # a collective was issued since and may hang: send now what was read before it
-            self._seq = seq
-            self.device_buffer.flush()
+        self._send_before_a_collective(self.device_buffer)
         return self.device_buffer
+
+    def _send_before_a_collective(self, buffer: DeviceStatsBuffer) -> None:
+        """If a collective was issued since, it may hang: send now what was read before it."""
+        seq = issued()
+        if seq != self._seq:
+            self._seq = seq
+            buffer.flush()
 
     def close(self) -> None:
         """Release the recorder's memory. Waits for outstanding numbers of a device."""

@@ -33,9 +33,19 @@ from ...core.values import PENDING
 from ..without_modes import without_modes
 from .device import device_for
 from .device_interface import Device, StreamKey
-from .device_reader import KINDS, Earlier, Reader, Reading, Source, TorchReader, fresh_rows, source_of
+from .device_reader import (
+    KnownWeight,
+    Packed,
+    Reader,
+    Source,
+    TorchReader,
+    Waiting,
+    dense,
+    fresh_rows,
+    source_of,
+)
 from .notable import Notable
-from .stream_buffer import Block, Copy, KnownWeight, StreamBuffer, runs
+from .stream_buffer import Block, Copy, StreamBuffer, remember, runs
 from .stream_buffer import DeviceRow as DeviceRow
 from .tensor_stats import version_of
 from .triton_reader import TritonReader
@@ -177,14 +187,54 @@ class DeviceStatsBuffer:
                     index = self._measure(tensor, elements[place], count, before)
             indices.append(index)
             if place >= values:
-                rows.append(self._remember() if index is not None else None)
+                rows.append(self._remember(earlier[place - values]) if index is not None else None)
         return indices, rows
+
+    def read_frame(
+        self,
+        tensor: torch.Tensor,
+        fresh: list[torch.Tensor],
+        elements: list[int],
+        values: int,
+        known: list[KnownWeight],
+        count: bool,
+    ) -> tuple[int, list[DeviceRow]] | None:
+        """As `frame`, for tensors and weights about which the native writer has found out all that there is.
+
+        All are on the device of `tensor`. Each of `fresh` has so many `elements`, in one piece of its storage, in
+        order. The first `values` of them are no weights. `known` are weights that were read before. The values lie side
+        by side, those of `fresh` first. Returns the index of the first, and a row for each weight in `fresh`; None, and
+        nothing is done, if `frame` must do it.
+        """
+        page = self._recorder.page
+        if page is None or self._unsent is not None or not self._driver.holds(tensor) or self._driver.is_capturing():
+            return None
+        buffer = self._buffer(tensor.device)
+        for weight in known:
+            if not _is_packed(weight[3], buffer):
+                return None
+        number = len(fresh) + len(known)
+        index, first = self._recorder.values(number, PENDING)
+        behind = first + len(fresh)
+        self._queued_page = page.number
+        self._queued += number
+        buffer.positions.extend(range(first, first + number))
+        rows: list[DeviceRow] = []
+        if values < len(fresh):
+            rows = [DeviceRow(buffer) for _ in range(values, len(fresh))]
+            buffer.remembered.append((first + values, rows))
+        if known:
+            buffer.weights.append(Waiting(known, behind, count))
+            buffer.remembered.append((behind, [weight[3] for weight in known]))
+        if fresh and self._together:
+            buffer.waiting.append(Waiting(fresh, first, count))
+        elif fresh:
+            self._read(list(map(dense, fresh, elements)), buffer, first, count)
+        return index, rows
 
     def _measure(self, tensor: torch.Tensor, elements: int, count: bool, before: Any) -> int | None:
         buffer = self._buffer(tensor.device)
-        kept: Earlier | None = None  # of another stream they may not be there yet
-        if isinstance(before, DeviceRow) and before.buffer is buffer:
-            kept = before.packed
+        kept: DeviceRow | None = before if _is_packed(before, buffer) else None
         source = _source_of(tensor, elements) if kept is None else None
         if source is None and kept is None:
             return None
@@ -194,12 +244,12 @@ class DeviceStatsBuffer:
         if kept is not None and self._begins_segment():
             source = _source_of(tensor, elements)
         if source is None:
-            assert kept is not None
-            buffer.weights.append(KnownWeight(weakref.ref(tensor), version_of(tensor), position, count, kept))
+            known = KnownWeight(weakref.ref(tensor), version_of(tensor), 0, kept)
+            buffer.weights.append(Waiting([known], position, count))
         elif self._together:
-            buffer.waiting.append(Reading(source, position, count))
+            buffer.waiting.append(Waiting([source], position, count))
         else:
-            self._read(source, buffer, position, count)
+            self._read([source], buffer, position, count)
         buffer.positions.append(position)
         self._queued += 1
         limit = self._notable.wide_limit(tensor.dtype)
@@ -207,12 +257,12 @@ class DeviceStatsBuffer:
             buffer.limits[position] = limit
         return index
 
-    def _remember(self) -> DeviceRow:
-        """The last weight's row."""
+    def _remember(self, before: Any) -> DeviceRow:
+        """The last weight's row: the one `before` if it is of this stream."""
         assert self._last is not None
         buffer, position = self._last
-        row = DeviceRow(buffer, position)
-        buffer.remembered.append(row)
+        row: DeviceRow = before if _is_packed(before, buffer) else DeviceRow(buffer)
+        buffer.remembered.append((position, [row]))
         return row
 
     def _begins_segment(self) -> bool:
@@ -244,11 +294,17 @@ class DeviceStatsBuffer:
         self._queued_page = self._recorder.page.number
         return index
 
-    def _read(self, source: Source, buffer: StreamBuffer, position: int, count: bool) -> None:
+    def _read(self, sources: list[Source], buffer: StreamBuffer, first: int, count: bool) -> None:
         rows = buffer.rows
         assert rows is not None
         with self._driver.use(buffer.key, buffer.stream):
-            self._do("read", source, rows, position, count)
+            read = self._reader.read
+            for source in sources:
+                try:
+                    read(source, rows, first, count)
+                except Exception:
+                    self._do("read", source, rows, first, count)
+                first += 1
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -281,9 +337,8 @@ class DeviceStatsBuffer:
             raise first_error
 
     def _read_waiting(self, buffer: StreamBuffer, rows: torch.Tensor) -> None:
-        readings = buffer.take_readings()
-        if readings:
-            self._do("read_many", readings, rows)
+        if buffer.waiting or buffer.weights:
+            self._do("read_many", buffer.take_readings(), rows)
 
     def _do(self, method: str, *arguments: Any) -> Any:
         """Have a method of the reader do something. If it fails, have torch's operations do it, from now on as well.
@@ -381,8 +436,7 @@ class DeviceStatsBuffer:
         started = False
         try:
             block = self._pack(buffer, positions)
-            for row in remembered:
-                row.packed = block.source, row.position - positions[0]
+            remember(remembered, Packed(block.source, block.source.data_ptr()), positions[0])
             if not lost:
                 copy.block, started = block, True
                 self._start(block, copy.values_at)
@@ -527,7 +581,7 @@ class DeviceStatsBuffer:
         """Find the notable pages and rows. All copies are checked at once, and one by one only if that finds any."""
         parts = [self._values_of(copy, copy.block.positions) for copy in copies]
         limited = any(copy.limits for copy in copies)
-        notable = limited or self._notable.any(numpy.concatenate(parts))
+        notable = limited or self._notable.any(parts[0] if len(parts) == 1 else numpy.concatenate(parts))
         for copy, values in zip(copies, parts, strict=True):
             here = notable and (self._notable.any(values) or self._is_over_limit(copy, copy.limits))
             if here:
@@ -540,13 +594,21 @@ class DeviceStatsBuffer:
     def _values_of(self, copy: Copy, positions: list[int]) -> Any:
         """The numbers of these values in the file, as an array (n, 3)."""
         at = copy.values_at // 8
-        return self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)[positions]
+        values = self._numbers[at : at + 3 * _CAPACITY].reshape(_CAPACITY, 3)
+        if positions and positions[-1] - positions[0] == len(positions) - 1:  # side by side, as nearly always: no copy
+            return values[positions[0] : positions[-1] + 1]
+        return values[positions]
+
+
+def _is_packed(row: Any, buffer: StreamBuffer) -> bool:
+    """Whether the numbers of an earlier row can be kept. Those of another stream may not be there yet."""
+    return isinstance(row, DeviceRow) and row.buffer is buffer and row.packed is not None
 
 
 def _source_of(tensor: torch.Tensor, elements: int) -> Source | None:
     """As `source_of`. `elements`: see `DeviceStatsBuffer.frame`."""
-    if elements and tensor.dtype in KINDS and not tensor.is_neg():
-        return Source(tensor, elements, elements, 0)
+    if elements:
+        return dense(tensor, elements)
     try:
         return source_of(tensor)
     except Exception:  # an unknown tensor class

@@ -8,12 +8,20 @@ same bits as `measure` does on the host, with one exception: every nan of a floa
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, Protocol
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, Encoding, NonFinite
-from .tensor_stats import FLOATS, LOW_PRECISION, has_memory, to_plain
+from ..without_modes import without_modes
+from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, to_plain, version_of
+
+try:
+    from ..native.core import readings as _native_readings
+except ImportError:  # gpuwatch was installed without a C compiler
+    _native_readings = None  # type: ignore[assignment]
 
 COLUMNS = 6
 LARGEST = (1 << 63) - 1
@@ -51,6 +59,8 @@ def _kinds() -> dict[torch.dtype, Kind]:
 
 
 KINDS = _kinds()
+DTYPES = {CODES[dtype]: dtype for dtype in KINDS}
+"""Code of a dtype (core/values.py) -> the dtype, for those that a reader knows."""
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -68,6 +78,15 @@ class Source(NamedTuple):
     stride: int
 
 
+def dense(tensor: torch.Tensor, elements: int) -> Source:
+    """The source of a tensor that lies in one piece, in order."""
+    return _new_source(Source, (tensor, elements, elements, 0))
+
+
+_new_source: Callable[[type[Source], tuple[torch.Tensor, int, int, int]], Source] = tuple.__new__
+"""Makes a named tuple three times as fast as its class does."""
+
+
 def source_of(tensor: torch.Tensor) -> Source | None:
     """The memory to read for a tensor. None if there is none, or if it cannot be read without waiting."""
     plain = _plain(tensor)
@@ -78,7 +97,7 @@ def source_of(tensor: torch.Tensor) -> Source | None:
         end = (plain.storage_offset() + count) * plain.itemsize
         if not count or not plain.data_ptr() or plain.untyped_storage().nbytes() < end:
             return None
-        return Source(plain, count, count, 0)
+        return dense(plain, count)
     if not count or not has_memory(plain):
         return None  # a kernel must not read freed memory
     source = _runs(plain)
@@ -124,31 +143,118 @@ def _runs(tensor: torch.Tensor) -> Source | None:
     return Source(tensor, inner * outer, inner, stride)
 
 
-Earlier = tuple[torch.Tensor, int]
-"""Packed rows on the device, (n, 3), and the number of a row in them."""
+class Packed(NamedTuple):
+    """Packed rows on the device."""
+
+    rows: torch.Tensor
+    """(n, 3): low, high, meta"""
+    address: int
 
 
-class Reading(NamedTuple):
-    """A tensor that is read together with others."""
+Earlier = tuple[Packed, int]
+"""Packed rows, and the number of a row in them."""
 
-    source: Source | None
-    """None: the tensor is gone, and its `earlier` numbers are kept in any case."""
-    position: int
-    """Of its fresh row."""
+
+class KnownWeight(NamedTuple):
+    """A weight that was read before: its numbers are kept, unless a row before it in its segment is non-finite."""
+
+    tensor: weakref.ref[torch.Tensor]
+    """Not kept alive. FSDP also frees the memory of weights that are alive."""
+    version: int
+    step: int
+    row: Any
+    """Its `packed` is Earlier, or None: a DeviceRow of stream_buffer.py."""
+
+
+class Waiting(NamedTuple):
+    """Tensors whose rows lie side by side, and that wait for a launch."""
+
+    items: list[Any]
+    """Each is a Source, a KnownWeight, or a tensor that lies in one piece of its storage, in order."""
+    first: int
+    """The position of the first row."""
     counted: bool
     """See `measure` in tensor_stats.py: `count`."""
-    earlier: Earlier | None = None
-    """Keep these numbers, and read the tensor only if a row before `position` is non-finite."""
+
+
+ENTRY = struct.Struct("=8q")
+"""An entry of Readings."""
+_SIZE_OF_ROW = 3 * 8
+_GONE = CODES[torch.float32], 0
+"""As dtype and count: a weight that is gone, or was changed since, is not read. Its earlier numbers are kept."""
+_TYPES = _TENSOR, _PARAMETER
+_DLPACK_TYPES = {"cpu": 1, "cuda": 2}
+"""DLDeviceType of dlpack.h. ROCm has another one, so that there Python makes the entries."""
+_EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def _reads_this_torch() -> bool:
+    try:
+        return _native_readings is not None and _native_readings(_EXCHANGE, _TYPES, [], 0, [], [], 1, 0) == (b"", 0)
+    except (TypeError, ValueError):  # this torch exports no tensors to C, or in another way
+        return False
+
+
+_is_native = _reads_this_torch()
+
+
+class Readings:
+    """Tensors that are read together into rows. Those with earlier numbers are the last.
+
+    An entry is eight integers: code of the dtype (core/values.py), whether zeros and subnormals are counted, position
+    of the row, address, elements, inner and stride (as in Source), and the address of earlier numbers: these are kept,
+    and the tensor is read only if a row before its own is non-finite. An address is 0 if there is none.
+    """
+
+    def __init__(self, waiting: list[Waiting], device: torch.device) -> None:
+        """`device`: that of the rows. A weight that has been moved to another one since keeps its earlier numbers."""
+        self._device = device
+        self.tensors: list[torch.Tensor | None] = []
+        self.earlier: list[Earlier | None] = []
+        self.entries = b"".join(self._entries(waiting))
+        """One ENTRY after the other."""
+
+    def _entries(self, waiting: list[Waiting]) -> Iterator[bytes]:
+        """Those of ordinary tensors and weights are made in C, where it was built."""
+        at, place = 0, (_DLPACK_TYPES.get(self._device.type, 0), self._device.index or 0)
+        while at < len(waiting):
+            if _is_native:
+                found, at = _native_readings(_EXCHANGE, _TYPES, waiting, at, self.tensors, self.earlier, *place)
+                yield found
+            for items, first, counted in waiting[at : at + 1]:
+                yield b"".join([self._entry(item, position, counted) for position, item in enumerate(items, first)])
+                at += 1
+
+    def _entry(self, item: Source | torch.Tensor | KnownWeight, position: int, counted: bool) -> bytes:
+        earlier: Earlier | None = None
+        if isinstance(item, torch.Tensor):
+            source = source_of(item)
+            assert source is not None
+        elif isinstance(item, Source):
+            source = item
+        else:
+            tensor, earlier = item[0](), item[3].packed
+            assert earlier is not None
+            there = tensor is not None and version_of(tensor) == item[1] and tensor.device == self._device
+            source = source_of(tensor) if tensor is not None and there else None
+        kept = earlier[0].address + _SIZE_OF_ROW * earlier[1] if earlier is not None else 0
+        self.earlier.append(earlier)
+        self.tensors.append(source.tensor if source is not None else None)
+        if source is None:
+            return ENTRY.pack(*_GONE, position, 0, 0, 0, 0, kept)
+        tensor, elements, inner, stride = source
+        counted = counted and tensor.dtype in LOW_PRECISION
+        return ENTRY.pack(CODES[tensor.dtype], counted, position, tensor.data_ptr(), elements, inner, stride, kept)
 
 
 class Reader(Protocol):
-    """Reads tensors into rows on one stream."""
+    """Reads tensors into rows on one stream. `read` may be called with modes of the script, and with gradients on."""
 
     def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
         """Write the numbers of a tensor into a fresh row."""
 
-    def read_many(self, readings: list[Reading], rows: torch.Tensor) -> None:
-        """Write the rows that the tensors would get one after the other. Those with `earlier` numbers are the last."""
+    def read_many(self, readings: Readings, rows: torch.Tensor) -> None:
+        """Write the rows that the tensors would get one after the other."""
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The first `count` rows as (count, 3) for the recorder. Resets them to fresh rows."""
@@ -166,14 +272,19 @@ class TorchReader:
 
     def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
         """See `Reader`."""
+        without_modes(self._read, source, rows, position, count)
+
+    def _read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
         rows[position].copy_(self._row(source, count))
 
-    def read_many(self, readings: list[Reading], rows: torch.Tensor) -> None:
-        """See `Reader`. The host does not know whether `earlier` numbers are good, so every tensor is read."""
-        for source, position, count, earlier in readings:
-            found = self._row(source, count) if source is not None else None
+    def read_many(self, readings: Readings, rows: torch.Tensor) -> None:
+        """See `Reader`. The host does not know whether earlier numbers are good, so every tensor is read."""
+        entries = ENTRY.iter_unpack(readings.entries)
+        for entry, tensor, earlier in zip(entries, readings.tensors, readings.earlier, strict=True):
+            _, counted, position, _, elements, inner, stride, _ = entry
+            found = self._row(Source(tensor, elements, inner, stride), counted) if tensor is not None else None
             if earlier is not None:
-                kept = torch.nn.functional.pad(earlier[0][earlier[1]], (0, COLUMNS - 3))
+                kept = torch.nn.functional.pad(earlier[0].rows[earlier[1]], (0, COLUMNS - 3))
                 bad = (rows[:position, 2] & _NON_FINITE).any()
                 found = torch.where(bad, found, kept) if found is not None else kept
             assert found is not None

@@ -14,6 +14,11 @@ from ...core.judge import Limits
 from ...core.values import COUNTED, DTYPE_CODES, DTYPE_MAX, DTYPE_NAMES, SHARE, Encoding
 from .tensor_stats import CODES, FLOATS, measure
 
+try:
+    from ..native.core import may_be_notable as _may_be_notable
+except ImportError:  # gpuwatch was installed without a C compiler
+    _may_be_notable = None  # type: ignore[assignment]
+
 _CODES = 256
 _NEVER = (1 << 63) - 1
 _BY_ENCODING = {
@@ -54,6 +59,8 @@ class Notable:
     def any(self, values: Any) -> bool:
         """Whether one of the values from a device, (n, 3) of int64 (low, high, meta), is notable by its encoding."""
         high, meta = values[:, 1], values[:, 2]
+        if _may_be_notable is not None and not _may_be_notable(values, self._of_encoding[0]):
+            return False  # nearly all values
         return bool(self._is_notable(high, meta, *self._of_encoding[:, meta >> 8 & 0xFF]).any())
 
     def _is_notable(self, high: Any, meta: Any, near: Any, largest: Any) -> Any:

@@ -2,47 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .device_interface import StreamKey
-from .device_reader import Earlier, Reading, source_of
-from .tensor_stats import version_of
+from .device_reader import Earlier, Packed, Readings, Waiting
 
 
 class DeviceRow:
     """The numbers on the device of a weight that was measured before. See `DeviceStatsBuffer.frame`."""
 
-    __slots__ = ("buffer", "packed", "position")
+    __slots__ = ("buffer", "packed")
 
-    def __init__(self, buffer: StreamBuffer, position: int) -> None:
+    def __init__(self, buffer: StreamBuffer) -> None:
         self.buffer = buffer
         """The stream that measured it."""
-        self.position = position
-        """Its position in the segment in which it was measured."""
-        self.packed: tuple[torch.Tensor, int] | None = None
-        """(n, 3) on the device, and its row in it: low, high, meta. None until they are packed, or if that failed."""
-
-
-class KnownWeight(NamedTuple):
-    """A weight that keeps the numbers of an earlier reading, unless a row of its segment before it is non-finite."""
-
-    tensor: weakref.ref[torch.Tensor]
-    """Not kept alive. FSDP also frees the memory of weights that are alive."""
-    version: int
-    position: int
-    counted: bool
-    earlier: Earlier
-
-    def reading(self) -> Reading:
-        """Now. A weight that is gone, or was changed since, is not read."""
-        tensor = self.tensor()
-        unchanged = tensor is not None and version_of(tensor) == self.version
-        source = source_of(tensor) if tensor is not None and unchanged else None
-        return Reading(source, self.position, self.counted, self.earlier)
+        self.packed: Earlier | None = None
+        """Where its numbers are. None until they are packed, or if that failed."""
 
 
 class Block(NamedTuple):
@@ -83,12 +62,12 @@ class StreamBuffer:
         """(VALUES_PER_SEGMENT, COLUMNS); None until they are made, and after an error that did not reset them."""
         self.positions: list[int] = []
         """Positions in the segment whose copy was not started yet."""
-        self.waiting: list[Reading] = []
+        self.waiting: list[Waiting] = []
         """Tensors among them that the next launch reads."""
-        self.weights: list[KnownWeight] = []
+        self.weights: list[Waiting] = []
         """Weights among them that were read before. One launch deals with all of them before the rows are packed."""
-        self.remembered: list[DeviceRow] = []
-        """The weights among them."""
+        self.remembered: list[tuple[int, Sequence[DeviceRow]]] = []
+        """The weights among them: the position of the first of some, and their rows."""
         self.limits: dict[int, int] = {}
         self.flying: deque[Copy] = deque()
 
@@ -99,11 +78,18 @@ class StreamBuffer:
         self.positions, self.waiting, self.weights, self.remembered, self.limits = [], [], [], [], {}
         return dropped
 
-    def take_readings(self) -> list[Reading]:
-        """The readings that wait for a launch. They wait no longer."""
-        readings = self.waiting + [weight.reading() for weight in self.weights]
+    def take_readings(self) -> Readings:
+        """What waits for a launch. It waits no longer."""
+        waiting = self.waiting + self.weights
         self.waiting, self.weights = [], []
-        return readings
+        return Readings(waiting, self.device)
+
+
+def remember(remembered: list[tuple[int, Sequence[DeviceRow]]], packed: Packed, first: int) -> None:
+    """The rows of weights are packed now. `first`: the position of the first packed row."""
+    for position, rows in remembered:
+        for number, row in enumerate(rows, position - first):
+            row.packed = packed, number
 
 
 def runs(positions: list[int]) -> list[tuple[int, int]]:

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import functools
 import re
+from array import array
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .device_reader import KINDS, Kind, Reading, Source
+from ..without_modes import without_modes
+from .device_reader import DTYPES, ENTRY, KINDS, Kind, Readings, Source
 from .tensor_stats import LOW_PRECISION
+
+try:
+    from ..native.core import tables as _native_tables
+except ImportError:  # gpuwatch was installed without a C compiler
+    _native_tables = None  # type: ignore[assignment]
 
 _OLDEST, _NEWEST = (3, 3), (3, 7)
 """The Triton versions whose compiled kernels take all arguments, constants included, in this order.
@@ -40,60 +48,58 @@ class TritonReader:
         self._kernel = kernel
         self._is_direct = _OLDEST <= _release(version) <= _NEWEST
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._reads: dict[tuple[Any, ...], tuple[Any, int, int, tuple[Any, ...]]] = {}
+        """Key of a read -> (compiled kernel, elements in a block, most programs, constants)"""
         self._programs: dict[torch.device, int] = {}
         self.interpreted: bool = kernel.INTERPRETED
 
     def read(self, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
         """See `Reader`. The device must be the current one."""
         tensor, elements, inner, stride = source
-        kind, block, constants = _constants(tensor.dtype, count, _layout_of(source))
-        programs = self._programs_for(elements, block, tensor.device)
-        numbers = position, elements, inner, stride
         address, target = tensor.data_ptr(), rows.data_ptr()
-        key = read_key(tensor.device, kind, address, target, *numbers, *constants)
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[programs, 1, 1](address, target, *numbers, *constants)
+        key = read_key(tensor.dtype, count, tensor.get_device(), address, target, elements, inner, stride)
+        known = self._reads.get(key)
+        if known is None:
+            without_modes(self._first_read, key, source, rows, position, count)
             return
-        view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
-        self._keep(key, self._kernel.read[(programs,)](view, rows, *numbers, *constants))
+        compiled, block, most, constants = known
+        programs = min(-(-elements // block), most)
+        compiled[programs, 1, 1](address, target, position, elements, inner, stride, *constants)
 
-    def read_many(self, readings: list[Reading], rows: torch.Tensor) -> None:
+    def _first_read(self, key: Any, source: Source, rows: torch.Tensor, position: int, count: bool) -> None:
+        """An ordinary launch, which compiles the kernel where Triton has not done so yet."""
+        tensor, elements, inner, stride = source
+        kind, block, constants = _constants(tensor.dtype, count, layout_of(elements, stride))
+        most = self._most_programs(tensor.device)
+        view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
+        launch = self._kernel.read[(min(-(-elements // block), most),)]
+        compiled = launch(view, rows, position, elements, inner, stride, *constants)
+        if self._is_direct and compiled is not None:
+            self._reads[key] = compiled, block, most, constants
+
+    def read_many(self, readings: Readings, rows: torch.Tensor) -> None:
         """See `Reader`. One launch for all tensors of one dtype and layout, as torch's foreach operations do it.
 
         A table on the device says which programs read which tensor. It is copied there without waiting.
         """
         device = rows.device
-        earlier = [0] * _ROWS
-        groups: dict[tuple[Any, ...], _Group] = {}
-        for source, position, counted, known in readings:
-            if known is not None:
-                earlier[position] = known[0].data_ptr() + 24 * known[1]
-            if source is not None:
-                tensor, elements, inner, stride = source
-                kind, block, constants = _constants(tensor.dtype, counted, _layout_of(source))
-                address, before = tensor.data_ptr(), position
-            else:
-                kind, block, constants = _constants(torch.float32, False, 0)
-                elements = inner = stride = address = before = 0
-            variant = kind.read_as, (address % 16 == 0, *constants, known is not None)
-            group = groups.get(variant) or groups.setdefault(variant, _Group())
-            programs = self._programs_for(elements, block * _BLOCKS, device)
-            group.table += group.programs, programs, address, position, elements, inner, stride, before
-            group.programs += programs
-        table = _on(device, sum((group.table for group in groups.values()), earlier))
+        make = tables if _native_tables is None else _native_tables
+        earlier, groups = make(readings.entries, _share_of, self._most_programs(device), _ROWS)
+        table = _on(device, b"".join([earlier, *(entries for _, _, entries in groups)]))
         at = _ROWS
-        for (dtype, constants), group in groups.items():
+        for variant, programs, entries in groups:
+            kind, _, constants = _constants(*_parts_of(variant))
             tensors = table[at:], table, rows
             addresses = [each.data_ptr() for each in tensors]
-            numbers = len(group.table) // _ENTRY, self._kernel.element(dtype), *constants
-            key = device, "many", dtype, constants, *(each % 16 == 0 for each in addresses)
+            number = len(entries) // (8 * _ENTRY)
+            arguments = number, self._kernel.element(kind.read_as), bool(variant & 2), *constants, bool(variant & 1)
+            key = device, "many", variant, *(each % 16 == 0 for each in addresses)
             compiled = self._compiled.get(key)
             if compiled is not None:
-                compiled[group.programs, 1, 1](*addresses, *numbers)
+                compiled[programs, 1, 1](*addresses, *arguments)
             else:
-                self._keep(key, self._kernel.read_many[(group.programs,)](*tensors, *numbers))
-            at += len(group.table)
+                self._keep(key, self._kernel.read_many[(programs,)](*tensors, *arguments))
+            at += number * _ENTRY
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """See `Reader`."""
@@ -113,28 +119,55 @@ class TritonReader:
         if self._is_direct and compiled is not None:
             self._compiled[key] = compiled
 
-    def _programs_for(self, elements: int, share: int, device: torch.device) -> int:
-        """One program for each `share` of the elements, but no more than keep the device's memory busy."""
+    def _most_programs(self, device: torch.device) -> int:
+        """As many as keep the device's memory busy: a tensor gets no more."""
         most = self._programs.get(device)
         if most is None:
             most = 3
             if device.type == "cuda":
                 most = 4 * torch.cuda.get_device_properties(device).multi_processor_count
             self._programs[device] = most
-        return max(1, min(-(-elements // share), most))
+        return most
 
 
-class _Group:
-    """The tensors of one launch of `read_many`."""
+def tables(
+    entries: bytes, share_of: Callable[[int], int], most: int, rows: int
+) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+    """The launches that read the entries of Readings: (variant, programs, table) of each; and before these a list with
+    the address of each row's earlier numbers, 0 if it has none. See `read_many` in kernel.py.
 
-    def __init__(self) -> None:
-        self.programs = 0
-        self.table: list[int] = []
+    A tensor gets a program for each `share_of(variant)` of its elements, `most` at most. `rows`: how long the list is.
+    worker/native has the same in C.
+    """
+    kept = array("q", bytes(8 * rows))
+    programs: dict[int, int] = {}
+    found: dict[int, list[bytes]] = {}
+    for code, counted, position, address, elements, inner, stride, earlier in ENTRY.iter_unpack(entries):
+        kept[position] = earlier
+        layout = layout_of(elements, stride)
+        variant = code << 8 | layout << 3 | counted << 2 | (address % 16 == 0) << 1 | (earlier != 0)
+        first = programs.get(variant, 0)
+        own = max(1, min(-(-elements // share_of(variant)), most))
+        programs[variant] = first + own
+        before = position if address else 0
+        found.setdefault(variant, []).append(ENTRY.pack(first, own, address, position, elements, inner, stride, before))
+    return kept.tobytes(), [(variant, programs[variant], b"".join(parts)) for variant, parts in found.items()]
 
 
-def _layout_of(source: Source) -> int:
+def _parts_of(variant: int) -> tuple[torch.dtype, bool, int]:
+    """Arguments of `_constants`."""
+    return DTYPES[variant >> 8], bool(variant & 4), variant >> 3 & 3
+
+
+@functools.cache
+def _share_of(variant: int) -> int:
+    """Elements that a program of `read_many` reads."""
+    return _constants(*_parts_of(variant))[1] * _BLOCKS
+
+
+def layout_of(elements: int, stride: int) -> int:
     """The kernels' LAYOUT."""
-    return 0 if source.stride == 0 else 1 if source.elements < _INT32 else 2
+    return 0 if stride == 0 else 1 if elements < _INT32 else 2
 
 
 @functools.cache
@@ -145,31 +178,23 @@ def _constants(dtype: torch.dtype, count: bool, layout: int) -> tuple[Kind, int,
     return kind, deep * kind.wide, (kind.code, count and dtype in LOW_PRECISION, layout, deep, kind.wide)
 
 
-def _on(device: torch.device, numbers: list[int]) -> torch.Tensor:
+def _on(device: torch.device, integers: bytes) -> torch.Tensor:
     """Integers on the device, without waiting: torch keeps the pinned memory until the copy is done."""
-    table = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    return table.to(device, non_blocking=True)
+    table = torch.frombuffer(bytearray(integers), dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def read_key(
-    device: torch.device,
-    kind: Kind,
-    address: int,
-    target: int,
-    position: int,
-    elements: int,
-    inner: int,
-    stride: int,
-    *constants: Any,
+    dtype: torch.dtype, count: bool, device: int, address: int, target: int, elements: int, inner: int, stride: int
 ) -> tuple[Any, ...]:
     """The key of a call of `kernel.read`. Calls with the same key run the same compiled kernel.
 
     Triton compiles a kernel for the types of the arguments (an integer has 32 or 64 bits), for whether 16 divides each
-    pointer, and for the values of the constants.
+    pointer, and for the values of the constants. These follow from `dtype`, `count` and the layout.
     """
-    wide = position >= _INT32 or elements >= _INT32 or inner >= _INT32 or stride >= _INT32
+    wide = elements >= _INT32 or inner >= _INT32 or stride >= _INT32
     sizes = (elements < _INT32, inner < _INT32, stride < _INT32) if wide else None
-    return device, kind.read_as, address % 16 == 0, target % 16 == 0, sizes, constants
+    return dtype, count, device, address % 16 == 0, target % 16 == 0, stride == 0, sizes
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -13,7 +15,7 @@ from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, Encoding, NonFinite, Value, headroom
-from gpuwatch.worker.stats.device_reader import KINDS, TorchReader
+from gpuwatch.worker.stats.device_reader import KINDS, KnownWeight, TorchReader
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.notable import Notable
 from gpuwatch.worker.stats.stream_buffer import runs
@@ -374,6 +376,72 @@ def test_a_weight_is_read_where_its_earlier_numbers_do_not_help(recorder, where)
     assert values_of(recorder, 0)[-1] == tuple(measure(weight)[:3])
 
 
+# -- frames of the native writer ------------------------------------------------------------------------------------
+
+
+def as_native(pages, values, weights=(), known=(), count=False):
+    """What the native writer asks for: the answer of `read_frame`."""
+    fresh = [*values, *weights]
+    known = [KnownWeight(weakref.ref(weight), weight._version, 0, row) for weight, row in known]
+    first = fresh[0] if fresh else known[0].tensor()
+    return pages.read_frame(first, fresh, [tensor.numel() for tensor in fresh], len(values), known, count)
+
+
+@each_device
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("count", [False, True])
+def test_a_frame_of_the_native_writer_has_its_values_side_by_side(recorder, device, together, count):
+    pages = device_buffer(recorder, device)
+    tensors = [torch.full((3,), float(each), dtype=torch.float16, device=device) for each in range(1, 5)]
+    page = recorder.begin_page(0, 0, 0)
+    pages.measure(torch.tensor(7.0, device=device))
+    with pages.together() if together else nullcontext():
+        index, rows = as_native(pages, tensors[:2], tensors[2:], count=count)
+    pages.flush()
+    again, none = as_native(pages, [torch.tensor(9.0, device=device)], known=list(zip(tensors[2:], rows, strict=True)))
+    recorder.end_page(page)
+    assert (index, again, len(rows), none) == (1, 5, 2, [])
+    found = values_of(recorder, 0)
+    measured = [measure(tensor.cpu(), count)[:3] for tensor in tensors]
+    assert found[1:5] == measured
+    assert found[6:] == measured[2:]
+
+
+def test_a_frame_that_does_not_fit_begins_the_next_segment(recorder):
+    pages = device_buffer(recorder, "cpu", driver=LateDevice(3))
+    page = recorder.begin_page(0, 0, 0)
+    tensors = [torch.tensor(float(each)) for each in range(7)]
+    indices = [as_native(pages, tensors)[0] for _ in range(100)]
+    recorder.end_page(page)
+    pages.finish()
+    in_a_segment = layout.VALUES_PER_SEGMENT // 7
+    assert indices == list(range(0, 700, 7))
+    assert [value.abs_max for value in values_of(recorder, 0)] == [float(each) for each in range(7)] * 100
+    assert recorder.fields[Field.SEGMENT] == -(-100 // in_a_segment) - 1
+
+
+@pytest.mark.parametrize("where", ["another stream", "not yet packed", "a captured graph", "after a captured graph"])
+def test_what_the_native_writer_cannot_know_is_left_to_python(recorder, where):
+    late = LateDevice()
+    pages = device_buffer(recorder, "cpu", driver=late)
+    weight = torch.tensor([1.0, -2.0])
+    page = recorder.begin_page(0, 0, 0)
+    _, (row,) = as_native(pages, [torch.tensor(3.0)], [weight])
+    if where == "after a captured graph":
+        late.capturing = True
+        recorder.end_page(page)  # the segment cannot be sent now
+        late.capturing = False
+        recorder.begin_page(0, 1, 0)
+    elif where != "not yet packed":
+        pages.flush()
+    late.current = 1 if where == "another stream" else 0
+    late.capturing = where == "a captured graph"
+    before = recorder.value_count
+    assert as_native(pages, [torch.tensor(4.0)], known=[(weight, row)]) is None
+    assert recorder.value_count == before
+    assert len(pages._buffers[0, 0].weights) == 0
+
+
 # -- many tensors in one launch -------------------------------------------------------------------------------------
 
 
@@ -403,7 +471,7 @@ def test_each_stream_of_a_section_has_a_launch_of_its_own(recorder):
         for each in range(30):
             late.current = each % 3
             pages.measure(torch.tensor(float(each)))
-    assert [len(readings) for readings in reader.together] == [10, 10, 10]
+    assert [len(readings.tensors) for readings in reader.together] == [10, 10, 10]
     recorder.end_page(page)
     pages.finish()
     assert [value.abs_max for value in values_of(recorder, 0)] == list(range(30))
@@ -459,7 +527,7 @@ def test_weights_seen_again_wait_for_one_launch_at_the_flush(recorder):
     _, _, page = weights_seen_again(recorder, reader)
     assert reader.together == []
     recorder.end_page(page)
-    assert [len(readings) for readings in reader.together] == [5]
+    assert [len(readings.tensors) for readings in reader.together] == [5]
     assert [value.abs_max for value in values_of(recorder, 1)][1:] == [100.0] * 5
 
 
@@ -500,7 +568,7 @@ def test_weights_wait_while_a_graph_is_captured(recorder):
     page = recorder.begin_page(0, 2, 0)
     pages.measure(torch.tensor(3.0))
     recorder.end_page(page)
-    assert [len(readings) for readings in reader.together] == [5]
+    assert [len(readings.tensors) for readings in reader.together] == [5]
     assert [value.abs_max for value in values_of(recorder, 1)][1:] == [100.0] * 5
 
 

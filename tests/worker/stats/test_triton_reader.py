@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpuwatch.worker.stats.device_reader import KINDS, Reading, fresh_rows, source_of
-from gpuwatch.worker.stats.triton_reader import TritonReader, read_key
+from gpuwatch.worker.stats.device_reader import KINDS, Readings, Waiting, fresh_rows, source_of
+from gpuwatch.worker.stats.triton_reader import TritonReader, _constants, layout_of, read_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,8 +68,8 @@ def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel):
     rows = fresh_rows(40, torch.device("cpu"))
     large, small, half = torch.ones(40_000), torch.ones(30), torch.ones(30, dtype=torch.float16)
     for _ in range(2):
-        readings = [Reading(source_of(each), at, True) for at, each in enumerate((large, half, small, small[::2]), 10)]
-        reader.read_many(readings, rows)
+        sources = [source_of(each) for each in (large, half, small, small[::2])]
+        reader.read_many(Readings([Waiting(sources, 10, True)], rows.device), rows)
     assert len(kernel.read_many.ordinary) == len(kernel.read_many.direct) == 3
     ((grid, (table, earlier, target, *constants)), *_) = kernel.read_many.ordinary
     assert (grid, target) == ((4,), rows)
@@ -125,10 +125,14 @@ def test_calls_with_one_key_are_one_specialisation_to_triton(data):
         kind = KINDS[dtype]
         rows = fresh_rows(4, torch.device("cpu"))
         size = st.sampled_from([0, 1, 16, 17, 5000, (1 << 31) - 1, 1 << 31, 1 << 33])
-        numbers = [data.draw(st.integers(0, 239)), data.draw(size), data.draw(size), data.draw(size)]
-        constants = [kind.code, data.draw(st.booleans()), data.draw(st.sampled_from([0, 1])), kind.deep, kind.wide]
-        key = read_key(tensor.device, kind, tensor.data_ptr(), rows.data_ptr(), *numbers, *constants)
-        _, specialisation, _ = bind(tensor.view(kind.read_as), rows, *numbers, *constants)
+        position, sizes, count = (
+            data.draw(st.integers(0, 239)),
+            [data.draw(size) for _ in range(3)],
+            data.draw(st.booleans()),
+        )
+        _, _, constants = _constants(dtype, count, layout_of(sizes[0], sizes[2]))
+        key = read_key(dtype, count, -1, tensor.data_ptr(), rows.data_ptr(), *sizes)
+        _, specialisation, _ = bind(tensor.view(kind.read_as), rows, position, *sizes, *constants)
         return key, specialisation
 
     key, specialisation = call()
@@ -161,7 +165,7 @@ def test_direct_launches_give_what_ordinary_ones_give():
                 packed = reader.pack(rows, len(tensors))
             found.append(packed.tolist())
             for _ in range(2):
-                reader.read_many([Reading(source_of(each), at, True) for at, each in enumerate(tensors)], rows)
+                reader.read_many(Readings([Waiting([source_of(each) for each in tensors], 0, True)], rows.device), rows)
                 packed = reader.pack(rows, len(tensors))
             found.append(packed.tolist())
         assert found == [found[0]] * 4

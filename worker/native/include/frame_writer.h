@@ -20,8 +20,10 @@
    `earlier`, are weights. `elements`: how many lie in one piece of a tensor's memory, in order; 0: not known. `earlier`: what
    the last call for this weight, version and step has returned for it, or None. `count`: also count zeros and subnormals.
    Returned are the index of each tensor's value, which is in the page by then, None if it cannot be measured; and the numbers
-   of each weight. */
-#define EACH_OPTIONAL(DO) DO(device_frame)
+   of each weight. And None, or what does the same for ordinary tensors, whose values lie side by side:
+   device_read(tensor, fresh, elements, values, known, count) -> (index, [numbers, ...]) | None. See
+   DeviceStatsBuffer.read_frame. */
+#define EACH_OPTIONAL(DO) DO(device_frame) DO(device_read)
 
 /* A shape, and its id in `shapes`. */
 enum { RECENT_DIMS = 5, RECENT_SHAPES = 64 };

@@ -12,7 +12,7 @@
     DO(next_id) DO(_version) DO(_parameters) DO(_backward_hooks) DO(_register_hook_dict) DO(_attached) DO(_page)    \
     DO(before_parameter) DO(requires_grad) DO(watch_output) DO(watch_parameter) DO(of_output) DO(of_parameter)      \
     DO(_is_compiling_flag) DO(untyped_storage) DO(nbytes) DO(data_ptr) DO(rootRank)                                   \
-    DO(_get_sequence_number_for_group)
+    DO(_get_sequence_number_for_group) DO(is_neg) DO(packed)
 #define DECLARE_NAME(NAME) extern PyObject *s_##NAME;
 EACH_NAME(DECLARE_NAME)
 
@@ -28,6 +28,9 @@ PyObject *wrong(const char *expected);
 /* Whether a weak reference is to `object`, and whether its object is alive. */
 int is_ref_to(PyObject *ref, PyObject *object);
 int is_alive(PyObject *ref);
+
+/* The object of a weak reference; NULL, with no exception set, if it is gone. */
+PyObject *object_of(PyObject *ref);
 
 /* An integer, and an attribute that is one. 0 if it is not, with no exception set: the Python path will say why. */
 int integer_from(PyObject *object, int64_t *number);

@@ -54,6 +54,9 @@ int read_rows(FrameWriter *self, Frame *frame, int64_t step);
 int make_memories(FrameWriter *self, Frame *frame, int64_t step);
 void remember(FrameWriter *self, Frame *frame);
 
+/* (ref, version, step, numbers) of a weight; NULL with an exception set. Takes over `numbers`, which may be NULL. */
+PyObject *known_of(const Row *row, PyObject *ref, int64_t step, PyObject *numbers);
+
 /* A TensorStats of Python (core's `numbers`); NULL with an exception set. */
 PyObject *stats_of(PyTypeObject *type, int64_t low, int64_t high, int64_t meta, int64_t kind);
 

@@ -1,0 +1,173 @@
+/* The rows of tensors on a device. Their reader is in Python: worker/stats/device_buffer.py. */
+
+#include "device_rows.h"
+
+#include "frame_store.h"
+#include "objects.h"
+
+/* The index of a value in the page, or None if there is none; 0 with an exception set */
+static int set_value(Row *row, PyObject *index)
+{
+    row->kind = index == Py_None ? KIND_NOT_MEASURABLE : KIND_MEASURED;
+    row->value = index == Py_None ? NOTHING : PyLong_AsLongLong(index);
+    return !PyErr_Occurred();
+}
+
+/* The numbers of a weight that were returned before, or None. Borrowed. */
+static PyObject *earlier_of(const Row *row)
+{
+    return row->known != NULL ? PyTuple_GET_ITEM(row->known, 3) : Py_None;
+}
+
+/* Make `known` of a weight, for its next frame, if there are other `numbers` than before; 0 with an exception set. */
+static int know(Row *row, PyObject *numbers, int64_t step)
+{
+    PyObject *known = NULL;
+    if (numbers == earlier_of(row))
+        return 1;
+    if (numbers != Py_None) {
+        PyObject *ref = PyWeakref_NewRef(row->object, NULL);
+        known = ref != NULL ? known_of(row, ref, step, Py_NewRef(numbers)) : NULL;
+        Py_XDECREF(ref);
+    }
+    Py_XSETREF(row->known, known);
+    row->is_known_new = known != NULL;
+    return known != NULL || numbers == Py_None;
+}
+
+static int append(PyObject *list, PyObject *item)
+{
+    const int good = item != NULL && PyList_Append(list, item) == 0;
+    Py_XDECREF(item);
+    return good;
+}
+
+/* The rows of a frame that lie on a device. Weights come last: if something else of the frame is non-finite, a weight is
+   read that would keep its earlier numbers. */
+typedef struct {
+    Row *rows[MOST_ROWS];
+    int64_t elements[MOST_ROWS]; /* of each: see `elements_in_order`; 0 for a weight that was read before */
+    int used, values, fresh;     /* of these are no weights; were not read before */
+} Asked;
+
+static int is_asked(const Row *row, int part)
+{
+    return row->on_device && part == (row->is_weight ? 1 + (row->known != NULL) : 0);
+}
+
+static void gather(Frame *frame, Asked *asked)
+{
+    asked->used = 0;
+    for (int part = 0; part < 3; part++) {
+        for (int i = 0; i < frame->used; i++) {
+            Row *row = &frame->rows[i];
+            if (!is_asked(row, part))
+                continue;
+            asked->elements[asked->used] = part < 2 ? elements_in_order(row->object, &row->view) : 0;
+            asked->rows[asked->used++] = row;
+        }
+        if (part == 0)
+            asked->values = asked->used;
+        if (part == 1)
+            asked->fresh = asked->used;
+    }
+}
+
+/* Whether all of them are on one device, and nothing about them is for Python to find out. */
+static int are_simple(const Asked *asked)
+{
+    const DLTensor *first = &asked->rows[0]->view.dl;
+    for (int i = 0; i < asked->used; i++) {
+        const DLTensor *tensor = &asked->rows[i]->view.dl;
+        if ((i < asked->fresh && asked->elements[i] == 0) || tensor->device.type != first->device.type ||
+            tensor->device.id != first->device.id)
+            return 0;
+    }
+    return 1;
+}
+
+/* Call `device_read`: a new reference, or NULL with an exception set. */
+static PyObject *read_simple(FrameWriter *self, const Asked *asked, int count)
+{
+    PyObject *fresh = PyList_New(0), *elements = PyList_New(0), *known = PyList_New(0), *found = NULL;
+    PyObject *values = PyLong_FromLong(asked->values);
+    int good = fresh != NULL && elements != NULL && known != NULL && values != NULL;
+    for (int i = 0; good && i < asked->used; i++)
+        good = i >= asked->fresh ? PyList_Append(known, asked->rows[i]->known) == 0
+                                 : PyList_Append(fresh, asked->rows[i]->object) == 0 &&
+                                       append(elements, PyLong_FromLongLong(asked->elements[i]));
+    if (good)
+        found = PyObject_CallFunctionObjArgs(self->device_read, asked->rows[0]->object, fresh, elements, values, known,
+                                             count ? Py_True : Py_False, NULL);
+    Py_XDECREF(fresh);
+    Py_XDECREF(elements);
+    Py_XDECREF(known);
+    Py_XDECREF(values);
+    return found;
+}
+
+/* 1 if they are being read; 0, and nothing was done, if `device_frame` must be asked; -1 if it has failed. */
+static int read_side_by_side(FrameWriter *self, const Asked *asked, int64_t step, int count)
+{
+    long long first;
+    PyObject *numbers;
+    if (self->device_read == NULL || !are_simple(asked))
+        return 0;
+    PyObject *found = read_simple(self, asked, count);
+    if (found == Py_None) {
+        Py_DECREF(found);
+        return 0;
+    }
+    int good = found != NULL && PyTuple_CheckExact(found) && PyArg_ParseTuple(found, "LO!", &first, &PyList_Type, &numbers) &&
+               PyList_GET_SIZE(numbers) == asked->fresh - asked->values;
+    for (int i = 0; good && i < asked->used; i++) {
+        asked->rows[i]->kind = KIND_MEASURED;
+        asked->rows[i]->value = first + i;
+        if (i >= asked->values && i < asked->fresh)
+            good = know(asked->rows[i], PyList_GET_ITEM(numbers, i - asked->values), step);
+    }
+    Py_XDECREF(found);
+    return good ? 1 : -1;
+}
+
+/* Call `device_frame`: a new reference, or NULL with an exception set. */
+static PyObject *read_any(FrameWriter *self, const Asked *asked, int count)
+{
+    PyObject *tensors = PyList_New(0), *elements = PyList_New(0), *earlier = PyList_New(0), *found = NULL;
+    int good = tensors != NULL && elements != NULL && earlier != NULL;
+    for (int i = 0; good && i < asked->used; i++)
+        good = PyList_Append(tensors, asked->rows[i]->object) == 0 &&
+               append(elements, PyLong_FromLongLong(asked->elements[i])) &&
+               (i < asked->values || PyList_Append(earlier, earlier_of(asked->rows[i])) == 0);
+    if (good)
+        found = PyObject_CallFunctionObjArgs(self->device_frame, tensors, elements, earlier, count ? Py_True : Py_False,
+                                             NULL);
+    Py_XDECREF(tensors);
+    Py_XDECREF(elements);
+    Py_XDECREF(earlier);
+    return found;
+}
+
+static int read_others(FrameWriter *self, const Asked *asked, int64_t step, int count)
+{
+    PyObject *indices, *numbers, *found = read_any(self, asked, count);
+    int good = found != NULL && PyTuple_CheckExact(found) &&
+               PyArg_ParseTuple(found, "O!O!", &PyList_Type, &indices, &PyList_Type, &numbers) &&
+               PyList_GET_SIZE(indices) == asked->used && PyList_GET_SIZE(numbers) == asked->used - asked->values;
+    for (int i = 0; good && i < asked->used; i++)
+        good = set_value(asked->rows[i], PyList_GET_ITEM(indices, i)) &&
+               (i < asked->values || know(asked->rows[i], PyList_GET_ITEM(numbers, i - asked->values), step));
+    Py_XDECREF(found);
+    return good;
+}
+
+int read_device_rows(FrameWriter *self, Frame *frame, int64_t step)
+{
+    Asked asked;
+    const int count = frame->batch % COUNT_EVERY == 0;
+    gather(frame, &asked);
+    if (asked.used == 0)
+        return 1;
+    const int done = read_side_by_side(self, &asked, step, count);
+    return (done > 0 || (done == 0 && read_others(self, &asked, step, count))) && follow_segment(self, frame);
+}

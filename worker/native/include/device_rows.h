@@ -1,0 +1,11 @@
+/* The numbers of a frame's tensors on a device: a reader in Python starts to read them. */
+
+#ifndef GPUWATCH_DEVICE_ROWS_H
+#define GPUWATCH_DEVICE_ROWS_H
+
+#include "rows.h"
+
+/* Give every tensor on a device a value of the page, and have it read. 0 if Python must write the frame. */
+int read_device_rows(FrameWriter *self, Frame *frame, int64_t step);
+
+#endif

@@ -1,0 +1,15 @@
+/* What a launch on a device reads: worker/stats/device_reader.py. */
+
+#ifndef GPUWATCH_READINGS_H
+#define GPUWATCH_READINGS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* readings(exchange, types, waiting, at, tensors, earlier, device type, device id), for Python. */
+PyObject *readings(PyObject *module, PyObject *const *args, Py_ssize_t given);
+
+/* tables(entries, share_of, most, rows), for Python: worker/stats/triton_reader.py. */
+PyObject *tables(PyObject *module, PyObject *const *args, Py_ssize_t given);
+
+#endif
