@@ -183,8 +183,8 @@ _SIZE_OF_ROW = 3 * 8
 _GONE = CODES[torch.float32], 0
 """As dtype and count: a weight that is gone, or was changed since, is not read. Its earlier numbers are kept."""
 _TYPES = _TENSOR, _PARAMETER
-_DLPACK_TYPES = {"cpu": 1, "cuda": 2}
-"""DLDeviceType of dlpack.h. ROCm has another one, so that there Python makes the entries."""
+_DLPACK_TYPES = {"cpu": 1, "cuda": 10 if torch.version.hip else 2}
+"""DLDeviceType of dlpack.h"""
 _EXCHANGE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from gpuwatch.core.judge import Limits
+from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.core.values import COUNTED
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats import device_reader, notable, triton_reader
@@ -193,6 +194,17 @@ def test_a_position_outside_of_the_list_is_refused(position: int) -> None:
     entry = ENTRY.pack(1, 0, position, 16, 5, 5, 0, 0)
     with pytest.raises(ValueError, match="position"):
         triton_reader._native_tables(entry, lambda variant: 64, 3, 256)
+
+
+def test_every_value_of_a_segment_may_be_a_variant_of_its_own() -> None:
+    codes = range(1, VALUES_PER_SEGMENT + 2)
+    packed = [ENTRY.pack(code, 0, code, 16, 5, 5, 0, 0) for code in codes]
+    most = b"".join(packed[:-1])
+    assert triton_reader._native_tables(most, lambda variant: 64, 3, 256) == triton_reader.tables(
+        most, lambda _: 64, 3, 256
+    )
+    with pytest.raises(ValueError, match="too many variants"):
+        triton_reader._native_tables(b"".join(packed), lambda variant: 64, 3, 256)
 
 
 def test_an_error_of_the_share_is_told() -> None:

@@ -51,8 +51,8 @@ typedef struct {
     int64_t device_type, device_id; /* of the rows: what has moved to another device since is not read */
 } Launched;
 
-/* Fill the entry of a tensor; 0 if Python must do it. `tensor` becomes None if it is on another device. */
-static int fill_tensor(const Launched *launched, PyObject **tensor, int counted, int64_t *entry)
+/* Fill the entry of a tensor; 0 if Python must do it. `tensor` becomes None if a known weight is on another device. */
+static int fill_tensor(const Launched *launched, PyObject **tensor, int known, int counted, int64_t *entry)
 {
     TensorView view;
     PyObject *type = (PyObject *)Py_TYPE(*tensor);
@@ -61,7 +61,7 @@ static int fill_tensor(const Launched *launched, PyObject **tensor, int counted,
         return 0;
     if (view.dl.device.type != launched->device_type || view.dl.device.id != launched->device_id) {
         Py_SETREF(*tensor, Py_NewRef(Py_None));
-        return 1;
+        return known;
     }
     entry[0] = view.dtype;
     entry[1] = counted && (view.dtype == DTYPE_FLOAT16 || view.dtype == DTYPE_BFLOAT16);
@@ -73,11 +73,13 @@ static int fill_tensor(const Launched *launched, PyObject **tensor, int counted,
 /* Fill the entry of an item, and append what it is about; 0 if Python must do it. */
 static int fill(const Launched *launched, PyObject *item, int counted, int64_t *entry)
 {
-    PyObject *earlier = is_known(item) ? PyObject_GetAttr(PyTuple_GET_ITEM(item, 3), s_packed) : Py_NewRef(Py_None);
-    PyObject *tensor = is_known(item) ? unchanged(item) : Py_NewRef(item);
+    const int known = is_known(item);
+    PyObject *earlier = known ? PyObject_GetAttr(PyTuple_GET_ITEM(item, 3), s_packed) : Py_NewRef(Py_None);
+    PyObject *tensor = known ? unchanged(item) : Py_NewRef(item);
     entry[7] = earlier != NULL && earlier != Py_None ? address_of(earlier) : 0;
     entry[6] = 0;
-    int good = earlier != NULL && entry[7] >= 0 && (tensor == Py_None || fill_tensor(launched, &tensor, counted, entry));
+    int good = earlier != NULL && entry[7] >= 0 &&
+               (tensor == Py_None || fill_tensor(launched, &tensor, known, counted, entry));
     if (good && tensor == Py_None) {
         entry[0] = DTYPE_FLOAT32;
         entry[1] = entry[3] = entry[4] = entry[5] = 0;
@@ -152,7 +154,7 @@ PyObject *readings(PyObject *module, PyObject *const *args, Py_ssize_t given)
 
 /* -- tables ------------------------------------------------------------------------------------------------------- */
 
-enum { MOST_VARIANTS = 32 };
+enum { MOST_VARIANTS = VALUES_PER_SEGMENT };
 
 typedef struct {
     int64_t variant, share, programs, tensors;
@@ -172,13 +174,13 @@ static Launch *launch_of(Launch *launches, int *used, int64_t variant, PyObject 
             return &launches[i];
     PyObject *number = PyLong_FromLongLong(variant);
     PyObject *share = number != NULL ? PyObject_CallOneArg(share_of, number) : NULL;
-    Launch *new = &launches[*used];
+    Launch *new = &launches[*used < MOST_VARIANTS ? *used : 0];
     *new = (Launch){.variant = variant, .share = share != NULL ? PyLong_AsLongLong(share) : -1};
     Py_XDECREF(number);
     Py_XDECREF(share);
-    if (!PyErr_Occurred() && (new->share < 1 || *used == MOST_VARIANTS - 1))
+    if (!PyErr_Occurred() && (new->share < 1 || *used == MOST_VARIANTS))
         PyErr_SetString(PyExc_ValueError, "too many variants, or an empty share");
-    *used += 1;
+    *used += *used < MOST_VARIANTS;
     return PyErr_Occurred() ? NULL : new;
 }
 
