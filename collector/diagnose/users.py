@@ -69,6 +69,7 @@ def users_of(calls: Calls, made: list[Frame], roles: list[str]) -> Users:
             users.value = row.value
             if row.value >= 0:
                 _add_users(calls, users, call, row.value)
+                _add_maker(calls, users, call, row.value)
             else:
                 users.unwatched = True
     return users
@@ -105,6 +106,18 @@ def _add_users(calls: Calls, users: Users, call: Frame, value: int) -> None:
             for other in calls.frames
             if other.index > inside.index and calls.parent(other) is None and _uses(other, value)
         ]
+
+
+def _add_maker(calls: Calls, users: Users, call: Frame, value: int) -> None:
+    """Add the call itself if it may have used its output: it has returned something else that it made.
+
+    `weights = self.softmax(scores); return self.out(weights @ v), weights`: with nothing else returned, what it made of
+    the tensor would lead nowhere.
+    """
+    handed = _Known(call.inputs)
+    if any(row.value != value and _can_lead_on(row) and row not in handed for row in call.outputs):
+        users.own_code.append(call.module)
+        users.add(_own_code(calls, call, -1))
 
 
 class OwnCode(NamedTuple):

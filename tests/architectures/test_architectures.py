@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpuwatch.worker.stats.late_device import LateDevice
 
 sys.path.insert(0, str(Path(__file__).parent))  # as run.py, a script, finds its neighbours
 
@@ -32,6 +33,26 @@ def one_thread():
 )
 def test_it_is_watched_without_an_alarm_and_its_faults_are_named(architecture, dtype):
     result = attempt(architecture, dtype)
+
+    assert result.wrong == []
+    assert len(result.right) + len(result.listed) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(each, id=each.name, marks=pytest.mark.sample(4, of="architectures on a late device"))
+        for each in ARCHITECTURES
+    ],
+)
+def test_its_faults_are_named_where_the_numbers_come_late(architecture, monkeypatch):
+    """The graph of a batch is then looked at when the next one has begun."""
+    driver = LateDevice(7)
+    for name in ("hooks.native_writer", "record.rows", "stats.device"):
+        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    result = attempt(architecture, torch.float32, late=True)
 
     assert result.wrong == []
     assert len(result.right) + len(result.listed) == 4

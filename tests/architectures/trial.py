@@ -31,6 +31,8 @@ class Named:
     site: str
     phase: str
     verdict: Any
+    late: bool = False
+    """The numbers came from a device: less is known of the graph."""
 
     @property
     def right(self) -> bool:
@@ -40,8 +42,13 @@ class Named:
 
     @property
     def listed(self) -> bool:
-        """It is not named alone, and among those that are said to come into question."""
-        return self.verdict.certainty == "supported" and f"`{self.site}`" in self.verdict.statement
+        """It is not named alone, and is among those that are said to come into question."""
+        said = self.verdict.statement
+        names = [self.site]
+        if self.late:  # or a module around it is
+            said = said.rpartition("'s backward, by ")[2]
+            names += [self.site[:at] for at, letter in enumerate(self.site) if letter == "."]
+        return self.verdict.certainty == "supported" and any(f"`{name}`" in said for name in names)
 
 
 def train(
@@ -178,7 +185,9 @@ class Result:
         return "; ".join([said, *self.listed, *self.wrong])
 
 
-def attempt(architecture: Architecture, dtype: torch.dtype, faults: int = 2, seed: int = 0) -> Result:
+def attempt(
+    architecture: Architecture, dtype: torch.dtype, faults: int = 2, seed: int = 0, late: bool = False
+) -> Result:
     """A clean training, and so many faults in the forward and in the backward."""
     plain = train(architecture, dtype)
     trained, verdict, ours = watched(architecture, dtype)
@@ -193,7 +202,7 @@ def attempt(architecture: Architecture, dtype: torch.dtype, faults: int = 2, see
     ):
         for site in draw(names, faults, seed):
             _, verdict, ours = watched(architecture, dtype, site, spoil)
-            named = Named(site, phase, verdict)
+            named = Named(site, phase, verdict, late)
             text = f"{phase} of {site}: {verdict.certainty}: {verdict.statement}"
             (result.right if named.right else result.listed if named.listed else result.wrong).append(text)
             result.wrong += [f"our own fault: {fault.message}" for fault in ours]

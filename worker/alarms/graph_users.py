@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,18 +35,30 @@ _SUMS = frozenset(("AddBackward0", "SubBackward0"))
 """They pass gradients on, unless they multiply by an alpha, or sum over what they have repeated (broadcasting)."""
 
 
+class Output(NamedTuple):
+    """An output whose node has to be found: the numbers of its gradient have come later, from a device."""
+
+    shape: tuple[int, ...] | None
+    """None if it is not known."""
+    is_only_one: bool
+    """The module returned nothing else. Of several outputs one may be used in the call itself, and nowhere else."""
+
+
 def graph_users(
-    graphs: Sequence[Graph], module: int, parameter: torch.Tensor | None, *, now: bool = True
+    graphs: Sequence[Graph],
+    module: int,
+    parameter: torch.Tensor | None,
+    output: Output | None = None,
 ) -> list[GraphNode]:
     """What leads from a bad gradient to the gradients above it; empty if that is not known.
 
     The first node is the one that has made the tensor: an output of the module of this id, or `parameter`. Each node
-    names those that have used what it returned by their positions in the list. `graphs` are those of one batch. `now`:
-    the gradient is the one that is being made now. It is not if its numbers came later, from a device.
+    names those that have used what it returned by their positions in the list. `graphs` are those of one batch. The
+    gradient is the one that is being made now. If its numbers came later, from a device, `output` says what is known.
     """
-    running = torch._C._current_autograd_node() if now else None
+    running = torch._C._current_autograd_node() if output is None else None
     users = _Users(graphs)
-    made = users.of_parameter(parameter) if parameter is not None else users.of_output(module, running)
+    made = users.of_parameter(parameter) if parameter is not None else users.of_output(module, running, output)
     return users.towards_the_loss(made) if made is not None else []
 
 
@@ -106,11 +118,15 @@ class _Users:
         """The node that collects the gradient of a parameter."""
         return next((node for node in self._users if getattr(node, "variable", None) is parameter), None)
 
-    def of_output(self, module: int, now: Any) -> Any:
+    def of_output(self, module: int, now: Any, output: Output | None) -> Any:
         """The node that made the module's output: the one whose gradient is being made now, or the only one."""
         if now in self._users and self._module(now) == module:
             return now
-        found = [node for node in self._users if self._module(node) == module and self._is_output(node)]
+        found = [node for node in self._users if self._module(node) == module]
+        if output is None or output.is_only_one:
+            found = [node for node in found if self._is_output(node)]
+        if output is not None and (output.shape is not None or not output.is_only_one):
+            found = [node for node in found if output.shape in _shapes(node)]
         return found[0] if len(found) == 1 else None
 
     def _call(self, node: Any) -> NodesOfCall | None:
@@ -191,6 +207,11 @@ def _keeps_shape(node: Any) -> bool:
     """Whether what a node was handed has the shape of what it returned: nothing was repeated."""
     shapes = [_shape(used, output) for used, output in node.next_functions if used is not None]
     return all(shape is not None and shape == _shape(node, 0) for shape in shapes)
+
+
+def _shapes(node: Any) -> list[tuple[int, ...]]:
+    """The shapes of all that a node returned, as far as torch tells."""
+    return [tuple(returned.shape) for returned in getattr(node, "_input_metadata", ())]
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...] | None:

@@ -33,7 +33,7 @@ from ...core.values import NonFinite, decode, name_of
 from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
-from ..alarms.graph_users import graph_users
+from ..alarms.graph_users import Output, graph_users
 from ..alarms.judging import Judging, NonFiniteRow
 from ..alarms.look_again import look_again
 from ..compile import traced_hooks as traced
@@ -600,7 +600,10 @@ class Hooks:
             return []
         role = parse_role(bad.row.role)
         if role.kind is RoleKind.GRAD_OUTPUT:
-            return graph_users(graphs, number, None, now=self._sync or self.rows.device_buffer is None)
+            if self._sync or self.rows.device_buffer is None:
+                return graph_users(graphs, number, None)
+            shape = tuple(bad.row.shape) if bad.row.shape is not None else None
+            return graph_users(graphs, number, None, Output(shape, "[" not in role.name))
         owned = ((held(), i.id, name) for held, i, name in list(self._roots.parameters.values()))
         parameter = next((each for each, owner, name in owned if (owner, name) == (number, role.name)), None)
         return graph_users(graphs, number, parameter) if parameter is not None else []

@@ -240,6 +240,33 @@ def test_only_the_modules_own_code_used_it(make):
     assert (found.suspects, found.own_code) == (("block.leave",), ("block",))
 
 
+@pytest.mark.parametrize("others", ["none", "weights", "what it was handed"])
+def test_what_a_module_has_returned_beside_something_else_it_may_have_used_itself(make, others):
+    """Attention returns its weights, and nobody outside uses them: `self.out` and its own code have.
+
+    Without autograd's graph the frames alone are known, as of a device whose numbers came late.
+    """
+    batch = make.Batch()
+    x, v, w, mixed, o, y = (batch.tensor(number) for number in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0))
+    beside = {"none": [], "weights": [o], "what it was handed": [x]}[others]
+    batch.call("block.attn.v", "Linear", given=[x], returned=[v], parent="block.attn")
+    batch.call("block.attn.out", "Linear", given=[mixed], returned=[o], parent="block.attn")
+    batch.call("block.attn", "Attention", given=[x], returned=[*beside, w], parent="block")
+    batch.call("block.norm", "LayerNorm", given=[o if others == "weights" else w], returned=[y], parent="block")
+    batch.call("block", "Block", given=[x], returned=[y])
+    batch.call("", "Net", given=[x], returned=[y])
+    batch.backward("block.norm", "LayerNorm", "output", 1.0)
+    batch.backward("block.attn.out", "Linear", "output", 1.0)
+    batch.backward("block.attn", "Attention", "output[1]" if others != "none" else "output", make.NAN)
+    found = find(batch)
+    if others == "weights":
+        assert (found.module, found.sure) == ("block.attn", False)
+        assert "block.attn.out" in found.suspects
+        assert "block.attn" in found.own_code
+    else:
+        assert "block.attn" not in found.own_code
+
+
 def test_what_the_model_returned_gets_its_gradient_from_outside(make):
     batch = chain(make, head=False)
     batch.backward("head", "Linear", "output", make.INF)
