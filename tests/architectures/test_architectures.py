@@ -9,6 +9,8 @@ import pytest
 import torch
 from gpuwatch.worker.stats.late_device import LateDevice
 
+from ..worker.conftest import use_late_device
+
 sys.path.insert(0, str(Path(__file__).parent))  # as run.py, a script, finds its neighbours
 
 pytest.importorskip("transformers")
@@ -49,9 +51,7 @@ def test_it_is_watched_without_an_alarm_and_its_faults_are_named(architecture, d
 )
 def test_its_faults_are_named_where_the_numbers_come_late(architecture, monkeypatch):
     """The graph of a batch is then looked at when the next one has begun."""
-    driver = LateDevice(7)
-    for name in ("hooks.native_writer", "record.rows", "stats.device"):
-        monkeypatch.setattr(f"gpuwatch.worker.{name}.late_device", lambda: driver)
+    use_late_device(monkeypatch, LateDevice(7))
     result = attempt(architecture, torch.float32, late=True)
 
     assert result.wrong == []

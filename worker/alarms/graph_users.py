@@ -216,5 +216,5 @@ def _shapes(node: Any) -> list[tuple[int, ...]]:
 
 def _shape(node: Any, output: int) -> tuple[int, ...] | None:
     """The shape of what a node returned; None if torch does not tell."""
-    returned = getattr(node, "_input_metadata", ())
-    return tuple(returned[output].shape) if output < len(returned) else None
+    shapes = _shapes(node)
+    return shapes[output] if output < len(shapes) else None

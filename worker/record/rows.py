@@ -18,7 +18,6 @@ from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
-from ..stats.device_reader import KnownWeight
 from ..stats.notable import Notable
 from ..stats.tensor_stats import (
     CODES,
@@ -426,22 +425,14 @@ class Rows:
             self.count = count
             return without_modes(self._device_frame, tensors, elements, earlier)
 
-    def device_read(
-        self,
-        tensor: torch.Tensor,
-        fresh: list[torch.Tensor],
-        elements: list[int],
-        values: int,
-        known: list[KnownWeight],
-        count: bool,
-    ) -> tuple[int, list[DeviceRow]] | None:
+    def device_read(self, *frame: Any) -> tuple[int, list[DeviceRow]] | None:
         """For the native writer: see `DeviceStatsBuffer.read_frame`."""
         with self._lock:
             page, buffer = self._recorder.page, self.device_buffer
             if buffer is None or page is None:
                 return None
             self._send_before_a_collective(buffer)
-            found = buffer.read_frame(tensor, fresh, elements, values, known, count)
+            found = buffer.read_frame(*frame)
             if found is not None and self.expect is not None:
                 self.expect(page)
             return found

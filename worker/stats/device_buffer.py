@@ -207,7 +207,8 @@ class DeviceStatsBuffer:
         nothing is done, if `frame` must do it.
         """
         page = self._recorder.page
-        if page is None or self._unsent is not None or not self._driver.holds(tensor) or self._driver.is_capturing():
+        assert page is not None
+        if self._unsent is not None or not self._driver.holds(tensor) or self._driver.is_capturing():
             return None
         buffer = self._buffer(tensor.device)
         for weight in known:
@@ -298,13 +299,8 @@ class DeviceStatsBuffer:
         rows = buffer.rows
         assert rows is not None
         with self._driver.use(buffer.key, buffer.stream):
-            read = self._reader.read
-            for source in sources:
-                try:
-                    read(source, rows, first, count)
-                except Exception:
-                    self._do("read", source, rows, first, count)
-                first += 1
+            for position, source in enumerate(sources, first):
+                self._do("read", source, rows, position, count)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -221,7 +221,8 @@ class Readings:
             if _is_native:
                 found, at = _native_readings(_EXCHANGE, _TYPES, waiting, at, self.tensors, self.earlier, *place)
                 yield found
-            for items, first, counted in waiting[at : at + 1]:
+            if at < len(waiting):
+                items, first, counted = waiting[at]
                 yield b"".join([self._entry(item, position, counted) for position, item in enumerate(items, first)])
                 at += 1
 

@@ -58,9 +58,9 @@ class Notable:
 
     def any(self, values: Any) -> bool:
         """Whether one of the values from a device, (n, 3) of int64 (low, high, meta), is notable by its encoding."""
-        high, meta = values[:, 1], values[:, 2]
         if _may_be_notable is not None and not _may_be_notable(values, self._of_encoding[0]):
             return False  # nearly all values
+        high, meta = values[:, 1], values[:, 2]
         return bool(self._is_notable(high, meta, *self._of_encoding[:, meta >> 8 & 0xFF]).any())
 
     def _is_notable(self, high: Any, meta: Any, near: Any, largest: Any) -> Any:

@@ -91,7 +91,7 @@ class TritonReader:
             kind, _, constants = _constants(*_parts_of(variant))
             tensors = table[at:], table, rows
             addresses = [each.data_ptr() for each in tensors]
-            number = len(entries) // (8 * _ENTRY)
+            number = len(entries) // ENTRY.size
             arguments = number, self._kernel.element(kind.read_as), bool(variant & 2), *constants, bool(variant & 1)
             key = device, "many", variant, *(each % 16 == 0 for each in addresses)
             compiled = self._compiled.get(key)

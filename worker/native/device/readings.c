@@ -90,16 +90,23 @@ static int fill(const Launched *launched, PyObject *item, int counted, int64_t *
     return good;
 }
 
-/* Fill the entries of one Waiting: (items, first, counted). Returns their number; -1 if Python must do it, and nothing was
+/* The items of a Waiting, (items, first, counted), borrowed; NULL for another object. */
+static PyObject *items_of(PyObject *waiting)
+{
+    if (!PyTuple_Check(waiting) || PyTuple_GET_SIZE(waiting) != 3 || !PyList_Check(PyTuple_GET_ITEM(waiting, 0)))
+        return NULL;
+    return PyTuple_GET_ITEM(waiting, 0);
+}
+
+/* Fill the entries of one Waiting. Returns their number; -1 if Python must do it, and nothing was
    appended. */
 static Py_ssize_t fill_waiting(const Launched *launched, PyObject *waiting, int64_t *entries, Py_ssize_t room)
 {
     const Py_ssize_t before = PyList_GET_SIZE(launched->tensors);
+    PyObject *items = items_of(waiting);
     int64_t first;
-    if (!PyTuple_Check(waiting) || PyTuple_GET_SIZE(waiting) != 3 || !PyList_Check(PyTuple_GET_ITEM(waiting, 0)) ||
-        !integer_from(PyTuple_GET_ITEM(waiting, 1), &first))
+    if (items == NULL || !integer_from(PyTuple_GET_ITEM(waiting, 1), &first))
         return -1;
-    PyObject *items = PyTuple_GET_ITEM(waiting, 0);
     const int counted = PyTuple_GET_ITEM(waiting, 2) == Py_True;
     Py_ssize_t number = 0;
     for (int good = 1; number < PyList_GET_SIZE(items); number++, entries += ENTRY) {
@@ -130,9 +137,8 @@ PyObject *readings(PyObject *module, PyObject *const *args, Py_ssize_t given)
     if (PyErr_Occurred())
         return NULL;
     for (Py_ssize_t i = at; i >= 0 && i < PyList_GET_SIZE(args[2]); i++) {
-        PyObject *waiting = PyList_GET_ITEM(args[2], i);
-        if (PyTuple_Check(waiting) && PyTuple_GET_SIZE(waiting) == 3 && PyList_Check(PyTuple_GET_ITEM(waiting, 0)))
-            room += PyList_GET_SIZE(PyTuple_GET_ITEM(waiting, 0));
+        PyObject *items = items_of(PyList_GET_ITEM(args[2], i));
+        room += items != NULL ? PyList_GET_SIZE(items) : 0;
     }
     const Py_ssize_t size = ENTRY * (Py_ssize_t)sizeof(int64_t);
     PyObject *entries = PyBytes_FromStringAndSize(NULL, room * size);
