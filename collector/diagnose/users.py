@@ -114,8 +114,8 @@ def _add_maker(calls: Calls, users: Users, call: Frame, value: int) -> None:
     `weights = self.softmax(scores); return self.out(weights @ v), weights`: with nothing else returned, what it made of
     the tensor would lead nowhere.
     """
-    handed = _Known(call.inputs)
-    if any(row.value != value and _can_lead_on(row) and row not in handed for row in call.outputs):
+    handed = _values(call.inputs)
+    if any(row.value != value and _can_lead_on(row) and row.value not in handed for row in call.outputs):
         users.own_code.append(call.module)
         users.add(_own_code(calls, call, -1))
 
@@ -129,19 +129,19 @@ class OwnCode(NamedTuple):
 
 def _own_code(calls: Calls, scope: Frame, since: int) -> OwnCode | None:
     """What a module's own code has made after its call `since` that can have a gradient; None if nothing."""
-    known = _Known(scope.inputs)
+    known = _values(scope.inputs)
     free: list[int] = []
     takers: list[Frame] = []
     explained, made = True, False
     children = calls.children(scope)
     for child in children:
-        if child.index > since and any(_can_lead_on(row) and row not in known for row in child.inputs):
+        if child.index > since and any(_can_lead_on(row) and row.value not in known for row in child.inputs):
             takers.append(child)
             explained &= bool(free)
-        known.add(child.outputs)
+        known |= _values(child.outputs)
         returned = [row.value for row in child.outputs if _can_lead_on(row) and row.value >= 0]
         free += [value for value in returned if not any(_uses(other, value) for other in children)]
-    if any(_can_lead_on(row) and row not in known for row in scope.outputs):
+    if any(_can_lead_on(row) and row.value not in known for row in scope.outputs):
         made = True
         explained &= bool(free)
     return OwnCode(takers, explained) if takers or made else None
@@ -152,37 +152,15 @@ def _uses(call: Frame, value: int) -> bool:
     return takes(call, value) and not returns(call, value)
 
 
+def _values(rows: list[Row]) -> set[int]:
+    return {row.value for row in rows if row.value >= 0}
+
+
 def _can_lead_on(row: Row) -> bool:
     """Whether a tensor can have a gradient."""
     if row.kind in ("none", "not_a_tensor", "empty"):
         return False
     return row.dtype.startswith(("float", "bfloat", "complex", "unknown"))
-
-
-class _Known:
-    """Tensors that a module was handed, or that a call in it has returned."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self._values: set[int] = set()
-        self._rows: list[Row] = []
-        self.add(rows)
-
-    def add(self, rows: list[Row]) -> None:
-        """Add what a call has returned."""
-        self._values |= {row.value for row in rows if row.value >= 0}
-        self._rows += [row for row in rows if row.kind == "measured" and row.abs_min != row.abs_max]
-
-    def __contains__(self, row: Row) -> bool:
-        """Whether it is one of these tensors, or has the same numbers: a compiled region returns a copy."""
-        if row.value in self._values:
-            return True
-        return row.kind == "measured" and any(_has_the_same_numbers(row, other) for other in self._rows)
-
-
-def _has_the_same_numbers(row: Row, other: Row) -> bool:
-    if row.shape is not None and other.shape is not None and row.shape != other.shape:
-        return False
-    return (row.abs_min, row.abs_max, row.dtype) == (other.abs_min, other.abs_max, other.dtype)
 
 
 def common(names: list[str]) -> str:

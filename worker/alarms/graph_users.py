@@ -36,29 +36,26 @@ _SUMS = frozenset(("AddBackward0", "SubBackward0"))
 
 
 class Output(NamedTuple):
-    """An output whose node has to be found: the numbers of its gradient have come later, from a device."""
+    """An output whose gradient is bad, and what is known of it to find its node."""
 
+    module: int
+    """The id of the module that returned it."""
     shape: tuple[int, ...] | None
     """None if it is not known."""
     is_only_one: bool
     """The module returned nothing else. Of several outputs one may be used in the call itself, and nowhere else."""
+    maker: Any
+    """The node that is making the gradient now; None if its numbers have come later, from a device."""
 
 
-def graph_users(
-    graphs: Sequence[Graph],
-    module: int,
-    parameter: torch.Tensor | None,
-    output: Output | None = None,
-) -> list[GraphNode]:
-    """What leads from a bad gradient to the gradients above it; empty if that is not known.
+def graph_users(graphs: Sequence[Graph], tensor: torch.Tensor | Output) -> list[GraphNode]:
+    """What leads from the bad gradient of `tensor`, a parameter or an output, to the gradients above it.
 
-    The first node is the one that has made the tensor: an output of the module of this id, or `parameter`. Each node
-    names those that have used what it returned by their positions in the list. `graphs` are those of one batch. The
-    gradient is the one that is being made now. If its numbers came later, from a device, `output` says what is known.
+    Empty if that is not known. The first node is the one that has made the tensor. Each node names those that have used
+    what it returned by their positions in the list. `graphs` are those of one batch.
     """
-    running = torch._C._current_autograd_node() if output is None else None
     users = _Users(graphs)
-    made = users.of_parameter(parameter) if parameter is not None else users.of_output(module, running, output)
+    made = users.of_output(tensor) if isinstance(tensor, Output) else users.of_parameter(tensor)
     return users.towards_the_loss(made) if made is not None else []
 
 
@@ -118,14 +115,14 @@ class _Users:
         """The node that collects the gradient of a parameter."""
         return next((node for node in self._users if getattr(node, "variable", None) is parameter), None)
 
-    def of_output(self, module: int, now: Any, output: Output | None) -> Any:
-        """The node that made the module's output: the one whose gradient is being made now, or the only one."""
-        if now in self._users and self._module(now) == module:
-            return now
-        found = [node for node in self._users if self._module(node) == module]
-        if output is None or output.is_only_one:
+    def of_output(self, output: Output) -> Any:
+        """The node that made the output: the one whose gradient is being made now, or the only one that may be it."""
+        if output.maker in self._users and self._module(output.maker) == output.module:
+            return output.maker
+        found = [node for node in self._users if self._module(node) == output.module]
+        if output.is_only_one:
             found = [node for node in found if self._is_output(node)]
-        if output is not None and (output.shape is not None or not output.is_only_one):
+        if output.shape is not None or not output.is_only_one:
             found = [node for node in found if output.shape in _shapes(node)]
         return found[0] if len(found) == 1 else None
 

@@ -19,10 +19,15 @@ def current_output() -> Any:
     return InstructionTranslator.current_tx().output
 
 
-def traces_one_module(root: RootInfo) -> bool:
-    """Whether the frame that dynamo traces is a method of the root, or of the only module of its class in it."""
+def traced_module() -> torch.nn.Module | None:
+    """The module whose method is the frame that dynamo traces; None if it is no module's."""
     owner = getattr(InstructionTranslator.current_tx(), "f_locals", {}).get("self")  # no f_locals with an older torch
-    if not isinstance(owner, torch.nn.Module):
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def runs_one_module(owner: torch.nn.Module | None, root: RootInfo) -> bool:
+    """Whether a method of `owner` runs one module alone: `owner` is the root, or the only module of its class in it."""
+    if owner is None:
         return False
     same = [info for info in root.modules.values() if info.cls == class_of(owner) and not info.is_wrapper]
     return len(same) <= 1 or any(info.ref() is owner and not info.name for info in same)

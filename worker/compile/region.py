@@ -36,6 +36,18 @@ class RegionFrame:
 
 
 @dataclass
+class RegionGradient:
+    """A gradient that the graph's backward writes to `place`: that of the tensor in this row of this frame."""
+
+    place: int
+    frame: RegionFrame
+    row: RegionRow
+    node: int
+    """Sequence number of the autograd node that made the tensor; 0 if it is not known. A backward goes from the highest
+    to the lowest."""
+
+
+@dataclass
 class _TracedRead:
     """A read in the graph that is being traced. `tensor` is the fake tensor that dynamo traces with."""
 
@@ -52,7 +64,9 @@ class _TracedRead:
 class Region:
     """One graph."""
 
-    def __init__(self, root: ModuleInfo, cls: str) -> None:
+    def __init__(self, root: ModuleInfo, cls: str, owner: torch.nn.Module | None) -> None:
+        self._owner: Callable[[], torch.nn.Module | None] = weakref.ref(owner) if owner is not None else _nothing
+        """The module whose method it is a graph of."""
         self.root = root
         self.cls = cls
         """Class of the first module that was entered."""
@@ -62,15 +76,15 @@ class Region:
         self.frames: list[RegionFrame] = []
         self.places: list[int] = []
         """Places of the forward."""
-        self.gradients: list[int] = []
-        """Places of the backward, in the order of the forward."""
-        self.sources: list[tuple[RegionFrame, RegionRow]] = []
-        """For each place of the backward, the row of the tensor that has this gradient."""
+        self.gradients: list[RegionGradient] = []
+        """Those of the backward, from its last to its first."""
         self.token = new_token()
         self.gradient_token = new_token()
         self._before: torch.fx.Node | None = None
         self.reads: dict[int, _TracedRead] = {}
         """place -> the read that writes it, while the graph is being traced."""
+        self._place_of: dict[torch.fx.Node, int] = {}
+        """Node of a tensor -> the place that its last read writes."""
         self._deferred: list[_TracedRead] = []
         """Reads of the last module that returned."""
         self._output: Callable[[], Any] = _nothing
@@ -95,14 +109,19 @@ class Region:
             return SEEN[self.places[0]] is not None
         return int(buffer._version) != self._version  # each write of the graph raises the buffer's version
 
+    def is_of(self, owner: torch.nn.Module | None) -> bool:
+        """Whether it is a graph of a method of this module."""
+        return owner is not None and self._owner() is owner
+
     def traced_in(self, output: Any) -> None:
         """A module is entered in the trace that dynamo makes `output` of. It is a new one if the last was discarded."""
         if output is self._output():
             return
         self._output = weakref.ref(output)
-        for every in (self.stack, self.frames, self.places, self.gradients, self.sources):
+        for every in (self.stack, self.frames, self.places, self.gradients):
             every.clear()
         self.reads.clear()
+        self._place_of.clear()
         self._deferred.clear()
 
     def move_deferred_reads(self, graph: torch.fx.Graph | None) -> None:
@@ -123,6 +142,12 @@ class Region:
         """The nodes that are traced from here on are a read."""
         self._before = _last_of(graph)
 
+    def place_of_detached(self, graph: torch.fx.Graph | None) -> int:
+        """Where the tensor that has just been detached was read before; -1 if it was not, or has changed since."""
+        last = _last_of(graph)
+        place = self._place_of.get(last.args[0], -1) if last is not None else -1  # type: ignore[arg-type]  # no Node: not found
+        return place if place >= 0 and self.reads[place].is_unchanged else -1
+
     def read_ends(self, graph: torch.fx.Graph | None, place: int) -> None:
         """The nodes since `read_begins` are the read that writes `place`."""
         if graph is None or self._before is None or self._before.graph is not graph:
@@ -132,6 +157,7 @@ class Region:
         if isinstance(tensor, torch.Tensor):
             self.reads[place] = _TracedRead(nodes, tensor, tensor._version)
             self._deferred.append(self.reads[place])
+            self._place_of[nodes[0].args[0]] = place
 
     def moved(self) -> bool:
         """Whether the forward has run since the last call. The gradients of a new batch then follow."""
@@ -142,9 +168,12 @@ class Region:
             if buffer is not None:
                 self._version = int(buffer._version)
             if self._skipped:  # the gradients so far are those of the skipped batch
-                _forget(self.gradients)
+                _forget([gradient.place for gradient in self.gradients])
             self._skipped = False
-            self.reads.clear()  # tracing has ended
+            if self.reads:  # tracing has ended
+                self.reads.clear()
+                self._place_of.clear()
+                self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return what it made long before
             self._next = len(self.gradients) - 1
         return moved
 
@@ -168,7 +197,7 @@ class Region:
         position = self._next
         missed = 0
         while position >= 0 and (all_of_them or missed < 8):
-            place = self.gradients[position]
+            place = self.gradients[position].place
             if SEEN[place] is not None or (ran and on_device(place) is not None):
                 found.append(position)
                 missed = 0

@@ -173,7 +173,7 @@ class RegionPages:
                 without_modes(self._backward, region, found)
             finally:
                 for position in found:
-                    SEEN[region.gradients[position]] = None
+                    SEEN[region.gradients[position].place] = None
 
     def _backward(self, region: Region, found: list[int]) -> None:
         page = region.root.root.page
@@ -183,13 +183,13 @@ class RegionPages:
         mark = Mark.SCALED if self._gradients.scaled else 0
         with self._rows.together():
             for position in found:
-                frame, traced = region.sources[position]
-                if frame.info.watched:
+                gradient = region.gradients[position]
+                info, traced = gradient.frame.info, gradient.row
+                if info.watched:
+                    source = SEEN[gradient.place] or on_device(gradient.place)
                     role = f"grad {traced.role}"
-                    place = region.gradients[position]
-                    source = SEEN[place] or on_device(place)
-                    row = self._rows.traced(frame.info, role, traced.dtype, RowKind.MEASURED, source, mark)
-                    self._frames.put(page, frame.info, Phase.BACKWARD, [row])
+                    row = self._rows.traced(info, role, traced.dtype, RowKind.MEASURED, source, mark)
+                    self._frames.put(page, info, Phase.BACKWARD, [row])
 
 
 def _same(row: Row, other: Row) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch._guards import CompileContext
 
 from ..record.roots import ModuleInfo
-from .dynamo import current_output, is_closed, traces_one_module
+from .dynamo import current_output, is_closed, runs_one_module, traced_module
 from .places import place_on
-from .region import Region, RegionFrame, RegionRow
+from .region import Region, RegionFrame, RegionGradient, RegionRow
 
 
 class Regions:
@@ -62,21 +62,24 @@ class Regions:
         return True
 
     def _knows(self, cls: str) -> bool:
-        """Whether there is a graph of this class. One more could not be told from it, or be compiled for each block.
+        """Whether there is a graph of this class that one more could not be told from, or one is made for each block.
 
-        Where a call breaks, dynamo gives up the trace of its outer frames one by one, and traces the same modules from
-        an inner frame. What was given up is no graph, and the inner frame is not shared if one module alone runs it.
+        A module that is compiled again, for other shapes, has one more graph of its own. Where a call breaks, dynamo
+        gives up the trace of its outer frames one by one, and traces the same modules from an inner frame. What was
+        given up is no graph, and the inner frame is not shared if one module alone runs it.
         """
+        owner = traced_module()
         same = [region for region in self.regions if region.cls == cls]
-        return any(region.has_run for region in same) or any(not traces_one_module(region.root.root) for region in same)
+        others = [region for region in same if region.has_run and not region.is_of(owner)]
+        return bool(others) or any(not runs_one_module(owner, region.root.root) for region in same)
 
     def enter(self, module_id: int) -> int:
         """A module is entered in a graph that is recorded."""
-        module = ctypes.cast(module_id, ctypes.py_object).value
+        module = _module_of(module_id)
         compile_id = CompileContext.current_compile_id()
         region = self._by_compile.get(compile_id)
         if region is None:
-            region = Region(self._resolve(module, None), type(module).__name__)
+            region = Region(self._resolve(module, None), type(module).__name__, traced_module())
             self._by_compile[compile_id] = region
             self.regions.append(region)
         region.traced_in(current_output())
@@ -113,10 +116,12 @@ class Regions:
     def gradient(self, device: str) -> int:
         """A new place for the gradient of the last row's tensor."""
         region = self.region
-        place = place_on(device)
-        region.gradients.append(place)
-        region.sources.append((region.frames[-1], region.frames[-1].rows[-1]))
-        return place
+        frame = region.frames[-1]
+        read = region.reads.get(frame.rows[-1].place)
+        node = read.tensor.grad_fn if read is not None else None
+        number = node._sequence_nr() if node is not None else 0
+        region.gradients.append(RegionGradient(place_on(device), frame, frame.rows[-1], number))
+        return region.gradients[-1].place
 
     @property
     def traced(self) -> Region | None:
@@ -134,3 +139,15 @@ class Regions:
     def gradients(self) -> bool:
         """Whether gradients of activations are recorded."""
         return self._gradients
+
+
+def _module_of(number: int) -> torch.nn.Module:
+    """The module that has this id where dynamo traces it.
+
+    Of a module that it cannot reach from the arguments (in a slice of a ModuleList), torch 2.13 tells the id of its own
+    variable for it.
+    """
+    found = ctypes.cast(number, ctypes.py_object).value
+    module = found if isinstance(found, torch.nn.Module) else found.value
+    assert isinstance(module, torch.nn.Module)
+    return module

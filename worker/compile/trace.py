@@ -78,7 +78,8 @@ def _is_open() -> bool:
     return Regions.current is not None and Regions.current.traced is not None and not is_closed()
 
 
-# The next three depend on how dynamo stores its graph. In a torch version that stores it differently, no read is moved.
+# The next four depend on how dynamo stores its graph. In a torch version that stores it differently, no read is moved
+# or spared.
 
 
 @_constant
@@ -95,6 +96,14 @@ def _read_begins() -> int:
         assert Regions.current is not None
         Regions.current.region.read_begins(current_graph())
     return 0
+
+
+@_constant
+def _place_of_detached() -> int:
+    with suppress(Exception):
+        assert Regions.current is not None
+        return Regions.current.region.place_of_detached(current_graph())
+    return -1
 
 
 @_constant
@@ -195,7 +204,7 @@ def _record(value: Any, role: str, returned: bool, depth: int) -> None:
     elif type(value) in (tuple, list) and depth < 3:
         for position, item in enumerate(value):
             _record(item, f"{role}[{position}]", returned, depth + 1)
-    elif type(value) is dict and depth < 3:
+    elif isinstance(value, dict) and depth < 3:
         for key, item in value.items():
             if type(key) is str:
                 _record(item, f"{role}.{key}", returned, depth + 1)
@@ -209,7 +218,7 @@ def _unmark(value: Any, depth: int) -> None:
     elif type(value) in (tuple, list) and depth < 3:
         for item in value:
             _unmark(item, depth + 1)
-    elif type(value) is dict and depth < 3:
+    elif isinstance(value, dict) and depth < 3:
         for item in value.values():
             _unmark(item, depth + 1)
 
@@ -223,13 +232,16 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         _row(role, known, 0, tensor.dtype, "")
         return
     device = str(tensor.device)
-    place = _row(role, -2, 0, tensor.dtype, device)
     _read_begins()
-    if _in_host_memory(device):
-        torch.ops.gpuwatch.look(tensor.detach(), getattr(BUFFERS, _token()), place)
-    else:
-        getattr(BUFFERS, f"place_{place}").copy_(_numbers(tensor.detach()))
-    _read_ends(place)
+    detached = tensor.detach()
+    known_place = _place_of_detached()
+    place = _row(role, known_place if known_place >= 0 else -2, 0, tensor.dtype, device)
+    if known_place < 0:
+        if _in_host_memory(device):
+            torch.ops.gpuwatch.look(detached, getattr(BUFFERS, _token()), place)
+        else:
+            getattr(BUFFERS, f"place_{place}").copy_(_numbers(detached))
+        _read_ends(place)
     if returned or known >= 0:
         setattr(tensor, MARK, place)
     if returned and tensor.requires_grad and _wants_gradients():

@@ -600,13 +600,13 @@ class Hooks:
             return []
         role = parse_role(bad.row.role)
         if role.kind is RoleKind.GRAD_OUTPUT:
-            if self._sync or self.rows.device_buffer is None:
-                return graph_users(graphs, number, None)
             shape = tuple(bad.row.shape) if bad.row.shape is not None else None
-            return graph_users(graphs, number, None, Output(shape, "[" not in role.name))
+            is_late = self.rows.device_buffer is not None and not self._sync
+            maker = torch._C._current_autograd_node() if not is_late else None
+            return graph_users(graphs, Output(number, shape, "[" not in role.name, maker))
         owned = ((held(), i.id, name) for held, i, name in list(self._roots.parameters.values()))
         parameter = next((each for each, owner, name in owned if (owner, name) == (number, role.name)), None)
-        return graph_users(graphs, number, parameter) if parameter is not None else []
+        return graph_users(graphs, parameter) if parameter is not None else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:
         """Weights that are not what they were when they were last read, the first few of them, and the first of those

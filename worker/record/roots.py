@@ -33,7 +33,8 @@ def _holds(parent: nn.Module | None, module: nn.Module) -> bool:
 
 def _temporary_name(parent: ModuleInfo, module: nn.Module) -> str:
     """The name of a temporary module: one that is no attribute of any module of the model."""
-    cls = type(module).__name__
+    is_graph = any(cls.__name__ == "GraphModule" for cls in type(module).__mro__)  # its own class may be "<lambda>"
+    cls = "GraphModule" if is_graph else type(module).__name__
     return f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>"
 
 

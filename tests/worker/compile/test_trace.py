@@ -381,25 +381,119 @@ class Scaled(Plain):
         return super().forward(x) * self.factor
 
 
-@pytest.mark.parametrize(
-    ("compiled_by", "around"),
-    [
-        (lambda model: torch.compile(model, backend="eager"), True),
-        (lambda model: torch.compile(lambda x: model(x), backend="eager"), False),
-    ],
-    ids=["a wrapper around it", "inside of a function"],
-)
-def test_a_graph_that_is_compiled_again_is_told_as_not_looked_into(watch, compiled_by, around):
+def test_a_function_that_is_compiled_again_is_told_as_not_looked_into(watch):
+    """Whose graph it is then is not known."""
     watched = watch()
     model = Scaled()
-    graph = compiled_by(model)
+    graph = torch.compile(lambda x: model(x), backend="eager")
     for batch in range(4):
         model.factor = 1 + batch // 2
         graph(torch.ones(4, 16)).sum().backward()
     watched.hooks.settle()
     (told,) = watched.of(NotLookedInto)
-    assert (told.module, told.cls, told.around) == ("", "Scaled", around)
+    assert (told.module, told.cls, told.around) == ("", "Scaled", False)
     assert watched.faults == []
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_a_module_that_is_compiled_again_has_both_graphs_looked_into(watch, monkeypatch, on_host):
+    if not on_host:
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    model = Scaled()
+    graph = torch.compile(model, backend="aot_eager")
+    for batch, factor in enumerate((1, 2, 1, 2)):
+        model.factor = factor
+        model.zero_grad()
+        with torch.no_grad():
+            model.block.up.bias[3] = 1.0 if batch < 3 else math.nan
+        graph(torch.full((4, 16), float(batch))).sum().backward()
+    watched.hooks.settle()
+    assert counters["stats"]["unique_graphs"] == 2
+    assert (watched.of(NotLookedInto), watched.faults) == ([], [])
+    names = [[(f.phase, f.module) for f in page.frames] for page in watched.pages if page.frames]
+    assert len(names) == 4
+    assert names[0] == names[1] == names[2] == names[3]
+    inputs = [next(f.rows[-2].abs_max for f in page.frames if f.module == "block.up") for page in watched.pages]
+    assert inputs == [0.0, 1.0, 2.0, 3.0]
+    assert [(a.where.batch, a.module, a.role) for a in watched.anomalies][:1] == [(3, "block.up", "bias")]
+
+
+class Weighing(nn.Module):
+    """Returns what it made before its last layer was called, too, as attention does with its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.value, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, mask):
+        weights = (self.value(x) + mask).softmax(-1)
+        return self.out(weights * x), weights
+
+
+class Weighed(nn.Module):
+    """Its second layer is handed the mask by a keyword, as the first one is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Weighing() for _ in range(3))
+
+    def forward(self, x):
+        mask = (x > 0).float()
+        for layer in self.layers[:2]:
+            x, _ = layer(x, mask=mask)
+        return {"hidden": x}
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = Weighed(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.head(self.inner(x)["hidden"])
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_a_graph_shows_gradients_in_the_order_in_which_they_are_made(watch, monkeypatch, on_host):
+    """A module hands on what it made long before it returned: its gradient comes after that of what came later."""
+    if not on_host:
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+    watched = watch(watch=GRADIENTS)
+    model = Outer()
+    torch.compile(model, backend="aot_eager")(torch.randn(4, 16)).sum().backward()
+    watched.hooks.settle()
+    order = [
+        (f.module, r.role) for f in watched.last.frames if f.phase == "backward" for r in f.rows if "output" in r.role
+    ]
+    assert order == [
+        ("head", "grad output"),
+        ("inner.layers.1.out", "grad output"),
+        ("inner.layers.1", "grad output[1]"),
+        ("inner.layers.1.value", "grad output"),
+        ("inner.layers.0.out", "grad output"),
+        ("inner.layers.0", "grad output[1]"),
+        ("inner.layers.0.value", "grad output"),
+    ]
+    assert watched.faults == []
+
+
+def test_a_graph_reads_a_tensor_once_whoever_is_handed_it(watch):
+    """Even where dynamo has no way from the arguments to the module: in a slice of a ModuleList."""
+    watched = watch(watch=GRADIENTS)
+    model = Outer()
+    torch.compile(model, backend="aot_eager")(torch.randn(4, 16)).sum().backward()
+    watched.hooks.settle()
+    calls = {f.module: f for f in watched.last.frames if f.phase == "forward"}
+
+    def value(module, role):
+        return next(row.value for row in calls[module].rows if row.role == role)
+
+    assert value("inner.layers.0", "kwargs.mask") == value("inner.layers.1", "kwargs.mask")
+    assert (
+        value("inner.layers.0", "input[0]") == value("inner", "input[0]") == value("inner.layers.0.value", "input[0]")
+    )
+    assert value("inner", "output.hidden") == value("head", "input[0]") == value("inner.layers.1", "output[0]")
 
 
 def breaks(call):
