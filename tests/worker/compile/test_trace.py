@@ -567,6 +567,23 @@ def test_blocks_that_break_are_not_compiled_one_by_one(watch):
     assert watched.faults == []
 
 
+@pytest.mark.parametrize("class_name", ["GraphModule", "<lambda>"])
+def test_what_a_backend_runs_is_no_module_of_the_model(watch, class_name):
+    """Where a call breaks, the backend runs the graph of each part of it as a module of its own making."""
+    nodes = torch.fx.Graph()
+    nodes.output(nodes.call_function(torch.log, (nodes.placeholder("x"),)))
+    part = torch.fx.GraphModule({}, nodes, class_name=class_name)
+
+    class Ran(nn.Module):
+        def forward(self, x):
+            return part(x)
+
+    watched = watch(on_overflow="continue")
+    Ran()(-torch.ones(2))
+    assert [frame.module for frame in watched.last.frames] == [""]
+    assert [(a.module, a.cls) for a in watched.anomalies] == [("", "Ran")]
+
+
 def test_an_error_of_ours_ends_no_compilation(watch, monkeypatch):
     watched = watch()
     monkeypatch.setattr(watched.hooks._roots, "child", lambda *args: 1 / 0)
