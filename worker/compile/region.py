@@ -92,6 +92,10 @@ class Region:
         self._version = 0
         self._ran = False
         self._next = -1
+        self._last_of: dict[int, int] = {}
+        """Id of a module -> position of the last gradient of what it returns, in the order of the backward."""
+        self._is_backward = False
+        """The backward of a device has been seen to run, since the last forward."""
         self._skipped = False
 
     @property
@@ -174,7 +178,9 @@ class Region:
                 self.reads.clear()
                 self._place_of.clear()
                 self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return what it made long before
+                self._last_of = {each.frame.info.id: at for at, each in reversed([*enumerate(self.gradients)])}
             self._next = len(self.gradients) - 1
+            self._is_backward = False
         return moved
 
     def forget(self) -> None:
@@ -186,19 +192,26 @@ class Region:
         self._next = -1
         self._skipped = True
 
-    def new_gradients(self, all_of_them: bool, ran: bool) -> list[int]:
+    def new_gradients(self, owner: ModuleInfo | None) -> list[int]:
         """Positions in `gradients` that have been written since the last call, in the order of the backward.
 
-        A backward writes them from the last to the first, so only the next few are checked, unless `all_of_them` is
-        set. Those of a device are not checked, since that would wait for it. They count as written, once per forward,
-        when the graph's backward is known to have run (`ran`).
+        A parameter of `owner` has just got its gradient, and a backward writes them from the last to the first, so only
+        the next few are checked. None: the backward has ended, and all are. Those of a device are not checked, since
+        that would wait for it: the backward has written all down to those of what `owner` returned. It may be several
+        graphs, as DDP has it, or come after that of code that is not in the graph.
         """
+        reached = self._last_of.get(owner.id) if owner is not None else 0 if self._is_backward else None
         found: list[int] = []
         position = self._next
         missed = 0
-        while position >= 0 and (all_of_them or missed < 8):
+        while position >= 0 and (owner is None or missed < 8):
             place = self.gradients[position].place
-            if SEEN[place] is not None or (ran and on_device(place) is not None):
+            if on_device(place) is not None:
+                is_written = reached is not None and position >= reached
+                self._is_backward |= is_written
+            else:
+                is_written = SEEN[place] is not None
+            if is_written:
                 found.append(position)
                 missed = 0
                 self._next = position - 1

@@ -55,7 +55,7 @@ class RegionPages:
         """
         rootless = False
         for region in self._regions.regions:
-            self._take_gradients(region, True)
+            self._take_gradients(region, None)
             if region.moved():
                 rootless |= without_modes(self._forward, region, under)
         return rootless
@@ -65,7 +65,7 @@ class RegionPages:
         for region in self._regions.regions:
             if region.moved():
                 without_modes(self._forward, region, None)
-            self._take_gradients(region, False, ran=region.root.root is info.root)
+            self._take_gradients(region, info)
 
     def _page(self, region: Region, under: ModuleInfo | None) -> OpenPage:
         """The page of the batch: the current one, or a new one if no hook runs outside of the graph."""
@@ -166,8 +166,8 @@ class RegionPages:
             return None
         return self._seen.get(vars(leaf).pop(MARK, -1))
 
-    def _take_gradients(self, region: Region, all_of_them: bool, ran: bool = False) -> None:
-        found = region.new_gradients(all_of_them, ran)
+    def _take_gradients(self, region: Region, owner: ModuleInfo | None) -> None:
+        found = region.new_gradients(owner)
         if found:
             try:
                 without_modes(self._backward, region, found)

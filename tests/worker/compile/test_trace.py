@@ -478,6 +478,60 @@ def test_a_graph_shows_gradients_in_the_order_in_which_they_are_made(watch, monk
     assert watched.faults == []
 
 
+class Inner(Plain):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+class HeadBehind(nn.Module):
+    """Its head is in no graph that is looked into. Its backward comes before that of the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = Inner(), nn.Linear(16, 16)
+
+    def forward(self, x):
+        x = self.inner(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_what_a_graph_has_not_made_yet_is_not_taken_for_what_it_made_before(watch, monkeypatch, on_host):
+    if not on_host:
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+    found = []
+    for stance in ("force_eager", "default"):
+        torch.manual_seed(0)
+        torch.compiler.set_stance(stance)
+        watched = watch(on_overflow="continue", watch=GRADIENTS)
+        model = HeadBehind()
+        graph = torch.compile(model, backend="aot_eager")
+        for batch in range(3):
+            loss = graph(torch.full((4, 16), 0.5 + batch)).sum() * (1 + batch)
+            loss.backward()
+            model.zero_grad()
+        watched.hooks.settle()
+        assert watched.faults == []
+        found.append(
+            [
+                (page.batch, f.module, row.role, row.abs_max)
+                for page in watched.pages
+                for f in page.frames
+                if f.phase == "backward" and f.module.startswith("inner.")
+                for row in f.rows
+            ]
+        )
+        watched.hooks.detach()
+    eager, compiled = {(batch, *name): most for batch, *name, most in found[0]}, found[1]
+    assert len(compiled) == len({tuple(name) for *name, _ in compiled}) == 3 * 7
+    assert {tuple(name): most for *name, most in compiled} == {
+        tuple(name): pytest.approx(eager[tuple(name)], rel=1e-4) for *name, _ in compiled
+    }
+    first = next(at for at, each in enumerate(compiled) if each[2] == "grad weight")
+    assert ("inner.head", "grad output") in [each[1:3] for each in compiled[:first]]
+
+
 def test_a_graph_reads_a_tensor_once_whoever_is_handed_it(watch):
     """Even where dynamo has no way from the arguments to the module: in a slice of a ModuleList."""
     watched = watch(watch=GRADIENTS)
