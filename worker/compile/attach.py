@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...core.frames import Phase
 from ..alarms.frames import Frames
 from ..imports import after_import
 from ..record.progress import Progress
@@ -36,14 +37,17 @@ class Graphs:
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[str, bool], bool],
+        may_open: Callable[[str, bool, torch.nn.Module | None], bool],
         progress: Progress,
         roots: Roots,
         rows: Rows,
         frames: Frames,
         gradients: GradientHooks,
         fault: Callable[[str, Exception], None],
+        hooks: tuple[Callable[..., Any], ...],
     ) -> None:
+        """`hooks`: what torch calls, of which dynamo is to make no graphs."""
+        self._hooks = hooks
         self._fault = fault
         self._resolve = resolve
         self._may_open = may_open
@@ -76,10 +80,12 @@ class Graphs:
     def _begin(self) -> None:
         if not self._attached:
             return
+        from .dynamo import leave_alone
         from .region_frames import RegionPages
         from .regions import Regions
         from .trace import traced_after, traced_before
 
+        leave_alone(self._hooks)
         traced.before, traced.after = traced_before, traced_after
         self._regions = Regions(self._resolve, self._may_open, "grads" in self._progress.settings.watch, self._fault)
         self._pages = RegionPages(self._regions, self._progress, self._roots, self._rows, self._frames, self._gradients)
@@ -87,9 +93,9 @@ class Graphs:
             self._gradients.before_parameter = self._pages.take_gradients
         self._regions.attach()
 
-    def take(self, under: ModuleInfo | None = None) -> bool:
+    def take(self, under: ModuleInfo | None = None, depth: int = 0, phase: Phase = Phase.FORWARD) -> bool:
         """See `RegionPages.take`."""
-        return self._pages is not None and self._pages.take(under)
+        return self._pages is not None and self._pages.take(under, depth, phase)
 
     def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """See `RegionPages.leaf`."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch._dynamo import eval_frame, types
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
-
-from ..record.names import class_of
-from ..record.roots import RootInfo
 
 
 def current_output() -> Any:
@@ -19,18 +19,28 @@ def current_output() -> Any:
     return InstructionTranslator.current_tx().output
 
 
+def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
+    """Have dynamo make no graphs of these functions and of what they call. It still traces them into other graphs.
+
+    Where a call breaks, dynamo tries to compile each Python function that the call makes, and so our hooks: what they
+    would do while dynamo traces then replaces what they do outside of a graph.
+    """
+    for hook in hooks:
+        code = inspect.unwrap(hook).__code__
+        with suppress(AttributeError):
+            if hasattr(eval_frame, "set_code_exec_strategy"):
+                skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]  # no export
+                eval_frame.set_code_exec_strategy(code, skip)
+            else:  # torch before 2.7: what they call is not left alone
+                eval_frame.skip_code(code)
+
+
 def traced_module() -> torch.nn.Module | None:
-    """The module whose method is the frame that dynamo traces; None if it is no module's."""
-    owner = getattr(InstructionTranslator.current_tx(), "f_locals", {}).get("self")  # no f_locals with an older torch
+    """The module whose method is the frame that dynamo makes a graph of; None if it is no module's."""
+    frame = getattr(current_output(), "root_tx", None)
+    names = frame.f_code.co_varnames if frame is not None else ()
+    owner = getattr(frame, "f_locals", {}).get(names[0]) if names else None  # no f_locals with an older torch
     return owner if isinstance(owner, torch.nn.Module) else None
-
-
-def runs_one_module(owner: torch.nn.Module | None, root: RootInfo) -> bool:
-    """Whether a method of `owner` runs one module alone: `owner` is the root, or the only module of its class in it."""
-    if owner is None:
-        return False
-    same = [info for info in root.modules.values() if info.cls == class_of(owner) and not info.is_wrapper]
-    return len(same) <= 1 or any(info.ref() is owner and not info.name for info in same)
 
 
 def is_closed() -> bool:

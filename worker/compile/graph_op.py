@@ -6,7 +6,7 @@ Reductions traced into the graph would be slower. The compiler makes them a sepa
 that are not kept (around a dropout, its whole backward) and handles nan in floating point. On the CPU, with torch 2.13,
 this takes ten times as long as reading the memory once.
 
-The operator is declared to change its token. A compiler therefore neither removes a call nor reorders two calls.
+The operator is declared to change its token. A compiler therefore does not remove the call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the graphs write the numbers of tensors on a device, and the tokens that keep their reads in order."""
+"""What the graphs write to: the numbers of tensors on a device, and the tokens of their reads of host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ NUMBERS = 3
 class _Buffers:
     """The tensors that graphs write to, one attribute each. A graph has guards only on those that it uses.
 
-    place_7, ... hold the numbers of tensors on a device. token_0, ... are the tokens of `gpuwatch::look`.
+    place_7 holds the numbers of a tensor on a device. token_8 is the token of the `gpuwatch::look` that writes SEEN[8].
+    Each read has one of its own: DDP makes several graphs of what dynamo has traced as one. If two of these changed the
+    same tensor, autograd would refuse the backward of the first: it has kept the tensor.
     """
 
 
@@ -36,17 +38,13 @@ def in_host_memory(device: str) -> bool:
 def place_on(device: str) -> int:
     """A new place for the numbers of a tensor on `device`."""
     place = new_place()
-    if not in_host_memory(device):
+    if in_host_memory(device):
+        _keep(f"token_{place}", torch.zeros(1))
+    else:
         _keep(f"place_{place}", torch.zeros(NUMBERS, dtype=torch.float64, device=device))
     return place
 
 
-def new_token() -> str:
-    """The attribute of BUFFERS that is a new token."""
-    return _keep(f"token_{len(vars(BUFFERS))}", torch.zeros(1))
-
-
-def _keep(name: str, tensor: torch.Tensor) -> str:
+def _keep(name: str, tensor: torch.Tensor) -> None:
     mark_static_address(tensor)
     setattr(BUFFERS, name, tensor)
-    return name

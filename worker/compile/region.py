@@ -12,7 +12,7 @@ import torch
 
 from ..record.roots import ModuleInfo
 from .graph_op import SEEN
-from .places import new_token, on_device
+from .places import on_device
 
 
 @dataclass
@@ -78,8 +78,6 @@ class Region:
         """Places of the forward."""
         self.gradients: list[RegionGradient] = []
         """Those of the backward, from its last to its first."""
-        self.token = new_token()
-        self.gradient_token = new_token()
         self._before: torch.fx.Node | None = None
         self.reads: dict[int, _TracedRead] = {}
         """place -> the read that writes it, while the graph is being traced."""

@@ -48,23 +48,24 @@ class RegionPages:
         self._inputs: list[Row] = []
         """Input rows of that region's calls whose tensors no call of the region returned."""
 
-    def take(self, under: ModuleInfo | None = None) -> bool:
+    def take(self, under: ModuleInfo | None = None, depth: int = 0, phase: Phase = Phase.FORWARD) -> bool:
         """Write the frames of the graphs that have run since the last call, as children of the call `under`.
 
-        True if the frame of a region's root is missing: dynamo may begin to trace inside the root.
+        That call has this depth and phase. True if the frame of a region's root is missing: dynamo may begin to trace
+        inside the root.
         """
         rootless = False
         for region in self._regions.regions:
             self._take_gradients(region, None)
             if region.moved():
-                rootless |= without_modes(self._forward, region, under)
+                rootless |= without_modes(self._forward, region, under, depth, phase)
         return rootless
 
     def take_gradients(self, info: ModuleInfo) -> None:
         """Write the frames of the running backward so far. A parameter of `info` has just got its gradient."""
         for region in self._regions.regions:
             if region.moved():
-                without_modes(self._forward, region, None)
+                without_modes(self._forward, region, None, 0, Phase.FORWARD)
             self._take_gradients(region, info)
 
     def _page(self, region: Region, under: ModuleInfo | None) -> OpenPage:
@@ -77,19 +78,21 @@ class RegionPages:
         self._rows.begin_page(page.batch)
         return page
 
-    def _forward(self, region: Region, under: ModuleInfo | None) -> bool:
+    def _forward(self, region: Region, under: ModuleInfo | None, depth: int, phase: Phase) -> bool:
         try:
             if self._progress.skipped:
                 region.skip()
                 return False
             rooted = any(not frame.info.name for frame in region.frames)
             page = self._page(region, under)
+            parent = None if rooted else under
+            depth += parent is not None
             seen = self._seen = {}
             self._inputs = []
             with self._rows.together():
                 for frame in region.frames:
                     if frame.info.watched:
-                        self._put(frame, page, seen, None if rooted else under)
+                        self._put(frame, page, seen, parent, depth, phase)
             return not rooted
         finally:
             region.forget()
@@ -100,6 +103,8 @@ class RegionPages:
         page: OpenPage,
         seen: dict[int, Row],
         under: ModuleInfo | None,
+        depth: int,
+        phase: Phase,
     ) -> None:
         info = frame.info
         rows: list[Row] = []
@@ -122,10 +127,10 @@ class RegionPages:
         self._frames.put(
             page,
             info,
-            Phase.FORWARD,
+            phase,
             rows,
             parent=parent.id if parent is not None else NOTHING,
-            depth=frame.depth + (under is not None),
+            depth=frame.depth + depth,
         )
 
     def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, Row]) -> Row:

@@ -10,7 +10,7 @@ import torch
 from torch._guards import CompileContext
 
 from ..record.roots import ModuleInfo
-from .dynamo import current_output, is_closed, runs_one_module, traced_module
+from .dynamo import current_output, is_closed, traced_module
 from .places import place_on
 from .region import Region, RegionFrame, RegionGradient, RegionRow
 
@@ -23,7 +23,7 @@ class Regions:
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[str, bool], bool],
+        may_open: Callable[[str, bool, torch.nn.Module | None], bool],
         gradients: bool,
         fault: Callable[[str, Exception], None],
     ) -> None:
@@ -31,7 +31,8 @@ class Regions:
         self._resolve = resolve
         """Returns the info of a module in a region. The region is None while it is being opened."""
         self._may_open = may_open
-        """Given a class, and whether a graph of that class is known: whether a graph of it may be recorded."""
+        """Given a class, whether a graph of that class is known, and whose method the graph is of: whether it may be
+        recorded."""
         self._gradients = gradients
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: tuple[Any, str] | None = None
@@ -56,22 +57,22 @@ class Regions:
         if compile_id in self._by_compile:
             return self._by_compile[compile_id] is not None or (compile_id, cls) == self._opening
         self._by_compile[compile_id] = None  # until its root is entered
-        if not self._may_open(cls, self._knows(cls)):
+        owner = traced_module()
+        if not self._may_open(cls, self._knows(cls, owner), owner):
             return False
         self._opening = compile_id, cls
         return True
 
-    def _knows(self, cls: str) -> bool:
+    def _knows(self, cls: str, owner: torch.nn.Module | None) -> bool:
         """Whether there is a graph of this class that one more could not be told from, or one is made for each block.
 
         A module that is compiled again, for other shapes, has one more graph of its own. Where a call breaks, dynamo
         gives up the trace of its outer frames one by one, and traces the same modules from an inner frame. What was
         given up is no graph, and the inner frame is not shared if one module alone runs it.
         """
-        owner = traced_module()
         same = [region for region in self.regions if region.cls == cls]
         others = [region for region in same if region.has_run and not region.is_of(owner)]
-        return bool(others) or any(not runs_one_module(owner, region.root.root) for region in same)
+        return bool(others) or any(owner is None or not region.root.root.has_one(owner) for region in same)
 
     def enter(self, module_id: int) -> int:
         """A module is entered in a graph that is recorded."""

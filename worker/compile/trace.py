@@ -5,7 +5,7 @@ each output, and each input that no call of the region returned. Names, rows and
 cost nothing later. The graph reads and changes no Python state, so there is no graph break and no recompilation.
 
     traced_before(module)                      -> adds nothing to the graph
-    traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token, 7)
+    traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token_7, 7)
                                                   on a device: place_7.copy_(stack(amin(x), amax(x), amin(abs(x))))
 
 Tested with torch 2.13. A region is recorded when it is a whole model. The blocks of a model that are compiled one by
@@ -157,18 +157,6 @@ def _hook_ends() -> int:
 
 
 @_constant
-def _token() -> str:
-    assert Regions.current is not None
-    return Regions.current.region.token
-
-
-@_constant
-def _gradient_token() -> str:
-    assert Regions.current is not None
-    return Regions.current.region.gradient_token
-
-
-@_constant
 def _wants_gradients() -> bool:
     return Regions.current is not None and Regions.current.gradients
 
@@ -238,7 +226,7 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
     place = _row(role, known_place if known_place >= 0 else -2, 0, tensor.dtype, device)
     if known_place < 0:
         if _in_host_memory(device):
-            torch.ops.gpuwatch.look(detached, getattr(BUFFERS, _token()), place)
+            torch.ops.gpuwatch.look(detached, getattr(BUFFERS, f"token_{place}"), place)
         else:
             getattr(BUFFERS, f"place_{place}").copy_(_numbers(detached))
         _read_ends(place)
@@ -246,11 +234,10 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         setattr(tensor, MARK, place)
     if returned and tensor.requires_grad and _wants_gradients():
         gradient = _gradient(device)
-        token = _gradient_token()
 
         def hook(grad: torch.Tensor) -> None:
             if _in_host_memory(device):
-                torch.ops.gpuwatch.look(grad.detach(), getattr(BUFFERS, token), gradient)
+                torch.ops.gpuwatch.look(grad.detach(), getattr(BUFFERS, f"token_{gradient}"), gradient)
             else:
                 getattr(BUFFERS, f"place_{gradient}").copy_(_numbers(grad.detach()))
 

@@ -176,6 +176,11 @@ class Gradients:
             else:
                 leaf.register_hook(_GraphHook(self, calls))  # type: ignore[no-untyped-call]  # likewise
 
+    @property
+    def hooks(self) -> tuple[Callable[..., None], ...]:
+        """What autograd calls."""
+        return self.graph_begins, self.backward_ends, self.of_output, self.of_parameter
+
     # -- called by the hooks ------------------------------------------------------------------------------------
 
     def graph_begins(self, calls: GraphCalls) -> None:

@@ -93,6 +93,8 @@ class Hooks:
         self._depths: list[int] = []
         """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
         self._not_looked_into: set[tuple[str, str, bool]] = set()
+        self._around_graphs: set[int] = set()
+        """Ids of modules that are no wrappers, and whose forward runs compiled regions."""
         """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
         self._thread = 0
         self._outer_exception: BaseException | None = None
@@ -135,6 +137,7 @@ class Hooks:
             self.frames,
             self._gradients,
             self._fault,
+            (self._before, self._after, self._before_step, self._steps.after, *self._gradients.hooks),
         )
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
@@ -340,6 +343,8 @@ class Hooks:
                 return
         elif _this_thread() != self._thread:
             return  # a second thread within one forward: its calls have no order relative to the first thread's
+        if self._around_graphs and stack and not info.is_graph:
+            self._take_graphs(len(stack) - 1)
         info.seq = issued()
         info.first_node = next_node()
         if info.is_wrapper:
@@ -351,6 +356,15 @@ class Hooks:
             self._depths[position] = self._depths[position - 1] + (not stack[position - 1].is_wrapper)
         stack.append(info)
         self._fields[_MODULE] = info.id
+
+    def _take_graphs(self, position: int) -> bool:
+        """Write the frames of the graphs that have run in a running call. False if it is known to run none."""
+        info = self._stack[position]
+        if info.id not in self._around_graphs:
+            return False
+        with self._lock:
+            self._graphs.take(info, self._depths[position], self._phase)
+        return True
 
     def _still_running(self) -> bool:
         """Whether the innermost call on our stack is still on its thread's stack. Slow, and rarely needed."""
@@ -429,6 +443,7 @@ class Hooks:
         if self.rows.device_buffer is not None and not shards and self.rows.may_have_changed():
             without_modes(self.rows.forget_changed_arguments, args, kwargs)
         try:
+            has_graphs = bool(self._around_graphs) and self._take_graphs(position)
             if info.is_wrapper:
                 with self._lock:
                     self._leave_wrapper(info, module, args, kwargs, output, raised)
@@ -437,6 +452,7 @@ class Hooks:
                 parent = self._parent() if caller.is_wrapper or not position else caller.id
                 if (
                     writer is None
+                    or has_graphs
                     or output is None
                     or page is None
                     or not writer.frame(
@@ -453,7 +469,8 @@ class Hooks:
                     )
                 ):
                     with self._lock:
-                        without_modes(self._take_frame, info, module, args, kwargs, output, raised, self.rows)
+                        reader = self._graphs if has_graphs else self.rows
+                        without_modes(self._take_frame, info, module, args, kwargs, output, raised, reader)
             if shards:
                 with self._lock:
                     self.rows.read_waiting()
@@ -495,7 +512,7 @@ class Hooks:
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
         """A wrapper has a frame of its own only if nothing inside it was recorded."""
-        rootless = self._graphs.take(info)
+        rootless = self._graphs.take(info, self._depths[len(self._stack) - 1], self._phase)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
             without_modes(self._take_frame, info, module, args, kwargs, output, raised, self._graphs)
@@ -689,15 +706,20 @@ class Hooks:
 
     # -- compiled regions ---------------------------------------------------------------------------------------
 
-    def _may_open_region(self, cls: str, known: bool) -> bool:
-        """Whether a compiled region is recorded: no module outside of it is running. Wrappers do not count.
+    def _may_open_region(self, cls: str, known: bool, owner: torch.nn.Module | None) -> bool:
+        """Whether a compiled region is recorded: no module outside of it is running, or its `owner` alone.
 
-        `known`: a graph of this class is recorded already. The numbers of two could not be told apart.
+        `owner` is the module whose method is compiled; other modules of its class would share the graph. Wrappers do
+        not count. `known`: a graph of this class is recorded already. The numbers of two could not be told apart.
         """
         skipped = self._skipped_root() if self._skipped_root is not None else None
-        if skipped is None and not known and all(info.is_wrapper for info in self._stack):
-            return True
         inner = self._stack[-1] if self._stack else None
+        if skipped is None and not known:
+            if all(info.is_wrapper for info in self._stack):
+                return True
+            if inner is not None and owner is not None and inner.ref() is owner and inner.root.has_one(owner):
+                self._around_graphs.add(inner.id)
+                return True
         place = (inner.name, inner.cls, True) if inner is not None else ("", cls, skipped is not None)
         if place not in self._not_looked_into:
             self._not_looked_into.add(place)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.records import ModuleDef, RootDef
 from ...core.roles import role_of_parameter
-from .names import class_of, walk, wrapped_child
+from .names import class_of, unwrap, walk, wrapped_child
 from .selection import Selection
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _BACKENDS = "<GraphModule>"
-"""Suffix of the name of the module that some torch.compile backends call instead of the compiled ones. Not recorded."""
+"""Part of the names of modules that some torch.compile backends call instead of the compiled ones. Not recorded."""
 _FEW = 256
 """Entries of freed modules and parameters are purged only when there are more entries than this."""
 
@@ -33,7 +33,8 @@ def _holds(parent: nn.Module | None, module: nn.Module) -> bool:
 
 def _temporary_name(parent: ModuleInfo, module: nn.Module) -> str:
     """The name of a temporary module: one that is no attribute of any module of the model."""
-    is_graph = any(cls.__name__ == "GraphModule" for cls in type(module).__mro__)  # its own class may be "<lambda>"
+    kinds = type(unwrap(module)).__mro__
+    is_graph = any(kind.__name__ == "GraphModule" for kind in kinds)  # its own class may be "<lambda>"
     cls = "GraphModule" if is_graph else type(module).__name__
     return f"{parent.name}.<{cls}>" if parent.name else f"<{cls}>"
 
@@ -51,6 +52,7 @@ class ModuleInfo:
         "first_node",
         "guessed",
         "id",
+        "is_graph",
         "is_wrapper",
         "name",
         "ref",
@@ -73,7 +75,9 @@ class ModuleInfo:
         """Number of the first autograd node that could be made in its last call (graph_calls.py)."""
         self.guessed = False
         """It was treated as a temporary module, like its siblings, without a search of the tree."""
-        self.is_wrapper = module is not None and wrapped_child(module) is not None
+        self.is_graph = _BACKENDS in name
+        """A backend of torch.compile runs it: it is no part of the model."""
+        self.is_wrapper = module is not None and wrapped_child(module) is not None and not self.is_graph
         self.seq = -1
         """Collectives issued before it was last entered."""
         self.slots: dict[str, int] = {}
@@ -98,6 +102,11 @@ class RootInfo:
         self.batches = 0
         self.page: OpenPage | None = None
         """The page of its last batch."""
+
+    def has_one(self, module: nn.Module) -> bool:
+        """Whether the module is the root itself, or the only one of its class: no other one shares its graphs."""
+        same = [info for info in self.modules.values() if info.cls == class_of(module) and not info.is_wrapper]
+        return len(same) <= 1 or any(info.ref() is module and not info.name for info in same)
 
     def knows(self, module: nn.Module) -> bool:
         """Whether the module is known to be a part of this root."""
@@ -271,7 +280,7 @@ class Roots:
             self._forget_dead()
         first = root.definitions.get((name, class_of(module)))
         info = ModuleInfo(module, first.id if first is not None else self._modules, root, name)
-        info.watched = self._selection.watches(name) and not name.endswith(_BACKENDS)
+        info.watched = self._selection.watches(name) and not info.is_graph
         root.modules[id(module)] = info
         self._own_all(module, info)
         owner = self._owner.get(id(module))

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.records import Ignored, NotLookedInto
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -530,6 +532,69 @@ def test_what_a_graph_has_not_made_yet_is_not_taken_for_what_it_made_before(watc
     }
     first = next(at for at, each in enumerate(compiled) if each[2] == "grad weight")
     assert ("inner.head", "grad output") in [each[1:3] for each in compiled[:first]]
+
+
+class Wide(nn.Module):
+    """Two megabytes of weights in each block: DDP has a bucket, and torch.compile a graph, for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(720, 720) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.fixture
+def alone_in_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")  # what DDP says of a world of one
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_the_several_graphs_that_ddp_makes_of_one_train_and_are_looked_into(
+    watch, monkeypatch, alone_in_a_group, on_host
+):
+    if not on_host:
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    torch.manual_seed(0)
+    model = Wide()
+    graph = torch.compile(nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2), backend="aot_eager")
+    for batch in range(3):
+        with torch.no_grad():
+            model.blocks[1].weight[0, 0] = math.nan if batch == 2 else 0.0
+        graph(torch.full((2, 720), 0.1 + batch)).sum().backward()
+    watched.hooks.settle()
+    assert (watched.of(NotLookedInto), watched.faults) == ([], [])
+    expected = ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert [[f.module for f in page.frames if f.phase == "forward"] for page in watched.pages] == [expected] * 3
+    outputs = [r.abs_max for page in watched.pages for f in page.frames for r in f.rows if r.role == "grad output"]
+    assert len(outputs) == 3 * 4
+    assert (watched.anomalies[0].where.batch, watched.anomalies[0].module, watched.anomalies[0].role) == (
+        2,
+        "blocks.1",
+        "weight",
+    )
+
+
+def test_no_graph_is_made_of_our_hooks(watch):
+    """Where a call breaks, dynamo compiles each function that it calls, one by one."""
+    watched = watch(watch=GRADIENTS)
+    model = Broken()
+    compiled_model = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled_model(torch.ones(4, 16)).sum().backward()
+    watched.hooks.settle()
+    hooks = [watched.hooks._before, watched.hooks._after, watched.hooks._before_step]
+    assert [torch._C._dynamo.eval_frame._debug_get_cache_entry_list(hook.__code__) for hook in hooks] == [[], [], []]
+    compiled = {code.co_name for code in (reference() for reference in input_codes.seen) if code is not None}
+    assert compiled & {"_before", "_after", "traced_before"} == set()
+    assert watched.faults == []
 
 
 def test_a_graph_reads_a_tensor_once_whoever_is_handed_it(watch):
