@@ -254,6 +254,13 @@ PLACES = [
         witness="rank=1 phase=forward module=body.up class=Linear batch=2",
     ),
     Scenario(
+        "a compiled module within a forward that is not",
+        "places.py",
+        _forward(1, "body.up", batch=2),
+        args=("--fault", "compiled"),
+        witness="",
+    ),
+    Scenario(
         "inside of compiled code that is not looked into",
         "places.py",
         # the leaf is `body.up`; frames show `body` or the model around it, and it is said that no more is known
@@ -411,13 +418,25 @@ BACKWARD = [
         Scenario(
             f"{block}, recompiled in that batch",
             "shared_input.py",
-            # dynamo compiles again, because an attribute has changed, and what it makes then has no frames
-            {"kind": "overflow", "phase": "backward", "rank": 1, "batch": 2, "certainty": "supported"},
+            # dynamo compiles again, because an attribute has changed; frames alone show what has used the tensor
+            {
+                "kind": "overflow",
+                "phase": "backward",
+                "rank": 1,
+                "module": module,
+                "batch": 2,
+                "certainty": "supported",
+            },
             args=("--block", block, "--how", "compiled"),
-            evidence="compiled code that was not looked into",
+            statement="`block.scale`",
             witness="",
         )
-        for block in ("prenorm", "postnorm", "gated", "attention")
+        for block, module in (
+            ("prenorm", "block.scale"),
+            ("postnorm", "block"),
+            ("gated", "block.scale"),
+            ("attention", "block"),
+        )
     ),
     Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
     Scenario(

@@ -38,8 +38,10 @@ def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
 def traced_module() -> torch.nn.Module | None:
     """The module whose method is the frame that dynamo makes a graph of; None if it is no module's."""
     frame = getattr(current_output(), "root_tx", None)
-    names = frame.f_code.co_varnames if frame is not None else ()
-    owner = getattr(frame, "f_locals", {}).get(names[0]) if names else None  # no f_locals with an older torch
+    known = getattr(frame, "f_locals", {})  # none with an older torch
+    first = frame.f_code.co_varnames[:1] if frame is not None else ()
+    # what goes on behind a break has all that it needs as arguments, in any order
+    owner = next((known[name] for name in ("self", *first) if name in known), None)
     return owner if isinstance(owner, torch.nn.Module) else None
 
 

@@ -2,9 +2,10 @@
 
 --fault data: a weight is set to nan through `.data` after the last step, which raises no version. --fault buffer: a
 buffer is nan, as one that nobody has initialised. --fault alike: the same overflow on all ranks. --fault wild: a
-weight upstream is 1e30 times too large. --fault hidden: `body` overflows inside of compiled code that runs within an
-uncompiled forward. --fault exit: the process ends with code 0 in a forward. --fault lazy: `body` overflows, and a batch
-earlier `leave` returns a mapping that raises when it is read. --compile 1: the whole model is compiled.
+weight upstream is 1e30 times too large. --fault compiled: `body`, which is compiled, overflows within an uncompiled
+forward. --fault hidden: a compiled function around it does. --fault exit: the process ends with code 0 in a forward.
+--fault lazy: `body` overflows, and a batch earlier `leave` returns a mapping that raises when it is read. --compile 1:
+the whole model is compiled.
 """
 
 import os
@@ -42,14 +43,17 @@ class Leave(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, hidden):
+    def __init__(self, fault):
         super().__init__()
         self.enter = diagonal(8, 1.0)
         self.rotary = Rotary()
         self.leave = Leave()
         self.body = Body()
         self.head = nn.Linear(8, 1)
-        self.run = [torch.compile(self.body) if hidden else self.body]  # in a list: it is no module of its own
+        self.run = [self.body]  # in a list: it is no module of its own
+        if fault in ("compiled", "hidden"):
+            body = self.body
+            self.run = [torch.compile(body if fault == "compiled" else lambda x: body(x))]
 
     def forward(self, x):
         left = self.leave(self.rotary(self.enter(x)))
@@ -57,14 +61,14 @@ class Net(nn.Module):
 
 
 def main(fault, compile):
-    net = Net(fault == "hidden")
+    net = Net(fault)
     model = nn.parallel.DistributedDataParallel(torch.compile(net) if compile else net, broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
     for batch in range(4):
         x = torch.rand(4, 8) + 0.5
         here = batch == 2 and (dist.get_rank() == 1 or fault == "alike")
         net.leave.lazy = fault == "lazy" and batch == 1 and dist.get_rank() == 1
-        if here and fault in ("alike", "hidden", "lazy"):
+        if here and fault in ("alike", "compiled", "hidden", "lazy"):
             x[1] = 3e38
         if here and fault == "data":
             net.head.weight.data[0, 3] = float("nan")
