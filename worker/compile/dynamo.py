@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch._dynamo import eval_frame, types
+from torch._dynamo import eval_frame
+from torch._dynamo import types as strategies
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
@@ -29,20 +32,27 @@ def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
         code = inspect.unwrap(hook).__code__
         with suppress(AttributeError):
             if hasattr(eval_frame, "set_code_exec_strategy"):
-                skip = types.FrameExecStrategy(types.FrameAction.SKIP, types.FrameAction.SKIP)  # type: ignore[attr-defined]  # no export
+                skip = strategies.FrameExecStrategy(strategies.FrameAction.SKIP, strategies.FrameAction.SKIP)  # type: ignore[attr-defined]  # no export
                 eval_frame.set_code_exec_strategy(code, skip)
             else:  # torch before 2.7: what they call is not left alone
                 eval_frame.skip_code(code)
 
 
-def traced_module() -> torch.nn.Module | None:
-    """The module whose method is the frame that dynamo makes a graph of; None if it is no module's."""
+def traced_method() -> tuple[types.CodeType | None, torch.nn.Module | None]:
+    """The code of the frame that dynamo makes a graph of, and the module whose method it is, if that is to be seen.
+
+    Behind a break, dynamo goes on with code of its own making, whose arguments are what it needs. It is then that of
+    the method.
+    """
     frame = getattr(current_output(), "root_tx", None)
-    known = getattr(frame, "f_locals", {})  # none with an older torch
-    first = frame.f_code.co_varnames[:1] if frame is not None else ()
-    # what goes on behind a break has all that it needs as arguments, in any order
-    owner = next((known[name] for name in ("self", *first) if name in known), None)
-    return owner if isinstance(owner, torch.nn.Module) else None
+    known = getattr(frame, "f_locals", None)
+    if frame is None or known is None:  # an older torch
+        return None, None
+    code = frame.f_code
+    owner = next((known[name] for name in ("self", *code.co_varnames[:1]) if name in known), None)
+    with suppress(AttributeError, KeyError):
+        code = ContinueExecutionCache.generated_code_metadata[code].code
+    return code, owner if isinstance(owner, torch.nn.Module) else None
 
 
 def is_closed() -> bool:

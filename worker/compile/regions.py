@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch._guards import CompileContext
 
 from ..record.roots import ModuleInfo
-from .dynamo import current_output, is_closed, traced_module
+from .dynamo import current_output, is_closed, traced_method
 from .places import place_on
 from .region import Region, RegionFrame, RegionGradient, RegionRow
 
@@ -36,6 +38,10 @@ class Regions:
         self._gradients = gradients
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: tuple[Any, str] | None = None
+        self._owner: torch.nn.Module | None = None
+        """The module whose method is being traced, while its region is being opened."""
+        self._owners: dict[types.CodeType | None, Callable[[], torch.nn.Module | None]] = {}
+        """Code of a method -> the last module that dynamo has traced it for."""
         self.regions: list[Region] = []
 
     def attach(self) -> None:
@@ -57,9 +63,14 @@ class Regions:
         if compile_id in self._by_compile:
             return self._by_compile[compile_id] is not None or (compile_id, cls) == self._opening
         self._by_compile[compile_id] = None  # until its root is entered
-        owner = traced_module()
+        code, owner = traced_method()
+        if owner is not None:
+            self._owners[code] = weakref.ref(owner)
+        elif code in self._owners:
+            owner = self._owners[code]()
         if not self._may_open(cls, self._knows(cls, owner), owner):
             return False
+        self._owner = owner
         self._opening = compile_id, cls
         return True
 
@@ -80,7 +91,8 @@ class Regions:
         compile_id = CompileContext.current_compile_id()
         region = self._by_compile.get(compile_id)
         if region is None:
-            region = Region(self._resolve(module, None), type(module).__name__, traced_module())
+            region = Region(self._resolve(module, None), type(module).__name__, self._owner)
+            self._owner = None
             self._by_compile[compile_id] = region
             self.regions.append(region)
         region.traced_in(current_output())

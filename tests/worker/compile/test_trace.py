@@ -534,6 +534,49 @@ def test_what_a_graph_has_not_made_yet_is_not_taken_for_what_it_made_before(watc
     assert ("inner.head", "grad output") in [each[1:3] for each in compiled[:first]]
 
 
+class InParts(Plain):
+    """Two graphs, with a call between them that is in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.middle = nn.Linear(16, 16)
+
+    @torch._dynamo.disable
+    def apart(self, x):
+        return self.middle(x)
+
+    def inner(self, x):
+        return self.apart(self.block(x))
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["operator", "in the graph"])
+def test_the_graphs_of_one_forward_and_what_is_called_between_them_are_in_order(watch, monkeypatch, on_host):
+    if not on_host:
+        monkeypatch.setattr(places, "in_host_memory", lambda device: False)
+    watched = watch(on_overflow="continue", watch=GRADIENTS)
+    model = InParts()
+    graph = torch.compile(model, backend="aot_eager")
+    for batch in range(3):
+        with torch.no_grad():
+            model.block.up.bias[3] = 1.0 if batch < 2 else math.nan
+        graph(torch.full((4, 16), 0.5 + batch)).sum().backward()
+    watched.hooks.settle()
+    assert (watched.of(NotLookedInto), watched.faults) == ([], [])
+    for page in watched.pages:
+        frames = [f for f in page.frames if f.phase == "forward"]
+        assert [(f.module, f.depth) for f in frames] == [
+            ("block.up", 2),
+            ("block.act", 2),
+            ("block", 1),
+            ("middle", 1),
+            ("head", 1),
+            ("", 0),
+        ]
+        values = {(f.module, row.role): row.value for f in frames for row in f.rows}
+        assert values["head", "output"] == values["", "output"]
+    assert [(a.where.batch, a.module, a.role) for a in watched.anomalies][:1] == [(2, "block.up", "bias")]
+
+
 class Wide(nn.Module):
     """Two megabytes of weights in each block: DDP has a bucket, and torch.compile a graph, for each."""
 
