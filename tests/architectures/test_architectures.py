@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # as run.py, a script, finds its
 
 pytest.importorskip("transformers")
 from models import ARCHITECTURES
-from trial import attempt
+from trial import attempt, attempt_compiled
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,22 @@ def test_its_faults_are_named_where_the_numbers_come_late(architecture, monkeypa
 
     assert result.wrong == []
     assert len(result.right) + len(result.listed) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("late", [False, True], ids=["in host memory", "on a late device"])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, id=each.name, marks=pytest.mark.sample(1, of="compiled")) for each in ARCHITECTURES],
+)
+def test_its_faults_are_named_where_it_is_compiled(architecture, monkeypatch, late):
+    if late:
+        use_late_device(monkeypatch, LateDevice(7))
+    result = attempt_compiled(architecture)
+
+    assert result.wrong == []
+    assert len(result.right) + len(result.listed) == 2
 
 
 def test_there_are_sixty():

@@ -209,6 +209,91 @@ def attempt(
     return result
 
 
+# -- compiled -----------------------------------------------------------------------------------------------------
+
+
+class _Switched(torch.autograd.Function):
+    """Leaves values alone, and puts a nan into their gradient while `bad` is not 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(bad)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _spoilt(gradient, ctx.saved_tensors[0]), None
+
+
+def _spoilt(tensor: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
+    spot = torch.arange(tensor.numel()).reshape(tensor.shape) == 0
+    return torch.where(spot & bad.bool(), torch.full_like(tensor, float("nan")), tensor)
+
+
+def _spoil(module: nn.Module, phase: str, bad: torch.Tensor) -> None:
+    """The module has a fault while `bad` is not 0: another value of a tensor makes no new graph."""
+    forward = module.forward
+
+    def spoilt(*args: Any, **kwargs: Any) -> Any:
+        if phase == "forward":
+            return _spoilt(forward(*args, **kwargs), bad)
+        return forward(_Switched.apply(args[0], bad), *args[1:], **kwargs)
+
+    module.forward = spoilt  # type: ignore[method-assign]  # as a bug in its code
+
+
+def _train_compiled(
+    architecture: Architecture, site: str = "", phase: str = "", *, watch: bool = True, faulty: bool = True
+) -> tuple[Trained, Any, list[Any]]:
+    """(what the training has left, verdict, our own faults) of a training of the compiled model."""
+    torch.compiler.reset()
+    model, bad = model_of(architecture, torch.float32), torch.zeros(())
+    if site:
+        _spoil(model.get_submodule(site), phase, bad)
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    handle = gpuwatch.watch(model, on_overflow="continue") if watch else None
+    losses = []
+    try:
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            bad.fill_(faulty and step == BAD_STEP)
+            loss = compiled(**inputs_of(architecture, model, torch.float32, step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        verdict = handle.verdict() if handle is not None else None
+        faults = [event for event in handle.events if type(event).__name__ == "Fault"] if handle is not None else []
+    finally:
+        if handle is not None:
+            handle.remove()
+    return Trained(losses, [parameter.detach().clone() for parameter in model.parameters()]), verdict, faults
+
+
+def attempt_compiled(architecture: Architecture, faults: int = 1, seed: int = 0) -> Result:
+    """As `attempt`, for the compiled model in float32. A module that is not named is among those that are told, or it
+    is said that a graph was not looked into."""
+    plain, _, _ = _train_compiled(architecture, watch=False)
+    trained, verdict, ours = _train_compiled(architecture)
+    result = Result([], [], [f"our own fault: {fault.message}" for fault in ours])
+    if verdict.kind != "clean":
+        result.wrong.append(f"an alarm without a fault: {verdict.statement}")
+    if not same_bits(plain, trained):
+        result.wrong.append("other bits")
+    for phase, names in zip(("forward", "backward"), sites(architecture, torch.float32), strict=True):
+        for site in draw(names, faults, seed):
+            left, verdict, ours = _train_compiled(architecture, site, phase)
+            named = Named(site, phase, verdict, late=True)  # no graph of autograd's shows its backward
+            hidden = verdict.certainty == "supported" and any("not looked into" in line for line in verdict.evidence)
+            no_gradient = verdict.kind == "clean" and all(bits.isfinite().all() for bits in left.bits)
+            text = f"{phase} of {site}: {verdict.certainty}: {verdict.statement}"
+            told = result.listed if named.listed or hidden or no_gradient else result.wrong
+            (result.right if named.right else told).append(text)
+            result.wrong += [f"our own fault: {fault.message}" for fault in ours]
+    return result
+
+
 def draw(names: list[str], number: int, seed: int) -> list[str]:
     """So many of them, the same for a seed."""
     return random.Random(seed).sample(names, min(number, len(names)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._dynamo import mark_static_address
 
-from ..stats.device import late_device
+from ..stats import device as devices
 from .graph_op import new_place
 
 NUMBERS = 3
@@ -32,7 +32,7 @@ def on_device(place: int) -> torch.Tensor | None:
 
 def in_host_memory(device: str) -> bool:
     """Whether tensors on `device` are read by `gpuwatch::look`. Others are reduced in the graph itself."""
-    return device == "cpu" and late_device() is None
+    return device == "cpu" and devices.late_device() is None
 
 
 def place_on(device: str) -> int:

@@ -124,6 +124,7 @@ class Region:
             every.clear()
         self.reads.clear()
         self._place_of.clear()
+        self._last_of.clear()
         self._deferred.clear()
 
     def move_deferred_reads(self, graph: torch.fx.Graph | None) -> None:
@@ -172,9 +173,9 @@ class Region:
             if self._skipped:  # the gradients so far are those of the skipped batch
                 _forget([gradient.place for gradient in self.gradients])
             self._skipped = False
-            if self.reads:  # tracing has ended
-                self.reads.clear()
-                self._place_of.clear()
+            self.reads.clear()  # tracing has ended
+            self._place_of.clear()
+            if not self._last_of:
                 self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return what it made long before
                 self._last_of = {each.frame.info.id: at for at, each in reversed([*enumerate(self.gradients)])}
             self._next = len(self.gradients) - 1
