@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from ...core.records import Anomaly, PreflightResult, RankLook, Stalled, WorkerExit, split_label
 from ...core.settings import OnHang
 from ...core.wire.messages import (
@@ -141,7 +143,7 @@ class RunProtocol:
             return [Send(agent, Ack(0, resend=True))]
         node.heard = now
         node.lost = False
-        replayed = isinstance(message.body, Hello) and message.body != node.hello
+        replayed = isinstance(message.body, Hello) and replace(message.body, run=node.hello.run) != node.hello
         believed = not replayed and self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
         if replayed:
             self.replays += 1

@@ -47,7 +47,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     job: SchedulerJob | None = None
     """The scheduler's job that it runs in; None outside of one."""
     run: str = ""
-    """The run that its launch was welcomed to before; "" at first. No other run's collector takes it."""
+    """The run that has welcomed its launch; "" before. No other run's collector takes it."""
     starter: str = "torchrun"
     """Who starts the ranks, for a sentence."""
     starts_all: bool = False

@@ -162,26 +162,25 @@ class Agent:
         self._socket = self._connect()
         self._used = True
         """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
-        self._put(
-            Hello(
-                agent=self._id,
-                host=host.host_name(),
-                pid=os.getpid(),
-                nproc=config.nproc,
-                min_nodes=config.min_nodes,
-                max_nodes=config.max_nodes,
-                command=config.command,
-                versions=config.versions,
-                rdzv_id=config.rdzv_id,
-                cwd=str(Path.cwd()),
-                trace_batches=config.trace_batches,
-                check_only=config.check_only,
-                job=config.job,
-                run=config.run,
-                starter=config.starter,
-                starts_all=config.starts_all,
-            )
+        self._hello = Hello(
+            agent=self._id,
+            host=host.host_name(),
+            pid=os.getpid(),
+            nproc=config.nproc,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            command=config.command,
+            versions=config.versions,
+            rdzv_id=config.rdzv_id,
+            cwd=str(Path.cwd()),
+            trace_batches=config.trace_batches,
+            check_only=config.check_only,
+            job=config.job,
+            run=config.run,
+            starter=config.starter,
+            starts_all=config.starts_all,
         )
+        self._put(self._hello)
         self._take_over()
 
     def _take_over(self) -> None:
@@ -481,6 +480,7 @@ class Agent:
             self._resending.moved(now)
             if isinstance(message, Welcome):
                 self._tell(Welcomed(message.run_id))
+                self.outbox.change_first(replace(self._hello, run=message.run_id))
                 if self._told_unreachable:
                     self._tell(Notice(f"the collector at {self._config.collector} answers now"))
             elif isinstance(message, Ack):

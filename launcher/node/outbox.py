@@ -74,6 +74,11 @@ class Outbox:
         self._spooled += 1
         return envelope(self._spooled, self._spooled - 1, data)
 
+    def change_first(self, body: AgentBody) -> None:
+        """If the first message has to be sent again, send this in its place: a hello that knows its run by then."""
+        if 1 in self._kept:
+            self._kept[1] = encode_body(body), False
+
     def _number(self, data: bytes, *, on_credit: bool = False) -> None:
         self._kept[self._next] = data, on_credit
         self._next += 1

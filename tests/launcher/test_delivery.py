@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -136,17 +137,31 @@ def test_a_collector_whose_store_was_lost_is_told_everything_again(node):
     assert node.stops == []
 
 
+@contextlib.contextmanager
+def nothing_can_be_stored(node):
+    """What is stored is acknowledged. The store is locked: its collector welcomes, and acknowledges nothing."""
+    with contextlib.closing(sqlite3.connect(node.run_dir / "run.sqlite", isolation_level=None)) as store:
+        store.execute("BEGIN IMMEDIATE")
+        yield
+
+
 @pytest.mark.slow
-def test_an_agent_goes_to_no_other_run_than_its_own(node, make_node):
+@pytest.mark.parametrize("is_acknowledged", [True, False], ids=["hello stored", "hello not stored"])
+def test_an_agent_goes_to_no_other_run_than_its_own(make_node, is_acknowledged):
     """The head's launch was killed and the job started again there, on the same port, while this node lived on."""
-    until(lambda: stored(node, Hello), "the hello")
-    until(node.agent.welcomed.is_set, "the welcome")  # from then on the node belongs to that run
-    address = node.collector.answer.address
-    kill(node.collector, signal.SIGSTOP)
-    gone = psutil.Process(node.collector.pid)
-    node.collector.end(0.01)  # so that no other one is started in its place
-    gone.kill()
-    gone.wait(300.0)
+    node = make_node()
+    address = node.start_collector()
+    with contextlib.nullcontext() if is_acknowledged else nothing_can_be_stored(node):
+        node.start_agent(address)
+        until(node.agent.welcomed.is_set, "the welcome")  # from then on the node belongs to that run
+        if is_acknowledged:
+            until(lambda: stored(node, Hello), "the hello")
+        kill(node.collector, signal.SIGSTOP)
+        gone = psutil.Process(node.collector.pid)
+        node.collector.end(0.01)  # so that no other one is started in its place
+        gone.kill()
+        gone.wait(300.0)
+    assert len(stored(node, Hello)) == is_acknowledged
     later = make_node()
     later.start_collector(address)
     node.train(0)

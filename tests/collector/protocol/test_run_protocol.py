@@ -225,6 +225,14 @@ def test_an_agent_whose_welcome_was_lost_is_welcomed_again(make):
     assert not any(isinstance(action, Keep) for action in again)
 
 
+def test_a_hello_that_comes_again_with_the_run_that_has_welcomed_it_is_no_replay(make):
+    run_protocol = RunProtocol("run", "/runs/run", "job")
+    run_protocol.hear("a0", AgentMessage(1, make.hello()), 0)
+    again = run_protocol.hear("a0", AgentMessage(1, make.hello(run="run")), 1)
+    assert sent(again, Welcome) == [("a0", Welcome("run", "/runs/run"))]
+    assert run_protocol.replays == 0
+
+
 def test_a_beat_is_kept_and_answered_with_what_there_is(two):
     two.say("a0", event())
     two.run_protocol.committed(two.run_protocol.received)

@@ -8,6 +8,7 @@ from gpuwatch.core.wire.messages import Ack, Bye, Definitions, EventMessage, Hel
 from gpuwatch.launcher.node.outbox import Outbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 HELLO = Hello("a", "host", 1, 3, 1, 1, [], {}, "job")
 
@@ -158,6 +159,26 @@ def test_what_was_sent_is_not_due_until_it_is_to_be_sent_again():
     outbox.acknowledged(1)
     outbox.send_again()
     assert [number for number, _ in outbox.due()] == [2, 3]
+
+
+def test_a_hello_that_is_sent_again_says_what_it_has_learnt():
+    outbox = Outbox()
+    outbox.put(HELLO)
+    outbox.put(event(1))
+    outbox.sent(2)
+    outbox.change_first(replace(HELLO, run="run"))
+    outbox.send_again()
+    assert [decode_agent(data).body for _, data in outbox.due()] == [replace(HELLO, run="run"), event(1)]
+
+
+def test_a_hello_that_was_acknowledged_is_never_sent_again():
+    outbox = Outbox()
+    outbox.put(HELLO)
+    outbox.put(event(1))
+    outbox.acknowledged(1)
+    outbox.change_first(replace(HELLO, run="run"))
+    outbox.send_again()
+    assert [decode_agent(data).body for _, data in outbox.due()] == [event(1)]
 
 
 def bodies(outbox: Outbox) -> list[object]:
