@@ -590,6 +590,27 @@ PARALLEL = [
         args=("--fault", "backward"),
         weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "between": (ANY, ANY), "batch": 3},),
     ),
+    *(
+        Scenario(
+            f"blocks compiled one by one, {around}, forward",
+            "compiled_blocks.py",
+            _forward(1, "blocks.2.body.up", batch=3),
+            args=("--around", around),
+            witness="",
+        )
+        for around in ("ddp", "fsdp")
+    ),
+    *(
+        Scenario(
+            f"blocks compiled one by one, {around}, backward",
+            "compiled_blocks.py",
+            _backward(1, "blocks.2.length", "Length", batch=3),
+            args=("--around", around, "--fault", "backward"),
+            weaker=({"kind": "overflow", "phase": "backward", "rank": 1, "between": (ANY, ANY), "batch": 3},),
+            witness="",
+        )
+        for around in ("ddp", "fsdp")
+    ),
 ]
 
 EXPECTED = [

@@ -6,13 +6,15 @@ gpuwatch does not import it first: the import takes most of a second and reads s
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...core.frames import Phase
+from ...core.recorder.layout import NOTHING
 from ..alarms.frames import Frames
 from ..imports import after_import
 from ..record.progress import Progress
-from ..record.roots import ModuleInfo, Roots
+from ..record.roots import ModuleInfo, RootInfo, Roots
 from ..record.rows import Row, Rows
 from . import traced_hooks as traced
 
@@ -24,11 +26,29 @@ if TYPE_CHECKING:
     from .regions import Regions
 
 
+class Opened(Enum):
+    """Whether a graph is recorded."""
+
+    NO = auto()
+    BY_OWNER = auto()
+    """Hooks see the call of the module whose method it is: they tell for which module of a class it runs."""
+    ALONE = auto()
+    """Hooks see the calls of wrappers alone. It runs for the module that it was traced for."""
+    UNSEEN = auto()
+    """Hooks see no call around it: not when it begins, and so not that it runs twice before its backward."""
+
+
 class GradientHooks(Protocol):
     """The hooks of the backward, as far as the frames of a compiled backward need them."""
 
     scaled: bool
     before_parameter: Callable[[ModuleInfo], None] | None
+
+    def watch_parameter(self, parameter: torch.Tensor, info: ModuleInfo, name: str) -> None:
+        """Record this parameter's gradient."""
+
+    def has_run(self, page: int) -> bool:
+        """Whether a backward of this page has been seen."""
 
 
 class Graphs:
@@ -37,7 +57,9 @@ class Graphs:
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[str, bool, torch.nn.Module | None], bool],
+        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], Opened],
+        running: Callable[[], torch.nn.Module | None],
+        not_looked_into: Callable[[ModuleInfo | None, str], None],
         progress: Progress,
         roots: Roots,
         rows: Rows,
@@ -51,6 +73,8 @@ class Graphs:
         self._fault = fault
         self._resolve = resolve
         self._may_open = may_open
+        self._running = running
+        self._not_looked_into = not_looked_into
         self._progress = progress
         self._roots = roots
         self._rows = rows
@@ -87,15 +111,41 @@ class Graphs:
 
         leave_alone(self._hooks)
         traced.before, traced.after = traced_before, traced_after
-        self._regions = Regions(self._resolve, self._may_open, "grads" in self._progress.settings.watch, self._fault)
-        self._pages = RegionPages(self._regions, self._progress, self._roots, self._rows, self._frames, self._gradients)
-        if "grads" in self._progress.settings.watch:
+        grads = "grads" in self._progress.settings.watch
+        self._regions = Regions(self._resolve, self._may_open, self._running, self._not_looked_into, grads, self._fault)
+        self._pages = RegionPages(
+            self._regions,
+            self._progress,
+            self._roots,
+            self._rows,
+            self._frames,
+            self._gradients,
+            self._not_looked_into,
+        )
+        if grads:
             self._gradients.before_parameter = self._pages.take_gradients
         self._regions.attach()
 
-    def take(self, under: ModuleInfo | None = None, depth: int = 0, phase: Phase = Phase.FORWARD) -> bool:
+    def take(
+        self, under: ModuleInfo | None = None, parent: int = NOTHING, depth: int = 0, phase: Phase = Phase.FORWARD
+    ) -> bool:
         """See `RegionPages.take`."""
-        return self._pages is not None and self._pages.take(under, depth, phase)
+        return self._pages is not None and self._pages.take(under, parent, depth, phase)
+
+    def skip(self) -> None:
+        """See `RegionPages.skip`."""
+        if self._pages is not None:
+            self._pages.skip()
+
+    def discard(self) -> None:
+        """See `RegionPages.discard`."""
+        if self._pages is not None:
+            self._pages.discard()
+
+    def batch_ends(self, root: RootInfo) -> None:
+        """See `RegionPages.batch_ends`."""
+        if self._pages is not None:
+            self._pages.batch_ends(root)
 
     def leaf(self, info: ModuleInfo, role: str, leaf: Any) -> Row:
         """See `RegionPages.leaf`."""

@@ -15,11 +15,25 @@ from torch._dynamo import types as strategies
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._inductor import config as inductor_config
 
 
 def current_output() -> Any:
     """What dynamo makes of the frame that it traces. A trace that begins again makes a new one."""
     return InstructionTranslator.current_tx().output
+
+
+def traced_value(name: str) -> Any:
+    """What the argument `name` of the function is that is being traced. No guard comes of that, as would of its id."""
+    output = current_output()
+    tx = output.current_tx
+    while tx is not None and name not in tx.symbolic_locals:
+        tx = tx.parent
+    found = tx.symbolic_locals[name].realize() if tx is not None else None
+    key = getattr(found, "module_key", None)
+    if key is not None:  # a module that dynamo specializes its graph for, as an older torch may
+        return output.get_submodule(key)
+    return getattr(found, "value", None)
 
 
 def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
@@ -53,6 +67,43 @@ def traced_method() -> tuple[types.CodeType | None, torch.nn.Module | None]:
     with suppress(AttributeError, KeyError):
         code = ContinueExecutionCache.generated_code_metadata[code].code
     return code, owner if isinstance(owner, torch.nn.Module) else None
+
+
+def is_for_inductor() -> bool:
+    """Whether inductor compiles the graph that is traced now. It writes to a tensor without a new version of it."""
+    return _inductor() is not None
+
+
+def uses_cuda_graphs() -> bool:
+    """Whether inductor makes a CUDA graph of what is traced now."""
+    given = getattr(_inductor(), "config", None)
+    if isinstance(given, dict) and "triton.cudagraphs" in given:
+        return bool(given["triton.cudagraphs"])
+    return bool(inductor_config.triton.cudagraphs)
+
+
+def _inductor() -> Any:
+    """The backend of the graph that is traced now, where it is inductor's; else None."""
+    backend = getattr(current_output(), "compiler_fn", None)
+    for _ in range(_MOST_WRAPPED):
+        inner = next((getattr(backend, name) for name in _WRAPPED_AS if hasattr(backend, name)), None)
+        named = "inductor" in (getattr(backend, "compiler_name", ""), getattr(backend, "__name__", ""))
+        if named and (inner is None or hasattr(backend, "config")):
+            return backend
+        backend = inner
+    return None
+
+
+_WRAPPED_AS = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "backend_compile_fn", "__self__")
+"""Attributes in which dynamo and DDP keep the backend that they call."""
+_MOST_WRAPPED = 8
+
+
+def is_split_by_ddp() -> bool:
+    """Whether dynamo may make several graphs of what it traces now: one for each bucket of DDP."""
+    if not torch.distributed.is_available():
+        return False
+    return getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None
 
 
 def is_closed() -> bool:

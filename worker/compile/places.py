@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch._dynamo import mark_static_address
 
 from ..stats import device as devices
-from .graph_op import new_place
+from .graph_op import SEEN, new_place
 
 NUMBERS = 3
 """Numbers in a buffer: smallest, largest and smallest absolute value, as float64."""
@@ -30,6 +32,12 @@ def on_device(place: int) -> torch.Tensor | None:
     return buffer
 
 
+def token(place: int) -> torch.Tensor:
+    """What the read with this place, of a tensor in host memory, is declared to change."""
+    found: torch.Tensor = vars(BUFFERS)[f"token_{place}"]
+    return found
+
+
 def in_host_memory(device: str) -> bool:
     """Whether tensors on `device` are read by `gpuwatch::look`. Others are reduced in the graph itself."""
     return device == "cpu" and devices.late_device() is None
@@ -43,6 +51,21 @@ def place_on(device: str) -> int:
     else:
         _keep(f"place_{place}", torch.zeros(NUMBERS, dtype=torch.float64, device=device))
     return place
+
+
+def forget(places: Iterable[int]) -> None:
+    """Discard the numbers of tensors in host memory."""
+    for place in places:
+        SEEN[place] = None
+
+
+def renewed(place: int) -> torch.Tensor:
+    """Have the next run of a graph write this place to another tensor. Returns the one that the last run was given."""
+    name = f"token_{place}" if on_device(place) is None else f"place_{place}"
+    given: torch.Tensor = vars(BUFFERS)[name]
+    with torch.inference_mode(False):
+        setattr(BUFFERS, name, torch.zeros_like(given))
+    return given
 
 
 def _keep(name: str, tensor: torch.Tensor) -> None:

@@ -1,50 +1,22 @@
-"""One graph that torch.compile made: its calls, their rows, and which of its places have been written."""
+"""One graph that torch.compile made: what is traced into it, and which of its places have been written."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..record.roots import ModuleInfo
+from .attach import Opened
+from .dynamo import is_for_inductor
 from .graph_op import SEEN
-from .places import on_device
-
-
-@dataclass
-class RegionRow:
-    """A row of a traced frame. `place` is that of its numbers, -1 if it has none."""
-
-    role: str
-    place: int
-    kind: int
-    dtype: torch.dtype | None
-
-
-@dataclass
-class RegionFrame:
-    """A traced module call."""
-
-    info: ModuleInfo
-    parent: ModuleInfo | None
-    depth: int
-    rows: list[RegionRow] = field(default_factory=list)
-
-
-@dataclass
-class RegionGradient:
-    """A gradient that the graph's backward writes to `place`: that of the tensor in this row of this frame."""
-
-    place: int
-    frame: RegionFrame
-    row: RegionRow
-    node: int
-    """Sequence number of the autograd node that made the tensor; 0 if it is not known. A backward goes from the highest
-    to the lowest."""
+from .places import forget, on_device, token
+from .runs import Runs
+from .traced_calls import RegionFrame, RegionGradient
 
 
 @dataclass
@@ -62,11 +34,13 @@ class _TracedRead:
 
 
 class Region:
-    """One graph."""
+    """One graph. Several modules of a class may share it: each run of it is one of theirs."""
 
-    def __init__(self, root: ModuleInfo, cls: str, owner: torch.nn.Module | None) -> None:
-        self._owner: Callable[[], torch.nn.Module | None] = weakref.ref(owner) if owner is not None else _nothing
-        """The module whose method it is a graph of."""
+    def __init__(
+        self, root: ModuleInfo, cls: str, owner: torch.nn.Module | None, opened: Opened, gradients: bool
+    ) -> None:
+        """`gradients`: whether those of its tensors are recorded."""
+        self.with_gradients = gradients
         self.root = root
         self.cls = cls
         """Class of the first module that was entered."""
@@ -88,21 +62,22 @@ class Region:
         self._output: Callable[[], Any] = _nothing
         """The trace that this is of, as long as dynamo keeps it."""
         self._version = 0
+        self._is_unseen = opened is Opened.UNSEEN
+        self._versions_of_a_run = 1 if is_for_inductor() else 2
+        self.has_missed_a_run = False
+        """It has run more than once since the last look: only the last run's numbers are there."""
         self._ran = False
-        self._next = -1
-        self._last_of: dict[int, int] = {}
-        """Id of a module -> position of the last gradient of what it returns, in the order of the backward."""
-        self._is_backward = False
-        """The backward of a device has been seen to run, since the last forward."""
+        self._is_sorted = False
         self._skipped = False
+        self.runs = Runs(root, owner, opened, self.frames, self.gradients)
 
     @property
     def has_run(self) -> bool:
         """Whether its graph has run. That of a trace that dynamo gave up never does."""
-        return self._ran or self._is_written
+        return self._ran or self.is_written
 
     @property
-    def _is_written(self) -> bool:
+    def is_written(self) -> bool:
         """Whether the forward has written its numbers since the last `moved`."""
         if not self.places:
             return False
@@ -111,9 +86,10 @@ class Region:
             return SEEN[self.places[0]] is not None
         return int(buffer._version) != self._version  # each write of the graph raises the buffer's version
 
-    def is_of(self, owner: torch.nn.Module | None) -> bool:
-        """Whether it is a graph of a method of this module."""
-        return owner is not None and self._owner() is owner
+    def has_read(self, place: int) -> bool:
+        """Whether the graph reads the tensor with this place, and has not changed it since."""
+        read = self.reads.get(place)
+        return place in self.places and (read is None or read.is_unchanged)
 
     def traced_in(self, output: Any) -> None:
         """A module is entered in the trace that dynamo makes `output` of. It is a new one if the last was discarded."""
@@ -124,8 +100,14 @@ class Region:
             every.clear()
         self.reads.clear()
         self._place_of.clear()
-        self._last_of.clear()
+        self._is_sorted = False
+        self.runs.forget()
         self._deferred.clear()
+
+    def entered(self, info: ModuleInfo, module: torch.nn.Module) -> None:
+        """A module is entered in the trace."""
+        self.stack.append(info)
+        self.runs.entered(info, module)
 
     def move_deferred_reads(self, graph: torch.fx.Graph | None) -> None:
         """A module has returned: move the reads of the previous one to the end of the graph.
@@ -164,69 +146,37 @@ class Region:
 
     def moved(self) -> bool:
         """Whether the forward has run since the last call. The gradients of a new batch then follow."""
-        moved = self._is_written
+        moved = self.is_written
         if moved:
             self._ran = True
             buffer = on_device(self.places[0])
-            if buffer is not None:
-                self._version = int(buffer._version)
+            written = buffer if buffer is not None else token(self.places[0])
+            versions = int(written._version) - self._version
+            self.has_missed_a_run = self._is_unseen and versions > self._versions_of_a_run
+            self._version += versions
             if self._skipped:  # the gradients so far are those of the skipped batch
-                _forget([gradient.place for gradient in self.gradients])
+                forget([gradient.place for gradient in self.gradients])
             self._skipped = False
             self.reads.clear()  # tracing has ended
             self._place_of.clear()
-            if not self._last_of:
+            if not self._is_sorted:
                 self.gradients.sort(key=lambda gradient: gradient.node)  # a module may return what it made long before
-                self._last_of = {each.frame.info.id: at for at, each in reversed([*enumerate(self.gradients)])}
-            self._next = len(self.gradients) - 1
-            self._is_backward = False
+                self._is_sorted = True
+            self.runs.ran()
         return moved
 
     def forget(self) -> None:
         """Discard the numbers of the forward: they have been recorded."""
-        _forget(self.places)
+        forget(self.places)
 
     def skip(self) -> None:
         """The batch is skipped, including its backward, which may still be to come."""
-        self._next = -1
+        self.runs.batch_skipped()
         self._skipped = True
-
-    def new_gradients(self, owner: ModuleInfo | None) -> list[int]:
-        """Positions in `gradients` that have been written since the last call, in the order of the backward.
-
-        A parameter of `owner` has just got its gradient, and a backward writes them from the last to the first, so only
-        the next few are checked. None: the backward has ended, and all are. Those of a device are not checked, since
-        that would wait for it: the backward has written all down to those of what `owner` returned. It may be several
-        graphs, as DDP has it, or come after that of code that is not in the graph.
-        """
-        reached = self._last_of.get(owner.id) if owner is not None else 0 if self._is_backward else None
-        found: list[int] = []
-        position = self._next
-        missed = 0
-        while position >= 0 and (owner is None or missed < 8):
-            place = self.gradients[position].place
-            if on_device(place) is not None:
-                is_written = reached is not None and position >= reached
-                self._is_backward |= is_written
-            else:
-                is_written = SEEN[place] is not None
-            if is_written:
-                found.append(position)
-                missed = 0
-                self._next = position - 1
-            else:
-                missed += 1
-            position -= 1
-        return found
 
 
 def _nothing() -> None:
     return None
-
-
-def _forget(places: list[int]) -> None:
-    for place in places:
-        SEEN[place] = None
 
 
 def _last_of(graph: torch.fx.Graph | None) -> torch.fx.Node | None:

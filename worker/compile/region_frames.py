@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.values import decode
 from ..alarms.frames import Frames
 from ..record.progress import Progress
-from ..record.roots import ModuleInfo, Roots
+from ..record.roots import ModuleInfo, RootInfo, Roots
 from ..record.rows import Row, Rows
 from ..without_modes import without_modes
 from .attach import GradientHooks
 from .graph_op import SEEN
 from .places import on_device
-from .region import Region, RegionFrame, RegionRow
+from .region import Region
 from .regions import Regions
+from .runs import Run
 from .trace import MARK
+from .traced_calls import RegionFrame, RegionRow
 
 
 class RegionPages:
@@ -35,6 +38,7 @@ class RegionPages:
         rows: Rows,
         frames: Frames,
         gradients: GradientHooks,
+        not_looked_into: Callable[[ModuleInfo | None, str], None],
     ) -> None:
         self._regions = regions
         self._progress = progress
@@ -43,34 +47,59 @@ class RegionPages:
         self._rows = rows
         self._frames = frames
         self._gradients = gradients
+        self._grads = "grads" in progress.settings.watch
+        self._not_looked_into = not_looked_into
+        """Called with the module whose compiled code was not looked into, or with None and a class."""
         self._seen: dict[int, Row] = {}
         """place -> its row in the page, for the last region that ran."""
         self._inputs: list[Row] = []
         """Input rows of that region's calls whose tensors no call of the region returned."""
 
-    def take(self, under: ModuleInfo | None = None, depth: int = 0, phase: Phase = Phase.FORWARD) -> bool:
-        """Write the frames of the graphs that have run since the last call, as children of the call `under`.
+    def take(
+        self, under: ModuleInfo | None = None, parent: int = NOTHING, depth: int = 0, phase: Phase = Phase.FORWARD
+    ) -> bool:
+        """Write the frames of the graphs that have run since the last call, in the call `under`.
 
-        That call has this depth and phase. True if the frame of a region's root is missing: dynamo may begin to trace
-        inside the root.
+        `parent` is the id of the module that called the outermost of them, `depth` is theirs. True if the frame of a
+        region's root is missing: dynamo may begin to trace inside the root.
         """
         rootless = False
         for region in self._regions.regions:
             self._take_gradients(region, None)
             if region.moved():
-                rootless |= without_modes(self._forward, region, under, depth, phase)
+                rootless |= without_modes(self._forward, region, under, parent, depth, phase)
         return rootless
 
     def take_gradients(self, info: ModuleInfo) -> None:
         """Write the frames of the running backward so far. A parameter of `info` has just got its gradient."""
         for region in self._regions.regions:
             if region.moved():
-                without_modes(self._forward, region, None, 0, Phase.FORWARD)
+                without_modes(self._forward, region, None, NOTHING, 0, Phase.FORWARD)
             self._take_gradients(region, info)
 
-    def _page(self, region: Region, under: ModuleInfo | None) -> OpenPage:
+    def skip(self) -> None:
+        """A module whose graph others may share is entered, in a batch that is skipped."""
+        for region in self._regions.regions:
+            if region.moved():
+                region.skip()
+                region.forget()
+
+    def discard(self) -> None:
+        """A module whose graph others may share is entered: what has run of it so far was called by none of them."""
+        for region in self._regions.regions:
+            if region.is_written and region.runs.is_shared and region.moved():
+                region.forget()
+                self._not_looked_into(None, region.cls)
+
+    def batch_ends(self, root: RootInfo) -> None:
+        """The backward of this root is over: tell whether gradients of its graphs were made and are not recorded."""
+        for region in self._regions.regions:
+            for run in region.runs.batch_ends(root, self._gradients.has_run):
+                if any(frame.info.watched for frame in run.frames):
+                    self._not_looked_into(run.under or region.runs.owner_info, region.cls)
+
+    def _page(self, root: RootInfo, under: ModuleInfo | None) -> OpenPage:
         """The page of the batch: the current one, or a new one if no hook runs outside of the graph."""
-        root = region.root.root
         if under is not None and self._recorder.page is not None:
             return self._recorder.page
         root.batches += 1
@@ -78,31 +107,41 @@ class RegionPages:
         self._rows.begin_page(page.batch)
         return page
 
-    def _forward(self, region: Region, under: ModuleInfo | None, depth: int, phase: Phase) -> bool:
+    def _forward(self, region: Region, under: ModuleInfo | None, parent: int, depth: int, phase: Phase) -> bool:
         try:
             if self._progress.skipped:
                 region.skip()
                 return False
-            rooted = any(not frame.info.name for frame in region.frames)
-            page = self._page(region, under)
-            parent = None if rooted else under
-            depth += parent is not None
+            if region.has_missed_a_run:
+                self._not_looked_into(None, region.cls)
+            run = region.runs.run_of(under, self._info_of)
+            if run is None:
+                self._not_looked_into(under, region.cls)
+                return False
+            rooted = any(not frame.info.name for frame in run.frames)
+            page = self._page((run.under or region.root).root, under)
+            region.runs.begin(run, page.number, phase is Phase.RECOMPUTE)
+            if rooted:
+                parent, depth = NOTHING, 0
             seen = self._seen = {}
             self._inputs = []
             with self._rows.together():
-                for frame in region.frames:
+                for frame in run.frames:
                     if frame.info.watched:
                         self._put(frame, page, seen, parent, depth, phase)
             return not rooted
         finally:
             region.forget()
 
+    def _info_of(self, module: torch.nn.Module, under: ModuleInfo) -> ModuleInfo:
+        return self._roots.child(module, under.root, under)
+
     def _put(
         self,
         frame: RegionFrame,
         page: OpenPage,
         seen: dict[int, Row],
-        under: ModuleInfo | None,
+        parent: int,
         depth: int,
         phase: Phase,
     ) -> None:
@@ -115,6 +154,9 @@ class RegionPages:
             bad = bad or (returned and row.flags != 0)
             rows.append(row if returned else row._replace(notable=False))
         module = info.ref()
+        for name, parameter in module._parameters.items() if module is not None and self._grads else ():
+            if parameter is not None:  # FSDP gathers it in each call
+                self._gradients.watch_parameter(parameter, info, role_of_parameter(name))
         if module is not None and self._progress.watches_weights:
             read = self._rows.weight_again if bad else self._rows.weight
             step = self._progress.step
@@ -123,15 +165,9 @@ class RegionPages:
                 for name, parameter in module._parameters.items()
                 if parameter is not None
             ]
-        parent = frame.parent or under
-        self._frames.put(
-            page,
-            info,
-            phase,
-            rows,
-            parent=parent.id if parent is not None else NOTHING,
-            depth=frame.depth + depth,
-        )
+        if frame.parent is not None:
+            parent = frame.parent.id
+        self._frames.put(page, info, phase, rows, parent=parent, depth=frame.depth + depth)
 
     def _row(self, frame: RegionFrame, traced: RegionRow, seen: dict[int, Row]) -> Row:
         place = traced.place
@@ -172,26 +208,26 @@ class RegionPages:
         return self._seen.get(vars(leaf).pop(MARK, -1))
 
     def _take_gradients(self, region: Region, owner: ModuleInfo | None) -> None:
-        found = region.new_gradients(owner)
-        if found:
+        run, found = region.runs.new_gradients(owner, self._gradients.has_run)
+        if run is not None and found:
             try:
-                without_modes(self._backward, region, found)
+                without_modes(self._backward, region, run, found)
             finally:
                 for position in found:
-                    SEEN[region.gradients[position].place] = None
+                    SEEN[run.gradients[position].place] = None
 
-    def _backward(self, region: Region, found: list[int]) -> None:
-        page = region.root.root.page
+    def _backward(self, region: Region, run: Run, found: list[int]) -> None:
+        page = (run.under or region.root).root.page
         if page is None or self._progress.skipped:
             return
         self._progress.resume(page)
         mark = Mark.SCALED if self._gradients.scaled else 0
         with self._rows.together():
             for position in found:
-                gradient = region.gradients[position]
+                gradient = run.gradients[position]
                 info, traced = gradient.frame.info, gradient.row
                 if info.watched:
-                    source = SEEN[gradient.place] or on_device(gradient.place)
+                    source = run.source(position)
                     role = f"grad {traced.role}"
                     row = self._rows.traced(info, role, traced.dtype, RowKind.MEASURED, source, mark)
                     self._frames.put(page, info, Phase.BACKWARD, [row])

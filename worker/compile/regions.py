@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import types
 import weakref
 from collections.abc import Callable
@@ -12,9 +11,11 @@ import torch
 from torch._guards import CompileContext
 
 from ..record.roots import ModuleInfo
-from .dynamo import current_output, is_closed, traced_method
+from .attach import Opened
+from .dynamo import current_output, is_closed, is_for_inductor, traced_method
 from .places import place_on
-from .region import Region, RegionFrame, RegionGradient, RegionRow
+from .region import Region
+from .traced_calls import RegionFrame, RegionGradient, RegionRow
 
 
 class Regions:
@@ -25,7 +26,9 @@ class Regions:
     def __init__(
         self,
         resolve: Callable[[torch.nn.Module, Region | None], ModuleInfo],
-        may_open: Callable[[str, bool, torch.nn.Module | None], bool],
+        may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], Opened],
+        running: Callable[[], torch.nn.Module | None],
+        not_looked_into: Callable[[ModuleInfo | None, str], None],
         gradients: bool,
         fault: Callable[[str, Exception], None],
     ) -> None:
@@ -33,13 +36,16 @@ class Regions:
         self._resolve = resolve
         """Returns the info of a module in a region. The region is None while it is being opened."""
         self._may_open = may_open
-        """Given a class, whether a graph of that class is known, and whose method the graph is of: whether it may be
-        recorded."""
+        """Given the first module in a graph, whether one of its class is known, and whose method the graph is of."""
+        self._running = running
+        """Returns the innermost module whose call hooks see."""
+        self._not_looked_into = not_looked_into
         self._gradients = gradients
         self._by_compile: dict[Any, Region | None] = {}
         self._opening: tuple[Any, str] | None = None
         self._owner: torch.nn.Module | None = None
-        """The module whose method is being traced, while its region is being opened."""
+        self._opened = Opened.NO
+        """Of the graph whose region is being opened: the module whose method it is, and how it is recorded."""
         self._owners: dict[types.CodeType | None, Callable[[], torch.nn.Module | None]] = {}
         """Code of a method -> the last module that dynamo has traced it for."""
         self.regions: list[Region] = []
@@ -49,13 +55,13 @@ class Regions:
         Regions.current = self
 
     def detach(self) -> None:
-        """Stop recording. Traced graphs go on writing to their buffers; nobody reads these."""
+        """Stop recording. Traced graphs go on writing to their buffers, until dynamo sees that the hooks are gone."""
         if Regions.current is self:
             Regions.current = None
 
     # -- called while tracing; dynamo treats the result of every call as a constant -------------------------------
 
-    def opens(self, cls: str) -> bool:
+    def opens(self, cls: str, module: torch.nn.Module) -> bool:
         """A module is entered. False if this graph is not recorded."""
         if is_closed():
             return False
@@ -67,10 +73,12 @@ class Regions:
         if owner is not None:
             self._owners[code] = weakref.ref(owner)
         elif code in self._owners:
-            owner = self._owners[code]()
-        if not self._may_open(cls, self._knows(cls, owner), owner):
+            owner, running = self._owners[code](), self._running()
+            owner = running if type(running) is type(owner) else owner
+        opened = self._may_open(module, self._knows(cls, owner), owner)
+        if opened is Opened.NO:
             return False
-        self._owner = owner
+        self._owner, self._opened = owner, opened
         self._opening = compile_id, cls
         return True
 
@@ -82,24 +90,28 @@ class Regions:
         given up is no graph, and the inner frame is not shared if one module alone runs it.
         """
         same = [region for region in self.regions if region.cls == cls]
-        others = [region for region in same if region.has_run and not region.is_of(owner)]
+        others = [region for region in same if region.has_run and not region.runs.is_of(owner)]
         return bool(others) or any(owner is None or not region.root.root.has_one(owner) for region in same)
 
-    def enter(self, module_id: int) -> int:
+    def enter(self, module: Any) -> int:
         """A module is entered in a graph that is recorded."""
-        module = _module_of(module_id)
+        assert isinstance(module, torch.nn.Module)
         compile_id = CompileContext.current_compile_id()
         region = self._by_compile.get(compile_id)
         if region is None:
-            region = Region(self._resolve(module, None), type(module).__name__, self._owner)
+            info = self._resolve(module, None)
+            gradients = self._gradients and (self._opened is not Opened.UNSEEN or is_for_inductor())
+            region = Region(info, type(module).__name__, self._owner, self._opened, gradients)
+            if self._gradients and not gradients:
+                self._not_looked_into(None, region.cls)
             self._owner = None
             self._by_compile[compile_id] = region
             self.regions.append(region)
         region.traced_in(current_output())
-        region.stack.append(self._resolve(module, region))
+        region.entered(self._resolve(module, region), module)
         return 0
 
-    def leave(self, module_id: int) -> bool:
+    def leave(self) -> bool:
         """A module returns. False if this graph is not recorded."""
         region = self.traced
         if region is None or not region.stack:
@@ -147,20 +159,3 @@ class Regions:
         region = self.traced
         assert region is not None
         return region
-
-    @property
-    def gradients(self) -> bool:
-        """Whether gradients of activations are recorded."""
-        return self._gradients
-
-
-def _module_of(number: int) -> torch.nn.Module:
-    """The module that has this id where dynamo traces it.
-
-    Of a module that it cannot reach from the arguments (in a slice of a ModuleList), torch 2.13 tells the id of its own
-    variable for it.
-    """
-    found = ctypes.cast(number, ctypes.py_object).value
-    module = found if isinstance(found, torch.nn.Module) else found.value
-    assert isinstance(module, torch.nn.Module)
-    return module

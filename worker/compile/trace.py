@@ -8,8 +8,9 @@ cost nothing later. The graph reads and changes no Python state, so there is no 
     traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token_7, 7)
                                                   on a device: place_7.copy_(stack(amin(x), amax(x), amin(abs(x))))
 
-Tested with torch 2.13. A region is recorded when it is a whole model. The blocks of a model that are compiled one by
-one share a graph, so their rows could not be told apart: only their inputs and outputs are recorded.
+Tested with torch 2.13. Blocks of a model that are compiled one by one share a graph. The rows are those of the module
+whose call runs it (runs.py). So nothing here may have dynamo tell one block from another: it would then compile a graph
+for each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch._dynamo import assume_constant_result
 
 from ...core.frames import RowKind
 from . import places
-from .dynamo import current_graph, hook_begins, hook_ends, is_closed
+from .dynamo import current_graph, hook_begins, hook_ends, is_closed, traced_value
 from .places import BUFFERS
 from .regions import Regions
 
@@ -60,17 +61,17 @@ def _constant(call: C) -> C:
 
 @_constant
 def _opens(cls: str) -> bool:
-    return _safely(lambda regions: regions.opens(cls), False)
+    return _safely(lambda regions: regions.opens(cls, traced_value("module")), False)
 
 
 @_constant
-def _enter(module_id: int) -> int:
-    return _safely(lambda regions: regions.enter(module_id), 0)
+def _enter() -> int:
+    return _safely(lambda regions: regions.enter(traced_value("module")), 0)
 
 
 @_constant
-def _leave(module_id: int) -> bool:
-    return _safely(lambda regions: regions.leave(module_id), False)
+def _leave() -> bool:
+    return _safely(Regions.leave, False)
 
 
 @_constant
@@ -115,10 +116,9 @@ def _read_ends(place: int) -> int:
 
 
 @_constant
-def _is_unchanged(place: int) -> bool:
+def _has_read(place: int) -> bool:
     assert Regions.current is not None
-    read = Regions.current.region.reads.get(place)
-    return read is None or read.is_unchanged
+    return Regions.current.region.has_read(place)
 
 
 @_constant
@@ -158,7 +158,7 @@ def _hook_ends() -> int:
 
 @_constant
 def _wants_gradients() -> bool:
-    return Regions.current is not None and Regions.current.gradients
+    return Regions.current is not None and Regions.current.region.with_gradients
 
 
 # What dynamo traces.
@@ -167,13 +167,13 @@ def _wants_gradients() -> bool:
 def traced_before(module: torch.nn.Module) -> None:
     """A module is entered. Dynamo traces this function, so only Python that it supports well may stand here."""
     if _opens(type(module).__name__):
-        _enter(id(module))
+        _enter()  # not given its id: dynamo would make a graph for each block of a model
 
 
 def traced_after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """A module returns. Dynamo traces this function."""
     if _is_open():
-        if _leave(id(module)):
+        if _leave():
             _move_deferred_reads()
             for position, value in enumerate(args):
                 _record(value, f"input[{position}]", False, 0)
@@ -216,7 +216,7 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         _row(role, -1, 3, tensor.dtype, "")
         return
     known = getattr(tensor, MARK, -1)
-    if known >= 0 and _is_unchanged(known):
+    if known >= 0 and _has_read(known):
         _row(role, known, 0, tensor.dtype, "")
         return
     device = str(tensor.device)

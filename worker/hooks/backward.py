@@ -7,6 +7,7 @@ A hook on a tensor (`Tensor.register_hook`) or on a parameter (`register_post_ac
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -119,6 +120,8 @@ class Gradients:
         self.held: list[Graph] = []
         """Graphs of backwards that have ended and whose numbers have not arrived, latest first."""
         self._hold = GraphHold()
+        self._backwards: deque[int] = deque(maxlen=_MOST_GRAPHS)
+        """Numbers of the pages whose backward has begun."""
         self.before_parameter: Callable[[ModuleInfo], None] | None = None
         """Called with the module before a parameter's gradient is recorded: it writes a compiled backward's frames."""
 
@@ -188,6 +191,7 @@ class Gradients:
         if not self._attached or _is_compiling():
             return
         try:
+            self._backwards.append(calls.page)
             if not any(graph.calls is calls for graph in self.graphs):
                 graph = running_graph(calls)
                 if graph is not None:
@@ -212,6 +216,10 @@ class Gradients:
             self.let_go()
         except Exception as error:
             self._on_fault("end of the backward", error)
+
+    def has_run(self, page: int) -> bool:
+        """Whether a backward has reached what the root of this page, one of the latest, has returned."""
+        return page in self._backwards
 
     def let_go(self) -> None:
         """Let go of the graphs whose numbers have arrived."""

@@ -37,12 +37,12 @@ from ..alarms.graph_users import Output, graph_users
 from ..alarms.judging import Judging, NonFiniteRow
 from ..alarms.look_again import look_again
 from ..compile import traced_hooks as traced
-from ..compile.attach import Graphs
+from ..compile.attach import Graphs, Opened
 from ..record.collectives import issued
 from ..record.cost import CostMeter
 from ..record.graph_calls import GraphCalls, next_node
 from ..record.leaves import inputs_of, outputs_of
-from ..record.names import unwrap
+from ..record.names import class_of, unwrap
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
@@ -88,13 +88,14 @@ class Hooks:
         self._settings = settings
         self._only = frozenset(map(id, only.modules())) if only is not None else None
         """Ids of the modules that may be roots; None: all."""
+        self._watched_classes = {class_of(part) for part in only.modules()} if only is not None else set()
         self._handles: list[Any] = []
         self._stack: list[ModuleInfo] = []
         self._depths: list[int] = []
         """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
+        self._around_graphs: set[str] = set()
+        """Classes of modules whose forward runs compiled regions."""
         self._not_looked_into: set[tuple[str, str, bool]] = set()
-        self._around_graphs: set[int] = set()
-        """Ids of modules that are no wrappers, and whose forward runs compiled regions."""
         """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
         self._thread = 0
         self._outer_exception: BaseException | None = None
@@ -131,6 +132,8 @@ class Hooks:
         self._graphs = Graphs(
             self._resolve,
             self._may_open_region,
+            lambda: self._stack[-1].ref() if self._stack else None,
+            self._note_not_looked_into,
             self.progress,
             self._roots,
             self.rows,
@@ -208,6 +211,8 @@ class Hooks:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
         with self._lock:
             self._graphs.take()
+            for root in self._roots.infos():
+                self._graphs.batch_ends(root)
             self._recorder.pause_page()
             if self._cost is not None:
                 cost = self._cost.result(self.progress.where())
@@ -225,6 +230,8 @@ class Hooks:
                 traced.before(module)
             return
         if self._skipped_root is not None and self._stays_skipped(module):
+            if self._around_graphs and class_of(module) in self._around_graphs:
+                self._skip_graphs()
             return
         if _is_tracing():
             return
@@ -317,6 +324,13 @@ class Hooks:
             self.frames.put(page, info, Phase.FORWARD, rows)
         self._recorder.pause_page()
 
+    def _skip_graphs(self) -> None:
+        try:
+            with self._lock:
+                self._graphs.skip()
+        except Exception as error:
+            self._fault("forward pre-hook", error)
+
     def _skips(self, batch: int) -> bool:
         if batch in self._settings.trace_batches:
             return False
@@ -345,6 +359,8 @@ class Hooks:
             return  # a second thread within one forward: its calls have no order relative to the first thread's
         if self._around_graphs and stack and not info.is_graph:
             self._take_graphs(len(stack) - 1)
+        if info.cls in self._around_graphs:
+            self._graphs.discard()
         info.seq = issued()
         info.first_node = next_node()
         if info.is_wrapper:
@@ -360,11 +376,16 @@ class Hooks:
     def _take_graphs(self, position: int) -> bool:
         """Write the frames of the graphs that have run in a running call. False if it is known to run none."""
         info = self._stack[position]
-        if info.id not in self._around_graphs:
+        if info.cls not in self._around_graphs:
             return False
         with self._lock:
-            self._graphs.take(info, self._depths[position], self._phase)
+            self._take_graphs_in(info, position)
         return True
+
+    def _take_graphs_in(self, info: ModuleInfo, position: int) -> bool:
+        parent = self._parent() if info.is_wrapper else info.id
+        depth = self._depths[position] + (not info.is_wrapper)
+        return self._graphs.take(info, parent, depth, self._phase)
 
     def _still_running(self) -> bool:
         """Whether the innermost call on our stack is still on its thread's stack. Slow, and rarely needed."""
@@ -381,6 +402,8 @@ class Hooks:
         progress = self.progress
         if self._only is not None and id(unwrap(module)) not in self._only:
             return None  # it may contain the watched model, as a loss module does
+        if isinstance(module, torch.fx.GraphModule) and _is_called_from("torch._functorch."):
+            return None  # torch.compile made it, of what is recorded as a graph
         if _is_shape_inference():
             self._skipped_root, self._infers_shapes = weakref.ref(module), True
             return None
@@ -396,6 +419,7 @@ class Hooks:
             self._phase = Phase.RECOMPUTE
         else:
             self._graphs.take()
+            self._graphs.batch_ends(root)
             self.judging.collect()
             self._gradients.batch_begins()
             if self._first_root is None:
@@ -512,7 +536,7 @@ class Hooks:
         self, info: ModuleInfo, module: torch.nn.Module, args: Any, kwargs: Any, output: Any, raised: bool
     ) -> None:
         """A wrapper has a frame of its own only if nothing inside it was recorded."""
-        rootless = self._graphs.take(info, self._depths[len(self._stack) - 1], self._phase)
+        rootless = self._take_graphs_in(info, len(self._stack) - 1)
         page = self._recorder.page
         if page is not None and (rootless or info.entered == self._recorder.frame_count) and info.watched:
             without_modes(self._take_frame, info, module, args, kwargs, output, raised, self._graphs)
@@ -706,25 +730,40 @@ class Hooks:
 
     # -- compiled regions ---------------------------------------------------------------------------------------
 
-    def _may_open_region(self, cls: str, known: bool, owner: torch.nn.Module | None) -> bool:
-        """Whether a compiled region is recorded: no module outside of it is running, or its `owner` alone.
+    def _may_open_region(self, first: torch.nn.Module, known: bool, owner: torch.nn.Module | None) -> Opened:
+        """Whether a compiled region is recorded: its `owner` is running, or no module outside of it is.
 
-        `owner` is the module whose method is compiled; other modules of its class would share the graph. Wrappers do
-        not count. `known`: a graph of this class is recorded already. The numbers of two could not be told apart.
+        `first` is the first module in it, and `owner` the one whose method is compiled. Others of its class may share
+        the graph: the one that runs is the one whose graph it is. Wrappers do not count. `known`: a graph of this class
+        is recorded already. The numbers of two that nothing outside tells apart could not be told apart.
         """
+        cls = class_of(first)
         skipped = self._skipped_root() if self._skipped_root is not None else None
         inner = self._stack[-1] if self._stack else None
-        if skipped is None and not known:
-            if all(info.is_wrapper for info in self._stack):
-                return True
-            if inner is not None and owner is not None and inner.ref() is owner and inner.root.has_one(owner):
-                self._around_graphs.add(inner.id)
-                return True
-        place = (inner.name, inner.cls, True) if inner is not None else ("", cls, skipped is not None)
+        if skipped is None and inner is None and self._only is not None and not self._only & {id(first), id(owner)}:
+            if cls in self._watched_classes:  # those that are watched will share it
+                self._note_not_looked_into(None, cls)
+            return Opened.NO
+        if skipped is None:
+            if inner is not None and owner is not None and inner.ref() is owner:
+                self._around_graphs.add(inner.cls)
+                return Opened.BY_OWNER
+            if not known and all(info.is_wrapper for info in self._stack):
+                return Opened.ALONE if self._stack else Opened.UNSEEN
+        if inner is not None or skipped is None:
+            self._note_not_looked_into(inner, cls)
+        else:
+            self._note_place(("", cls, True))
+        return Opened.NO
+
+    def _note_not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
+        """Compiled code was not looked into: inside of this module, or, where none is known, of this class."""
+        self._note_place((info.name, info.cls, True) if info is not None else ("", cls, False))
+
+    def _note_place(self, place: tuple[str, str, bool]) -> None:
         if place not in self._not_looked_into:
             self._not_looked_into.add(place)
             self._recorder.append(NotLookedInto(self.where(), *place))
-        return False
 
     def _resolve(self, module: torch.nn.Module, region: Any) -> ModuleInfo:
         """The info of a module that is being traced."""
@@ -813,10 +852,15 @@ def _is_shape_inference() -> bool:
     """
     if "torch.distributed.pipelining.stage" not in sys.modules:
         return False
+    return _is_called_from("torch.distributed.", _SHAPE_INFERENCE)
+
+
+def _is_called_from(package: str, functions: tuple[str, ...] = ()) -> bool:
+    """Whether a function of this package is running, one of `functions` if any are given."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name in _SHAPE_INFERENCE and module.startswith("torch.distributed."):
+        is_one = not functions or frame.f_code.co_name in functions
+        if is_one and frame.f_globals.get("__name__", "").startswith(package):
             return True
         frame = frame.f_back
     return False

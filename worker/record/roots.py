@@ -172,6 +172,10 @@ class Roots:
         info.guessed = False
         return info
 
+    def infos(self) -> list[RootInfo]:
+        """All roots."""
+        return [root for _, root in self._roots]
+
     def name_of(self, module: nn.Module) -> str | None:
         """The name of a known module, or its class for a root. None for an unknown module."""
         for _, root in self._roots:
