@@ -58,6 +58,9 @@ class _Backward:
                 return found
         mine = self._calls_of(module) or self._calls_around(module)
         if not mine or not self._seen_finite(mine):
+            around = self._unseen_around(mine[0]) if mine else None
+            if around is not None:
+                return self._of_unseen(around)
             users = users_of(self._calls, mine, [row.role for call in mine for row in call.outputs])
             users.own_code.append(module)
             users.unwatched = users.unwatched or not mine
@@ -103,6 +106,20 @@ class _Backward:
             between=between,
             sure=False,
             own_code=(around.module,),
+            notes=(note,),
+        )
+
+    def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
+        """What was handed a finite gradient, and inside of which none was seen: a graph, whose runs overwrite them."""
+        note = f"no gradient was seen inside of {_named(call.module)}: whatever is in there can have made it"
+        return self._diagnosis(
+            call.module,
+            call.cls,
+            self._row.role,
+            source="received" if self._may_be_reduced([call]) else "made",
+            between=(self._last_finite(call.module), self._frame.module or self._frame.cls),
+            sure=False,
+            own_code=(*own_code, call.module),
             notes=(note,),
         )
 
@@ -217,6 +234,8 @@ class _Backward:
                 sure=not own_code,
                 own_code=own_code,
             )
+        if self._seen_finite([user]) and self._is_unseen_inside(user):
+            return self._of_unseen(user, own_code)
         return self._of_users(users_inside(self._calls, user, users.value), own_code)
 
     def _is_no_sum(self) -> bool:
@@ -271,6 +290,24 @@ class _Backward:
         every = [call for module in {call.module for call in calls} for call in self._calls_of(module)]
         found = {frame.index: row.finite for call in every for frame, row in self._gradients_of(call)}
         return len(found) >= len(every) and all(found.values())
+
+    def _is_unseen_inside(self, call: Frame) -> bool:
+        """Whether no gradient was seen of what calls inside of this one have returned to it."""
+        own = {row.value for row in call.outputs}
+        inside = [
+            other
+            for other in self._calls.frames
+            if _is_inside(other.module, call.module) and not any(row.value in own for row in other.outputs)
+        ]
+        return bool(inside) and not any(self._gradients_of(other) for other in inside)
+
+    def _unseen_around(self, call: Frame) -> Frame | None:
+        """The nearest call around this one whose gradient was seen and finite, if none was seen inside of it."""
+        around = [other for other in self._calls.frames if _is_inside(call.module, other.module)]
+        for other in sorted(around, key=lambda other: -len(other.module)):
+            if self._seen_finite([other]):
+                return other if self._is_unseen_inside(other) else None
+        return None
 
     def _last_finite(self, scope: str, *, below: bool = False) -> str:
         """The last module in `scope` whose output's gradient was finite."""
