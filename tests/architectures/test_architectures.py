@@ -45,7 +45,7 @@ def test_it_is_watched_without_an_alarm_and_its_faults_are_named(architecture, d
 @pytest.mark.parametrize(
     "architecture",
     [
-        pytest.param(each, id=each.name, marks=pytest.mark.sample(4, of="architectures on a late device"))
+        pytest.param(each, id=each.name, marks=pytest.mark.sample(3, of="architectures on a late device"))
         for each in ARCHITECTURES
     ],
 )
@@ -62,13 +62,17 @@ def test_its_faults_are_named_where_the_numbers_come_late(architecture, monkeypa
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("late", [False, True], ids=["in host memory", "on a late device"])
 @pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(each, id=each.name, marks=pytest.mark.sample(1, of="compiled")) for each in ARCHITECTURES],
+    ("architecture", "blocks"),
+    [
+        pytest.param(each, blocks, id=f"{each.name}, {of}", marks=pytest.mark.sample(1, of=of))
+        for of, blocks in (("compiled", False), ("its blocks compiled", True))
+        for each in ARCHITECTURES
+    ],
 )
-def test_its_faults_are_named_where_it_is_compiled(architecture, monkeypatch, late):
+def test_its_faults_are_named_where_it_is_compiled(architecture, monkeypatch, late, blocks):
     if late:
         use_late_device(monkeypatch, LateDevice(7))
-    result = attempt_compiled(architecture)
+    result = attempt_compiled(architecture, blocks)
 
     assert result.wrong == []
     assert len(result.right) + len(result.listed) == 2

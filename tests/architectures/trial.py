@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,52 +231,84 @@ def _spoilt(tensor: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
     return torch.where(spot & bad.bool(), torch.full_like(tensor, float("nan")), tensor)
 
 
-def _spoil(module: nn.Module, phase: str, bad: torch.Tensor) -> None:
-    """The module has a fault while `bad` is not 0: another value of a tensor makes no new graph."""
-    forward = module.forward
+@contextmanager
+def _spoiling(model: nn.Module, site: str, phase: str) -> Iterator[torch.Tensor]:
+    """A module that has a fault while the value of this tensor is not 0.
 
-    def spoilt(*args: Any, **kwargs: Any) -> Any:
+    Another value makes no new graph. And all modules of the class have such a tensor: what they share, they share.
+    """
+    cls = type(model.get_submodule(site))
+    plain = cls.forward
+    for module in model.modules():
+        if type(module) is cls:
+            module.bad = torch.zeros(())
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "bad"):
+            return plain(self, *args, **kwargs)
         if phase == "forward":
-            return _spoilt(forward(*args, **kwargs), bad)
-        return forward(_Switched.apply(args[0], bad), *args[1:], **kwargs)
+            return _spoilt(plain(self, *args, **kwargs), self.bad)
+        return plain(self, _Switched.apply(args[0], self.bad), *args[1:], **kwargs)
 
-    module.forward = spoilt  # type: ignore[method-assign]  # as a bug in its code
+    cls.forward = forward  # as a bug in its code
+    try:
+        yield model.get_submodule(site).bad
+    finally:
+        cls.forward = plain
+
+
+def _compiled(model: nn.Module, blocks: bool) -> nn.Module:
+    """The compiled model; or the model with each block of its lists compiled on its own."""
+    if not blocks:
+        return torch.compile(model, backend="aot_eager")
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) > 1 and len({type(block) for block in module}) == 1:
+            for block in module if len(list(module[0].children())) else ():
+                block.compile(backend="aot_eager")
+    return model
 
 
 def _train_compiled(
-    architecture: Architecture, site: str = "", phase: str = "", *, watch: bool = True, faulty: bool = True
+    architecture: Architecture,
+    blocks: bool,
+    site: str = "",
+    phase: str = "",
+    *,
+    watch: bool = True,
 ) -> tuple[Trained, Any, list[Any]]:
     """(what the training has left, verdict, our own faults) of a training of the compiled model."""
     torch.compiler.reset()
-    model, bad = model_of(architecture, torch.float32), torch.zeros(())
-    if site:
-        _spoil(model.get_submodule(site), phase, bad)
-    compiled = torch.compile(model, backend="aot_eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    handle = gpuwatch.watch(model, on_overflow="continue") if watch else None
-    losses = []
-    try:
-        for step in range(STEPS):
-            torch.manual_seed(step)
-            bad.fill_(faulty and step == BAD_STEP)
-            loss = compiled(**inputs_of(architecture, model, torch.float32, step)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-        verdict = handle.verdict() if handle is not None else None
-        faults = [event for event in handle.events if type(event).__name__ == "Fault"] if handle is not None else []
-    finally:
-        if handle is not None:
-            handle.remove()
+    model = model_of(architecture, torch.float32)
+    with _spoiling(model, site, phase) if site else nullcontext(torch.zeros(())) as bad:
+        compiled = _compiled(model, blocks)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        handle = gpuwatch.watch(model, on_overflow="continue") if watch else None
+        losses = []
+        try:
+            for step in range(STEPS):
+                torch.manual_seed(step)
+                bad.fill_(step == BAD_STEP)
+                loss = compiled(**inputs_of(architecture, model, torch.float32, step)).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss))
+            verdict = handle.verdict() if handle is not None else None
+            events = handle.events if handle is not None else []
+            faults = [event for event in events if type(event).__name__ == "Fault"]
+        finally:
+            if handle is not None:
+                handle.remove()
     return Trained(losses, [parameter.detach().clone() for parameter in model.parameters()]), verdict, faults
 
 
-def attempt_compiled(architecture: Architecture, faults: int = 1, seed: int = 0) -> Result:
-    """As `attempt`, for the compiled model in float32. A module that is not named is among those that are told, or it
-    is said that a graph was not looked into."""
-    plain, _, _ = _train_compiled(architecture, watch=False)
-    trained, verdict, ours = _train_compiled(architecture)
+def attempt_compiled(architecture: Architecture, blocks: bool = False, faults: int = 1, seed: int = 0) -> Result:
+    """As `attempt`, for the compiled model in float32, or for one whose `blocks` are compiled one by one.
+
+    A module that is not named is among those that are told, or it is said that a graph was not looked into.
+    """
+    plain, _, _ = _train_compiled(architecture, blocks, watch=False)
+    trained, verdict, ours = _train_compiled(architecture, blocks)
     result = Result([], [], [f"our own fault: {fault.message}" for fault in ours])
     if verdict.kind != "clean":
         result.wrong.append(f"an alarm without a fault: {verdict.statement}")
@@ -283,7 +316,7 @@ def attempt_compiled(architecture: Architecture, faults: int = 1, seed: int = 0)
         result.wrong.append("other bits")
     for phase, names in zip(("forward", "backward"), sites(architecture, torch.float32), strict=True):
         for site in draw(names, faults, seed):
-            left, verdict, ours = _train_compiled(architecture, site, phase)
+            left, verdict, ours = _train_compiled(architecture, blocks, site, phase)
             named = Named(site, phase, verdict, late=True)  # no graph of autograd's shows its backward
             hidden = verdict.certainty == "supported" and any("not looked into" in line for line in verdict.evidence)
             no_gradient = verdict.kind == "clean" and all(bits.isfinite().all() for bits in left.bits)
