@@ -49,6 +49,15 @@ class Run:
         parameters = [each for module in modules for each in module._parameters.values() if each is not None]
         return any(parameter.requires_grad for parameter in parameters)
 
+    def uses(self, owner: ModuleInfo) -> bool:
+        """Whether this module, or one that is tied to it, is called in the graph."""
+        module = owner.ref()
+        if owner.id in self.modules or module is None:
+            return owner.id in self.modules
+        tied = {id(each) for each in module._parameters.values() if each is not None}
+        modules = [part for frame in self.frames if (part := frame.info.ref()) is not None]
+        return any(id(each) in tied for part in modules for each in part._parameters.values())
+
     def source(self, position: int) -> Seen | torch.Tensor | None:
         """The numbers of the gradient at this position, or where they are."""
         place = self.gradients[position].place
@@ -226,8 +235,8 @@ class Runs:
 
         A parameter of `owner` has just got its gradient, and a backward writes them from the last to the first, so only
         the next few are checked. None: the backward has ended, and all are. Those of a device are not checked, since
-        that would wait for it: the backward has written all down to those of what `owner` returned. It may be several
-        graphs, as DDP has it, or come after that of code that is not in the graph.
+        that would wait for it: the backward has written all, or, where DDP makes it several graphs, down to those of
+        what `owner` returned.
 
         Where several modules have run the graph, the next backward overwrites what the last one wrote: only a parameter
         tells whose gradients these are. That it has its own says that its graph's backward is over.
@@ -237,7 +246,7 @@ class Runs:
         shared = len(self._live) > 1
         run = self._run_with(owner) if shared else next(iter(self._live.values()), None)
         found: list[int] = []
-        if run is None or not run.gradients:
+        if run is None or run.next < 0:
             return None, found
         if any(other is run and has_run_backward(page) for other, page in self._untaken):
             return None, found  # two runs of one module: whose these are is unknown
@@ -252,7 +261,12 @@ class Runs:
                 return None, found
         elif shared and self._is_split and not self._are_later_ones_over(run):
             return None, found
-        reached = run.last_of.get(owner.id) if owner is not None else 0 if run.is_backward else None
+        if owner is None:
+            reached = 0 if run.is_backward else None
+        elif not self._is_split and run.uses(owner):
+            reached = 0  # one backward writes all, and then its parameters get theirs
+        else:
+            reached = run.last_of.get(owner.id)
         position = run.next
         missed = 0
         while position >= 0 and (owner is None or missed < 8):
