@@ -53,6 +53,7 @@ from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from ..without_modes import without_modes
 from .backward import Gradients
 from .collectives import Collectives
+from .export import Exports
 from .grad_scaler import Scalers
 from .native_writer import native_writer_of
 from .optimizer import Steps
@@ -145,6 +146,7 @@ class Hooks:
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
         self._collectives = Collectives(self.progress.groups, self._fault)
+        self._exports = Exports(lambda: self._handles)
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
             self._roots.on_parameter = self._gradients.watch_parameter
@@ -165,6 +167,7 @@ class Hooks:
         if self._forward:
             self._graphs.attach()
         self._collectives.attach()
+        self._exports.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
         os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
@@ -185,6 +188,7 @@ class Hooks:
         self._scalers.detach()
         self._graphs.detach()
         self._collectives.detach()
+        self._exports.detach()
 
     def close(self) -> None:
         """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
