@@ -17,7 +17,15 @@ STARTERS = ("accelerate", "Lightning, ddp", "DeepSpeed, ZeRO 2")
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
 
 
-each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.shown}")
+def name_of(row: Row) -> str:
+    return f"{row.name}, {row.shown}"
+
+
+in_turn = pytest.mark.sample(1, of="DeepSpeed", turns=True)
+each_row = pytest.mark.parametrize("row", ROWS, ids=name_of)
+each_launcher = pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=in_turn if row.package == "deepspeed" else (), id=name_of(row)) for row in ROWS]
+)
 
 
 @pytest.fixture
@@ -49,14 +57,14 @@ def trains_the_same_bits(row: Row, folder: Path, port: int, *options: str) -> st
 
 
 @pytest.mark.slow
-@each_row
+@each_launcher
 def test_the_first_rank_and_module_are_named(row: Row, tmp_path: Path, port: int):
     the_first_is_named(row, row.sizes[0], tmp_path, port)
 
 
 @pytest.mark.slow
 @pytest.mark.sample(1, turns=True)
-@pytest.mark.parametrize("row", [row for row in ROWS if 4 in row.sizes[1:]], ids=lambda row: f"{row.name}, {row.shown}")
+@pytest.mark.parametrize("row", [row for row in ROWS if 4 in row.sizes[1:]], ids=name_of)
 def test_the_first_of_four_ranks_is_named(row: Row, tmp_path: Path, port: int):
     the_first_is_named(row, 4, tmp_path, port)
 
