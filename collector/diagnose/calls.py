@@ -53,11 +53,6 @@ class Calls:
         """The calls directly inside this one."""
         return self._children[frame.index]
 
-    def last_child(self, frame: Frame) -> Frame | None:
-        """The last call inside this one."""
-        children = self.children(frame)
-        return children[-1] if children else None
-
     def previous_sibling(self, frame: Frame) -> Frame | None:
         """The last call of the same parent before this one."""
         return next(self.older_siblings(frame), None)

@@ -243,11 +243,6 @@ class RecorderReader:
 
     # -- pages --------------------------------------------------------------------------------------------------
 
-    def last_page(self) -> PageMessage | None:
-        """The newest page, finished or not."""
-        number = self[Field.PAGE]
-        return self.page(number) if number >= 0 else None
-
     def begun_after(self, segment: int) -> list[tuple[int, int]]:
         """(segment, batch) of the segments that were begun after that one and are still there, counted from the run's
         beginning. A few of them are quicker to look at than all that the ring holds."""
