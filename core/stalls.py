@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
+import stat
 from collections.abc import Callable
 
 from .records import StackLine
@@ -68,6 +69,10 @@ def asking_signal() -> int | None:
 def stack_file_name(rank: int, attempt: int) -> str:
     """Name of a rank's file within its node's folder."""
     return f"rank-{rank:05d}.attempt-{attempt:03d}.stack"
+
+
+MAY_BE_ASKED = stat.S_IWUSR
+"""This permission of a rank's file says that the handler of the signal is still ours."""
 
 
 _FATAL = "Fatal Python error: "

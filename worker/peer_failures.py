@@ -1,4 +1,4 @@
-"""Error messages of a rank that failed only because another rank had ended."""
+"""Errors of a rank that failed only because another rank had ended."""
 
 from __future__ import annotations
 
@@ -10,15 +10,52 @@ _WORDS = (
     "Broken pipe",
     "Timed out waiting",
     "timed out",
+    "Application timeout caused pair closure",
     # torch's store
     "wait timeout",
+    "got 0 bytes",
+    "Connection was likely closed",
     # NCCL
     "remote process exited or there was a network error",
     "communicator was aborted",
     "Watchdog caught collective operation timeout",
 )
+_SOURCES = ("gloo", "nccl", "c10d", "tcpstore", "processgroup")
+"""What an error of torch.distributed speaks of. A script's own downloads and data loaders time out, too."""
+_DISTRIBUTED = "/torch/distributed/"
 
 
 def is_peer_failure(message: str) -> bool:
-    """Whether an error message only says that another rank has ended or does not answer."""
+    """Whether a message of torch.distributed only says that another rank has ended or does not answer."""
     return any(words in message for words in _WORDS)
+
+
+def is_from_peer_failure(error: BaseException) -> bool:
+    """Whether this exception is a peer failure of torch.distributed, or was raised because of one or while handling it.
+
+    What a script raises instead of it, as in `except RuntimeError as error: raise TrainingFailed from error`, tells no
+    more than it.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if _is_of_torch_distributed(link):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _is_of_torch_distributed(error: BaseException) -> bool:
+    try:
+        message = str(error)
+    except Exception:  # the exception's __str__ raises
+        return False
+    if not is_peer_failure(message):
+        return False
+    if type(error).__module__.startswith("torch.distributed") or any(word in message.lower() for word in _SOURCES):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _DISTRIBUTED in trace.tb_frame.f_code.co_filename.replace("\\", "/")

@@ -12,7 +12,7 @@ from ..core.recorder.layout import Field, HooksState, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
-from .peer_failures import is_peer_failure
+from .peer_failures import is_from_peer_failure
 from .record.collectives import clock, issued
 from .stack_file import answer_with_stacks
 
@@ -116,7 +116,7 @@ class Session:
                 message[:2000],
                 text[-_TRACEBACK_CHARACTERS:],
                 hooks.raised_in(error) if hooks is not None else None,
-                is_peer_failure(message),
+                is_from_peer_failure(error),
             )
         )
         self.enter(RankPhase.RAISED)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..facts.facts import RunFacts
 from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .drain import with_drain
-from .ending_verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
+from .ending.verdict import ending_verdict, interrupted_verdict, lost_node_verdict, unexplained_verdict
 from .gpu_evidence import with_gpu
 from .hang.ended import ended_verdict
 from .hang.verdict import hang_verdict

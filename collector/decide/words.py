@@ -69,6 +69,22 @@ def left_silently(rank: RankFacts) -> bool:
     )
 
 
+def was_aborted_at_exit(rank: RankFacts) -> bool:
+    """Its script came to its end well, and torch aborted what was left of the process: a thread of gloo, say, that had
+    lost its peers (pytorch/pytorch#179291)."""
+    aborted = rank.exit is not None and (rank.exit.by, rank.exit.code) == ("itself", -signal.SIGABRT)
+    return aborted and rank.script_exit is not None and rank.script_exit.code == 0
+
+
+def hid_a_peer_failure(rank: RankFacts) -> bool:
+    """Whether it left with an exit code of its own after a collective had raised in it, and its script caught that."""
+    exit_, script = rank.exit, rank.script_exit
+    if exit_ is None or own_error(rank) is not None:
+        return False
+    left_badly = (script is not None and script.code != 0) or (exit_.by == "itself" and (exit_.code or 0) > 0)
+    return left_badly and any(group.phase == "failed" for group in exit_.groups)
+
+
 def progress(rank: RankFacts) -> str:
     """How far a rank got."""
     stage = unfinished_stage(rank)

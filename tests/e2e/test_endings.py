@@ -61,6 +61,27 @@ def test_a_rank_that_a_fatal_signal_ends_is_told_with_the_line_where_it_came(ben
 
 
 @pytest.mark.slow
+@pytest.mark.sample(2, of="followers")
+@pytest.mark.parametrize(
+    ("how", "nproc", "certainty"),
+    [
+        ("hides", 2, "established"),
+        ("exits", 3, "established"),
+        ("is told", 2, "established"),
+        ("raises another", 3, "established"),
+        ("fails later", 3, "supported"),
+        ("had left", 3, "established"),
+    ],
+)
+def test_the_first_to_raise_is_named_whatever_the_others_do_then(bench, how, nproc, certainty):
+    run = bench.launch("followers.py", "--preflight", "off", args=(how,), nproc=nproc)
+
+    verdict = run.verdict
+    assert (run.code, verdict["kind"], verdict["rank"], verdict["certainty"]) == (1, "crash", 1, certainty)
+    assert "HTTPSConnectionPool: Read timed out." in verdict["statement"]
+
+
+@pytest.mark.slow
 def test_a_data_loaders_worker_that_outlives_its_rank_is_told_and_left_alone(bench):
     run = bench.launch("stuck_loader.py", "--preflight", "off", nproc=1)
     (left,) = bench.processes()

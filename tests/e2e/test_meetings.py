@@ -106,7 +106,6 @@ def test_where_it_cannot_be_known_none_is_named(bench, how, nproc, sentence):
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("order", "The ranks wait for each other in different groups"),
         ("operation", "the ranks do not issue the same collectives"),
         ("stopped", "It is stopped (by SIGSTOP, Ctrl-Z or a debugger)"),
         ("exit", "left early: its script ended with exit code 0"),

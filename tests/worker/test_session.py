@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch.distributed
 from gpuwatch.core.recorder.layout import RankPhase
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
@@ -48,16 +49,61 @@ def test_an_exception_is_recorded_with_its_traceback(session):
     assert phase is RankPhase.RAISED
 
 
+GLOO = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1234. "
+    "This is typically caused by a remote worker crashing."
+)
+LOST = torch.distributed.DistNetworkError(
+    "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+)
+LATE = torch.distributed.DistStoreError("wait timeout after 300000ms, keys: /default_pg/0//cpu//0/1")
+CLOSED = RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:81] Application timeout caused pair closure")
+
+
+@pytest.mark.parametrize("error", [GLOO, LOST, LATE, CLOSED])
+def test_a_peer_that_went_away_is_told_apart(session, error):
+    session.raised(caught(error))
+    assert events(session)[0].peer_failure
+
+
 @pytest.mark.parametrize(
-    "message",
+    "error",
     [
-        "[/pytorch/gloo/pair.cc:554] Connection closed by peer [127.0.0.1]:1234",
-        "Application timeout: Socket Timeout",
-        "writev: Connection reset by peer",
+        OSError("HTTPSConnectionPool(host='s3', port=443): Read timed out. (read timeout=60)"),
+        RuntimeError("DataLoader timed out after 5 seconds"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        BrokenPipeError(32, "Broken pipe"),
+        torch.distributed.DistBackendError("NCCL error: invalid usage"),
     ],
 )
-def test_a_peer_that_went_away_is_told_apart(session, message):
-    session.raised(caught(RuntimeError(message)))
+def test_what_a_script_itself_waits_for_is_no_peer(session, error):
+    session.raised(caught(error))
+    assert not events(session)[0].peer_failure
+
+
+@pytest.mark.parametrize("way", ["from", "while", "instead"])
+def test_what_a_script_raises_because_a_peer_went_away_tells_no_more(session, way):
+    def wraps():
+        try:
+            raise GLOO
+        except RuntimeError as error:
+            if way == "from":
+                raise ArithmeticError("step 4 failed") from error
+            if way == "instead":
+                raise ArithmeticError("step 4 failed") from None
+            raise ArithmeticError("step 4 failed")  # noqa: B904
+
+    with pytest.raises(ArithmeticError) as raised:
+        wraps()
+    session.raised(raised.value)
+    assert events(session)[0].peer_failure
+
+
+def test_a_message_of_torchs_own_code_needs_no_name_of_a_library_in_it(session):
+    code = compile("raise RuntimeError('Socket Timeout')", "/venv/torch/distributed/rendezvous.py", "exec")
+    with pytest.raises(RuntimeError) as raised:
+        exec(code)
+    session.raised(raised.value)
     assert events(session)[0].peer_failure
 
 

@@ -17,8 +17,8 @@ class Shown:
 
     groups: Sequence[GroupState]
     kind: str
-    """`waits`: for others. `may wait`: as far as can be seen. `away`: anything else. `stopped`. `left`: it has ended
-    with exit code 0. `unknown`: no stack could be had."""
+    """`waits`: for others. `may wait`: as far as can be seen. `away`: anything else, of its main thread; another thread
+    may wait for others. `stopped`. `left`: it has ended with exit code 0. `unknown`: no stack could be had."""
     what: str = ""
     """What it does, in words."""
     failed: bool = False
@@ -33,7 +33,7 @@ def find_by_groups(shown: Mapping[int, Shown], world_size: int, waited: str) -> 
     places = {
         rank: place
         for rank, one in shown.items()
-        if one.kind in ("waits", "unknown", "stopped")
+        if one.kind in ("waits", "away", "unknown", "stopped")
         and (place := standing_at(one.groups, failed=one.failed)) is not None
     }
     tables = {rank: one.groups for rank, one in shown.items()}
@@ -47,6 +47,11 @@ def find_by_groups(shown: Mapping[int, Shown], world_size: int, waited: str) -> 
         return _mismatch(mismatch, world_size)
     telling = _Telling(shown, places, meetings, world_size, waited)
     return telling.stopped() or telling.did_not_come() or telling.swapped() or telling.all_came() or telling.unclear()
+
+
+def one_too_many(waiting: Sequence[int]) -> str:
+    """What else it may be where one rank waits for another that has left: they look the same."""
+    return f" Or rank {waiting[0]} has issued one collective too many." if len(waiting) == 1 else ""
 
 
 def _mismatch(found: Mismatch, world_size: int) -> HangFinding:
@@ -106,6 +111,11 @@ class _Telling:
             if one.kind in ("waits", "may wait") and rank not in self.places
         ]
 
+    @property
+    def _in_threads(self) -> bool:
+        """Whether a rank waits for others in a thread, while its main thread does something else."""
+        return any(self.shown[rank].kind == "away" for rank in self.places)
+
     def stopped(self) -> HangFinding | None:
         """A rank that was stopped in the middle of what the others wait in."""
         ranks = [rank for rank in self.places if self.shown[rank].kind == "stopped"]
@@ -147,12 +157,14 @@ class _Telling:
             and bool(first.groups)
             and not any(meeting.untold for meeting in self.meetings)
             and all(meeting.number > 0 for meeting in meetings)  # a receive may have been begun before
+            and not (left and len(direct) < 2)  # of two, the other may have issued one too many
+            and not self._in_threads
         )
         where = " and ".join(dict.fromkeys(self._name(meeting) for meeting in meetings))
         if left:
             statement = (
                 f"{ranks_text(ranks).capitalize()} left early: {'its' if one else 'their'} script ended with exit code "
-                f"0, while {self._wait_text(direct)} in {where}."
+                f"0, while {self._wait_text(direct)} in {where}.{one_too_many(direct)}"
             )
             next_ = (
                 "Every rank must issue the same collectives: look for a loop that is shorter on it, or an early return."
@@ -189,6 +201,7 @@ class _Telling:
         odd = [rank for meeting in parts[1:] for rank in meeting.waiting]
         most = parts[0].waiting
         one = odd[0] if len(odd) == 1 and len(most) >= 2 and parts[0].missing == odd and not two else None
+        one = None if self._in_threads else one
         if two:
             statement = f"The ranks wait for each other: {text}. A send and its receive do not match."
             next_ = "For each send there must be a receive on the other rank, and none of both may wait for the other."

@@ -11,7 +11,7 @@ import signal
 
 from ...facts.facts import RankFacts, RunFacts
 from ..verdict_model import Verdict
-from ..words import doing, first_line, own_error
+from ..words import doing, first_line, hid_a_peer_failure, own_error, was_aborted_at_exit
 from .by_groups import Shown, find_by_groups
 from .meetings import standing_at
 from .verdict import verdict_of
@@ -35,7 +35,8 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
         shown[rank.rank] = one
     messages = [error.message for rank in ranks if (error := own_error(rank)) is not None]
     timed_out = any(words in message for message in messages for words in _TIMED_OUT)
-    if not messages and not any(_aborted(rank) for rank in ranks):
+    hidden = [rank for rank in ranks if hid_a_peer_failure(rank)]
+    if not messages and not hidden and not any(_aborted(rank) for rank in ranks):
         return None
     waited = "waited until the group's timeout" if timed_out else "waited"
     found = find_by_groups(shown, max((len(ranks), *(_world_size(rank) for rank in ranks))), waited)
@@ -46,6 +47,9 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
         for rank in ranks
         if (error := own_error(rank)) is not None
     )
+    found.evidence.extend(
+        f"rank {rank.rank} left with an exit code after a collective had raised in it" for rank in hidden
+    )
     found.evidence.extend(f"rank {rank.rank} was aborted by SIGABRT" for rank in ranks if _aborted(rank))
     return verdict_of(facts, found, ranks, {}, "hang" if timed_out else "crash")
 
@@ -55,12 +59,12 @@ def _shown(rank: RankFacts) -> Shown | None:
     exit_, error = rank.exit, own_error(rank)
     if exit_ is None or exit_.code is None:
         return None
-    if error is not None:
-        if not error.peer_failure:
-            return None
+    if error is not None and not error.peer_failure:
+        return None
+    if error is not None or hid_a_peer_failure(rank):
         placed = standing_at(exit_.groups, failed=True) is not None
         return Shown(exit_.groups, "waits" if placed else "may wait", doing(exit_), failed=True)
-    if exit_.by == "itself" and (exit_.code == 0 or _left_and_was_aborted(rank)):
+    if exit_.by == "itself" and (exit_.code == 0 or was_aborted_at_exit(rank)):
         return Shown(exit_.groups, "left")
     placed = standing_at(exit_.groups) is not None
     if exit_.by == "itself" and not (exit_.code == -signal.SIGABRT and placed):
@@ -70,12 +74,6 @@ def _shown(rank: RankFacts) -> Shown | None:
 
 def _aborted(rank: RankFacts) -> bool:
     return rank.exit is not None and (rank.exit.by, rank.exit.code) == ("itself", -signal.SIGABRT)
-
-
-def _left_and_was_aborted(rank: RankFacts) -> bool:
-    """Its script came to its end well, and torch aborted what was left of the process: a thread of gloo, say, that had
-    lost its peers (pytorch/pytorch#179291)."""
-    return rank.script_exit is not None and rank.script_exit.code == 0 and _aborted(rank)
 
 
 def _world_size(rank: RankFacts) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ....core.records import RankLook, WorkerExit
 from ....core.text.ranks_text import ranks_text
-from .by_groups import Shown, find_by_groups
+from .by_groups import Shown, find_by_groups, one_too_many
 from .hang_finding import HangFinding
 from .outlook import outlook_of
 from .standing import BACKWARD, DEVICE, Standing, standing_of
@@ -99,9 +99,9 @@ def _left_early(
     one = len(left) == 1
     statement = (
         f"{ranks_text(left).capitalize()} left early: {'its' if one else 'their'} script ended with exit code 0, while "
-        f"{_wait_text(waiting, still_s)} in {_operations(waiting)}."
+        f"{_wait_text(waiting, still_s)} in {_operations(waiting)}.{one_too_many([each.rank for each in waiting])}"
     )
-    sure = one and unseen <= 0 and all(standing.kind == "waits" for standing in waiting)
+    sure = one and unseen <= 0 and len(waiting) > 1 and all(standing.kind == "waits" for standing in waiting)
     return HangFinding(
         statement,
         "established" if sure else "supported",

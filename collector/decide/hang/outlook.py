@@ -15,8 +15,9 @@ from .hang_finding import HangFinding, Outlook
 from .meetings import standing_at
 from .standing import BACKWARD, QUIET, Standing
 
-_NEVER_COMES = frozenset({"did not come", "left early", "mismatch", "order"})
-"""What the ranks wait for never comes, if all of them wait."""
+_NEVER_COMES = frozenset({"did not come", "left early", "mismatch"})
+"""What the ranks wait for never comes, if all of them wait. In a circle of groups it may: from another thread, as that of
+a checkpoint's writer."""
 
 
 def outlook_of(found: HangFinding, standings: Sequence[Standing], looks: Sequence[RankLook], unseen: int) -> Outlook:

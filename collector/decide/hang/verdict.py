@@ -7,7 +7,7 @@ import signal
 from ....core.records import RankLook, WorkerExit
 from ...facts.facts import RankFacts, RunFacts
 from ..verdict_model import Concurrent, Verdict
-from ..words import cascade_of, device_of, own_error
+from ..words import cascade_of, device_of, hid_a_peer_failure, own_error
 from .finding import find_hang
 from .hang_finding import HangFinding
 
@@ -74,6 +74,8 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
     error = own_error(rank)
     if error is not None:
         return not error.peer_failure
+    if waited and hid_a_peer_failure(rank):
+        return False
     code = rank.exit.code if rank.exit is not None and rank.exit.by == "itself" else None
     return code not in (None, 0, -signal.SIGABRT) if waited else code not in (None, 0)
 

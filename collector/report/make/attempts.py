@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...decide.ending_verdict import ending_text
+from ...decide.ending.verdict import ending_text
 from ...decide.hang.verdict import hang_verdict
 from ...decide.overflow.order import earliest
 from ...decide.words import found_text

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ....core.records import StackLine, ThreadSeen
-from ....core.stalls import asking_signal, parse_fatal, parse_stack, stack_file_name
+from ....core.stalls import MAY_BE_ASKED, asking_signal, parse_fatal, parse_stack, stack_file_name
 from .py_spy import PySpy
 from .threads import threads_of
 
@@ -115,7 +115,7 @@ def fatal_stack(folder: Path, rank: int, attempt: int) -> tuple[list[StackLine],
 def _ask(pid: int, file: Path) -> None:
     """Signal the main thread, if the process has our handler: without one, the signal would end it."""
     number = asking_signal()
-    if number is None or not file.exists() or not _catches(pid, number):
+    if number is None or not _is_ours(file) or not _catches(pid, number):
         return
     try:
         ctypes.CDLL(None).tgkill(pid, pid, number)  # its main thread has the process's own number
@@ -124,6 +124,14 @@ def _ask(pid: int, file: Path) -> None:
             os.kill(pid, number)
         except OSError:
             pass
+
+
+def _is_ours(file: Path) -> bool:
+    """Whether the handler is that of worker/stack_file.py. Another one could end the process."""
+    try:
+        return bool(file.stat().st_mode & MAY_BE_ASKED)
+    except OSError:
+        return False
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -23,6 +23,7 @@ from ....core.stalls import MOST_LINES, is_around_collectives, is_users
 LIMIT_S = 3.0
 _KILLED_S = 1.0
 _MOST_BYTES = 4 << 20
+_NATIVE = (".c", ".h", ".cc", ".cpp", ".cxx", ".S")
 _MOST_NATIVE = 8
 _MOST_OTHERS = 16
 _HELD = "TD"
@@ -123,16 +124,22 @@ def parse_spied(data: bytes, pid: int) -> Spied | None:
     stack: list[StackLine] = []
     for frame in main.frames:
         line = _line(frame)
-        if frame.line > 0 and not is_around_collectives(frame.filename):
-            stack.append(line)
-        elif frame.line <= 0 and not stack and not frame.name.startswith("0x"):
+        if not _is_native(frame):
+            if not is_around_collectives(frame.filename):
+                stack.append(line)
+        elif not stack and not frame.name.startswith("0x"):
             native.append(line)
     others = [ThreadSeen(thread.thread_name or "", at=_place(thread)) for thread in threads if thread is not main]
     return Spied(stack[:MOST_LINES], native[:_MOST_NATIVE], others[:_MOST_OTHERS])
 
 
+def _is_native(frame: _Frame) -> bool:
+    """An interpreter that was built with debugging information has lines of C."""
+    return frame.line <= 0 or frame.filename.endswith(_NATIVE)
+
+
 def _line(frame: _Frame) -> StackLine:
-    if frame.line <= 0:
+    if _is_native(frame):
         return StackLine(frame.filename, 0, frame.name)
     text = linecache.getline(frame.filename, frame.line).strip()[:200]
     return StackLine(frame.filename, frame.line, frame.name.rpartition(".")[2], text)
@@ -140,6 +147,6 @@ def _line(frame: _Frame) -> StackLine:
 
 def _place(thread: _Thread) -> str:
     """The innermost line of the user's own files; where there is none, of any file."""
-    lines = [_line(frame) for frame in thread.frames if frame.line > 0]
+    lines = [_line(frame) for frame in thread.frames if not _is_native(frame)]
     line = next((line for line in lines if is_users(line.shown)), lines[0] if lines else None)
     return line.short if line is not None else ""

@@ -345,18 +345,6 @@ def test_of_two_ranks_at_the_same_point_the_clock_of_their_host_tells_the_first(
     assert all(words in f"{verdict.statement} {verdict.evidence}" for words in says)
 
 
-def test_fewer_collectives_are_before_an_earlier_time(make):
-    """The end of a process that was killed is told later than its peers lose the connection."""
-    verdict = judge(
-        make.hello(),
-        make.ended(0, -9, seq=6, times_ns=(BEGAN + 70 * MS, BEGAN + 90 * MS)),
-        make.raised(1, "ValueError", "boom", seq=7, time_ns=BEGAN),
-        make.ended(1, 1),
-        make.Bye("failed"),
-    )
-    assert (verdict.kind, verdict.rank, verdict.certainty) == ("lost", 0, "established")
-
-
 def test_an_exit_code_without_an_exception_is_a_crash(make):
     verdict = judge(make.hello(), make.ended(0, 3), make.ended(1, -15, "torchrun"), make.Bye("failed"))
     assert (verdict.kind, verdict.rank) == ("crash", 0)

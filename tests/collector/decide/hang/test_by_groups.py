@@ -197,6 +197,34 @@ def test_a_rank_that_has_left():
     assert (found.rank, found.certainty, found.cause) == (1, "established", "left early")
 
 
+def test_of_two_ranks_the_one_that_waits_may_have_issued_one_too_many():
+    left, waiting = group(8, members="0-1"), group(9, 9, "all_reduce", members="0-1")
+    found = find(Shown([left], "left"), waits(waiting))
+
+    assert (found.rank, found.certainty) == (0, "supported")
+    assert found.statement.endswith("Or rank 1 has issued one collective too many.")
+
+
+WRITERS = {"name": "1", "members": "1-2"}
+
+
+def test_a_rank_whose_thread_waits_for_another_is_not_at_the_head_of_the_chain():
+    """Rank 0 waits for rank 1, whose main thread waits for its thread, whose collective waits for rank 2."""
+    writes = away(group(8), group(3, 3, "all_reduce", **WRITERS), what="at train.py:7: thread.join()")
+    found = find(waits(all_reduce(9)), writes, away(group(8), group(2, None, "all_reduce", **WRITERS)))
+
+    assert (found.rank, found.certainty, found.cause) == (2, "supported", "did not come")
+    assert found.statement.startswith("Rank 2 did not come to all_reduce of group 1 (ranks 1, 2)")
+    assert found.statement.endswith("Rank 0 waits for those.")
+
+
+def test_a_circle_that_goes_over_a_thread_names_nobody():
+    writes = away(group(8), group(3, 3, "all_reduce", **WRITERS))
+    found = find(waits(all_reduce(9)), writes, waits(all_reduce(9), group(2, None, "all_reduce", **WRITERS)))
+
+    assert (found.rank, found.certainty) == (None, "unknown")
+
+
 def test_ranks_without_tables_are_left_to_their_stacks():
     assert find(waits(), away(), waits()) is None
 

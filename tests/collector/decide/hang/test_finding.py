@@ -254,7 +254,7 @@ IN_ANOTHER_GROUP = [table(3), table(1, "all_reduce", name="1")]
             ],
             {},
             "order",
-            "cannot go on",
+            "all wait",
         ),
         (
             [look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]), look(1, [], state="T", groups=[table(3)])],

@@ -19,6 +19,10 @@ from pathlib import Path
 if sys.argv[2] == "answers":
     from gpuwatch.worker.stack_file import answer_with_stacks
     answer_with_stacks(Path(sys.argv[1]), 3, 1)
+    if sys.argv[3] == "its own handlers":
+        import os, signal
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, lambda *_: os._exit(1))
 def rest():
     print("resting", flush=True)
     time.sleep(1000)
@@ -26,7 +30,7 @@ def compute():
     print("computing", flush=True)
     while True:
         pass
-{"sleeps": rest, "computes": compute}[sys.argv[3]]()
+{"computes": compute}.get(sys.argv[3], rest)()
 """
 
 
@@ -108,6 +112,17 @@ def test_a_process_without_the_handler_is_not_signalled(tmp_path, started):
         Path(f"/proc/{process.pid}/comm").read_text().strip(),
         "S",
     )
+    assert process.poll() is None
+
+
+def test_a_process_with_a_handler_of_its_own_is_not_signalled(tmp_path, started):
+    """It may leave when it is called, as one for every signal does."""
+    process = started("answers", "its own handlers")
+    while state(process) != "S":
+        time.sleep(0.01)
+    found = seen(tmp_path, process.pid)
+
+    assert (found.state, found.stack) == ("S", [])
     assert process.poll() is None
 
 

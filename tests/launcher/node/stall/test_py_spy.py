@@ -60,6 +60,19 @@ def test_pythons_calls_and_the_native_ones_inside_of_them_are_told_apart():
     assert [(thread.name, thread.at) for thread in found.others] == [("loader", "data.py:7 in load")]
 
 
+def test_lines_of_c_are_no_calls_of_python():
+    """An interpreter that was built with -g has them."""
+    frames = [
+        frame("do_futex_wait", "/usr/lib/libc.so.6"),
+        frame("cfunction_call", "Objects/methodobject.c", 542),
+        *MAIN[3:],
+    ]
+    found = parse_spied(printed((PID, "MainThread", frames)), PID)
+    assert found is not None
+    assert [line.function for line in found.stack] == ["step", "main"]
+    assert [line.function for line in found.native] == ["do_futex_wait", "cfunction_call"]
+
+
 @pytest.mark.parametrize("data", [b"", b"Error: x", b"[]", b"[7]", b"{}", b"[" * 100_000, printed()[:-1]])
 def test_anything_else_is_nothing(data):
     assert parse_spied(data, PID) is None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ...core.records import Where, WorkerExit
-from ...core.stalls import is_users
-from ..facts.facts import RankFacts, RunFacts
-from .hang.meetings import standing_at
-from .verdict_model import Cascade, Verdict
-from .words import (
+from ....core.recorder.group_table import members_of
+from ....core.records import Where, WorkerExit
+from ....core.stalls import is_users
+from ...facts.facts import RankFacts, RunFacts
+from ..hang.meetings import standing_at
+from ..verdict_model import Cascade, Verdict
+from ..words import (
     cascade_of,
     device_of,
     doing,
@@ -22,6 +21,7 @@ from .words import (
     ranks_text,
     signal_name,
 )
+from .order import Endings, endings_of, was_killed
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS comes of mapped memory that is not there: /dev/shm or a disk is full, or a mapped file was cut "
@@ -35,8 +35,6 @@ _ABORTED_AT_EXIT = (
     "function of its own, then gc.collect()."
 )
 _MOST_CALLS = 6
-_TOGETHER_NS = 10 * 10**6
-"""Ranks of one host whose ends may lie closer together ended at the same time."""
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
 
@@ -53,46 +51,9 @@ def ending_verdict(facts: RunFacts) -> Verdict | None:
         if lost is None and all(_by_the_signal(facts, rank) for rank in endings.by_themselves):
             return None
         return lost or _left_early(facts, endings.by_themselves) or _unknown_peer(facts, endings.by_themselves)
-    if _killed(endings.first):
+    if was_killed(endings.first) and own_error(endings.first) is None:
         return _lost(facts, endings.first, endings)
     return _crash(facts, endings.first, endings)
-
-
-@dataclass(frozen=True)
-class Endings:
-    """How the ranks of an attempt ended."""
-
-    by_themselves: list[RankFacts]
-    """Those that torchrun did not stop, the first to end first."""
-    first: RankFacts | None
-    """The one that went first; None if all of them say only that another rank is gone."""
-    same: list[RankFacts]
-    """Others that ended at the same point as the first. Of ranks of one host: and at the same time."""
-    later: list[tuple[RankFacts, int]]
-    """Others that ended at the same point, and at least so many nanoseconds later by the clock of their common host."""
-
-
-def endings_of(facts: RunFacts, attempt: int) -> Endings:
-    """Which ranks of an attempt ended by themselves, and in which order."""
-    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
-    ended = [(_end_order(rank), rank) for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
-    ended.sort(key=lambda pair: (pair[0], pair[1].rank))
-    ranks = [rank for _, rank in ended]
-    if not ended or ended[0][0][0]:
-        return Endings(ranks, None, [], [])
-    there = [rank for order, rank in ended if order == ended[0][0]]
-    times = {rank.rank: _ended_ns(rank) for rank in there}
-    if len({facts.host(rank) for rank in there}) > 1 or not all(alive for alive, _ in times.values()):
-        return Endings(ranks, there[0], there[1:], [])
-    there.sort(key=lambda rank: (sum(times[rank.rank]), rank.rank))
-    first = there[0]
-    gaps = [(rank, times[rank.rank][0] - times[first.rank][1]) for rank in there[1:]]
-    return Endings(
-        [*there, *ranks[len(there) :]],
-        first,
-        [rank for rank, ns in gaps if ns < _TOGETHER_NS],
-        [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS],
-    )
 
 
 def ending_text(facts: RunFacts, attempt: int) -> str:
@@ -118,7 +79,7 @@ def how_it_ended(rank: RankFacts) -> str:
         message = first_line(error.message).rstrip(". ")
         when = f", in batch {error.where.batch}" if error.where.batch >= 0 else ", before its first batch"
         return f"raised {error.error}{f': {message}' if message else ''}{when}"
-    if rank.exit is not None and _killed(rank):
+    if rank.exit is not None and was_killed(rank):
         return f"was killed by {signal_name(-(rank.exit.code or 0))} {doing(rank.exit)}"
     if rank.exit is not None and left_silently(rank):
         return f"left with exit code 0 {doing(rank.exit)}"
@@ -131,7 +92,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
 
     A rank that has issued fewer collectives than those that raised in one did not come to it.
     """
-    reached = min(error.where.seq for rank in victims if (error := own_error(rank)) is not None)
+    reached = min((error.where.seq for rank in victims if (error := own_error(rank)) is not None), default=0)
     ranks = facts.of_attempt(facts.last_attempt)
     left = []
     for rank in ranks:
@@ -139,6 +100,8 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
         if rank in victims or (exit_ is not None and exit_.by == "torchrun"):
             continue
         if exit_ is None or (exit_.code, exit_.by) != (0, "itself") or not 0 <= exit_.where.seq < reached:
+            return None
+        if not all(_may_have_waited_for(victim, rank) for victim in victims):
             return None
         left.append(rank)
     if not left or len(ranks) < facts.announced_ranks:
@@ -183,6 +146,18 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
     )
 
 
+def _may_have_waited_for(victim: RankFacts, rank: RankFacts) -> bool:
+    """Whether a rank that left is one of those that the victim's last operation needed, and had not come to it."""
+    place = standing_at(victim.exit.groups, failed=True) if victim.exit is not None else None
+    if place is None or rank.exit is None:
+        return True  # its table does not show where it failed: a backward, what C++ has issued
+    group, number = place
+    begun = next(
+        (other.begun for other in rank.exit.groups if (other.name, other.members) == (group.name, group.members)), 0
+    )
+    return rank.rank in members_of(group.members) and (number < 0 or begun < number)
+
+
 def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
     """All ranks that were heard lost a peer, so the one that went first is unknown."""
     who = ranks_text([rank.rank for rank in victims]).capitalize()
@@ -191,7 +166,12 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
         statement=f"{who} lost the connection to another rank; which one went first is unknown.",
         certainty="unknown",
         attempt=facts.last_attempt,
-        evidence=[f"rank {rank.rank}: {first_line(rank.errors[0].message)}" for rank in victims if rank.errors],
+        evidence=[
+            f"rank {rank.rank}: {first_line(error.message)}"
+            if (error := own_error(rank)) is not None
+            else f"rank {rank.rank} {how_it_ended(rank)} after a collective had raised in it"
+            for rank in victims
+        ],
         next=["Look at the ranks that are not among these: one of them, or the link to it, went first."],
         cascade=[Cascade(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
     )
@@ -214,52 +194,8 @@ def _job_failed(facts: RunFacts) -> bool:
     return any(node.bye is not None and node.bye.outcome != "ok" for node in facts.nodes.values())
 
 
-def _killed(rank: RankFacts) -> bool:
-    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0
-
-
-def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
-    """Whether a rank ended without torchrun. `signals` ended the launches; ranks may have got them, too."""
-    error = own_error(rank)
-    if error is not None:
-        return not (signals and error.error == "KeyboardInterrupt")
-    if rank.exit is not None and rank.exit.code is not None and -rank.exit.code in signals:
-        return False
-    if _killed(rank):
-        return True
-    if rank.script_exit is not None and rank.script_exit.code != 0:
-        return True
-    if left_silently(rank):
-        return True
-    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code not in (0, None)
-
-
-def _end_order(rank: RankFacts) -> tuple[int, int]:
-    """Sort key: fewest collectives first, and ranks that only lost a peer last. Time decides only among equals.
-
-    A rank that a signal killed was between its last collective and the next. A rank that lost it as a peer had issued
-    the same last collective.
-    """
-    error = own_error(rank)
-    where: Where | None = error.where if error is not None else rank.exit.where if rank.exit is not None else None
-    seq = where.seq if where is not None else -1
-    if error is not None and error.peer_failure:
-        return (1, seq)
-    return (0, seq)
-
-
-def _ended_ns(rank: RankFacts) -> tuple[int, int]:
-    """Between which times a rank raised, or ended, by its host's clock; (0, ...) if that is not known."""
-    error, script = own_error(rank), rank.script_exit
-    if error is not None:
-        return error.where.time_ns, error.where.time_ns
-    if script is not None and script.code != 0:
-        return script.where.time_ns, script.where.time_ns
-    return (rank.exit.alive_ns, rank.exit.ended_ns) if rank.exit is not None else (0, 0)
-
-
 def _certainty(endings: Endings) -> str:
-    return "supported" if endings.same or endings.later else "established"
+    return "supported" if endings.same or endings.later or endings.behind else "established"
 
 
 def _beside(endings: Endings) -> str:
@@ -268,10 +204,13 @@ def _beside(endings: Endings) -> str:
 
 
 def _later_lines(endings: Endings) -> list[str]:
+    at_once = "ended at the same point,"
+    behind = "had issued fewer collectives, and ended"
     return [
-        f"rank {rank.rank} ended at the same point, at least {ns / 1e6:.0f} ms later by the clock of the same host: "
+        f"rank {rank.rank} {what} at least {ns / 1e6:.0f} ms later by the clock of the same host: "
         f"it {how_it_ended(rank)}"
-        for rank, ns in endings.later
+        for what, ranks in ((at_once, endings.later), (behind, endings.behind))
+        for rank, ns in ranks
     ]
 
 
