@@ -16,8 +16,8 @@ from .meetings import standing_at
 from .standing import BACKWARD, QUIET, Standing
 
 _NEVER_COMES = frozenset({"did not come", "left early", "mismatch"})
-"""What the ranks wait for never comes, if all of them wait. In a circle of groups it may: from another thread, as that of
-a checkpoint's writer."""
+"""What the ranks wait for never comes, if all of them wait. In a circle of groups it may: from another thread, such as
+a checkpoint writer's."""
 
 
 def outlook_of(found: HangFinding, standings: Sequence[Standing], looks: Sequence[RankLook], unseen: int) -> Outlook:
