@@ -52,7 +52,7 @@ def _find(
     if len(left) == len(ended):
         shown = {standing.rank: _shown(standing, look) for standing, look in zip(standings, looks, strict=True)}
         shown |= {rank: Shown(exit_.groups, "left") for rank, exit_ in ended.items()}
-        found = find_by_groups(shown, world_size, f"have waited for {still_s:.0f} s")
+        found = find_by_groups(shown, world_size, f"have waited{_for_text(still_s)}")
         if found is not None:
             return replace(found, evidence=[*evidence, *found.evidence])
     if waiting and left and not away:
@@ -241,4 +241,9 @@ def _operations(standings: list[Standing]) -> str:
 
 
 def _wait_text(waiting: list[Standing], still_s: float) -> str:
-    return f"{_ranks(waiting)} {'has' if len(waiting) == 1 else 'have'} waited for {still_s:.0f} s"
+    return f"{_ranks(waiting)} {'has' if len(waiting) == 1 else 'have'} waited{_for_text(still_s)}"
+
+
+def _for_text(still_s: float) -> str:
+    """` for 300 s`; "" where they have just moved: into a group's timeout, while they were asked."""
+    return f" for {still_s:.0f} s" if still_s >= 1 else ""
