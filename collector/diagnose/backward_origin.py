@@ -25,6 +25,8 @@ from .graph_makers import Maker, makers_of
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .users import Users, users_inside, users_of
 
+_OPERATIONS = {"Linear": ("AddmmBackward0",), "Embedding": ("EmbeddingBackward0",)}
+"""What their forward consists of."""
 _FAR = 2.0**8
 """Gradients that are so many times smaller than the dtype's largest number do not overflow when they are added."""
 
@@ -88,7 +90,25 @@ class _Backward:
                 suspects=suspects,
                 own_code=(mine[0].module,),
             )
+        if self._is_too_large_for(mine):
+            note = "what it was handed is too small for that: the loss, or other code, may have used the parameter, too"
+            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
         return self._diagnosis(module, self._frame.cls, self._row.role)
+
+    def _is_too_large_for(self, mine: list[Frame]) -> bool:
+        """Whether a Linear or an Embedding cannot have made this gradient of its parameter itself.
+
+        The loss may use a parameter too, as a penalty does, and so does what is differentiated twice.
+        """
+        ops = _OPERATIONS.get(self._frame.cls)
+        limit = DTYPE_MAX.get(self._row.dtype)
+        if ops is None or limit is None or any(call.module != self._frame.module for call in mine):
+            return False
+        bounds = [
+            largest_gradient(call, ops, [row for _, row in self._gradients_of(call)], of_parameter=True)
+            for call in mine
+        ]
+        return all(bound is not None and bound < limit / _FAR for bound in bounds)
 
     def _of_uncalled(self, around: Frame) -> LocalDiagnosis:
         """A gradient of a parameter whose module has no frame: the one around it used it, or code that was compiled."""

@@ -96,7 +96,8 @@ class _Forward:
             return self._trace_input(frame, bad_input)
         if output is None:  # the frame's own rows were lost
             return from_event(self._anomaly)
-        return self._made_in(frame, output)
+        neginf = _worst(frame.inputs)
+        return self._made_in(frame, output) if neginf is None else self._beside_neginf(frame, output, neginf)
 
     def _out_of_mask(self, frame: Frame, output: Row, mask: Row, before: Before | None) -> LocalDiagnosis:
         """The call made nan of an -inf that is nothing new, or that is known to be the whole of a row."""
@@ -121,6 +122,17 @@ class _Forward:
         )
         closed = f"a row of {mask.role} is -inf throughout" if mask.mark & Mark.CLOSED else ""
         return replace(found, mask=closed or f"{mask.role} held -inf")
+
+    def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
+        """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""
+        before = neginf_before(self._earlier, frame, given.role)
+        if before is not None and before.seen:
+            return self._made_in(frame, output)
+        if frame.weights and len(frame.inputs) == 1 and not self._calls.children(frame):
+            return self._trace_input(frame, given)
+        found = self._made_in(frame, output)
+        note = f"{given.role} of {module_text(frame.module, frame.cls)} held -inf: the value may have been made of that"
+        return replace(found, sure=False, mask=found.mask or f"{given.role} held -inf", notes=(*found.notes, note))
 
     @staticmethod
     def _at(frame: Frame, row: Row) -> tuple[str, str, str]:
@@ -274,6 +286,20 @@ class _Forward:
             notes.append(
                 f"{module_text(holder.module, holder.cls)} returned the very tensor that it was handed: "
                 "if it writes into it, it is the maker itself"
+            )
+        for other in self._calls.older_siblings(holder):
+            if any(row.value == bad.value and not row.finite for row in other.inputs):
+                sure = False
+                notes.append(
+                    f"{module_text(other.module, other.cls)} was handed the same tensor before, and it was non-finite "
+                    "when that returned: if it writes into it, it is the maker itself"
+                )
+        kinds = {row.kind for row in parent.inputs} if parent is not None and before is None else set()
+        if parent is not None and "not_a_tensor" in kinds and "measured" not in kinds:
+            sure = False
+            notes.append(
+                f"{module_text(parent.module, parent.cls)} was handed an object that is not looked into: the value may "
+                "have come in it"
             )
         if parent is not None and not bad.only_neginf:
             masks = [row for row in parent.inputs if row.only_neginf]

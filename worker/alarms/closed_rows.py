@@ -23,7 +23,7 @@ def closed_marked(row: Row, leaf: Any) -> Row:
     """
     if row.flags != _NEGINF or not isinstance(leaf, torch.Tensor) or is_on_device(leaf) or leaf.dim() == 0:
         return row
-    if leaf.layout != torch.strided or not bool((leaf.detach() == -math.inf).all(-1).any()):
+    if leaf.layout != torch.strided or leaf.is_nested or not bool((leaf.detach() == -math.inf).all(-1).any()):
         return row
     slot, value, shape, dtype, kind, mark = row.packed
     return row._replace(packed=(slot, value, shape, dtype, kind, mark | _CLOSED))

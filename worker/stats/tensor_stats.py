@@ -235,6 +235,8 @@ def share_bits(zeros: int, subnormals: int, total: int) -> int:
 def _non_finite_flags(tensor: torch.Tensor) -> int:
     """Flags for nan, +inf and -inf of a tensor that holds at least one of them."""
     flags = NonFinite.NONE
+    if tensor.is_nested:  # it may lie in memory as an ordinary tensor does, and has few operations
+        tensor = torch.cat([part.reshape(-1) for part in tensor.unbind()])
     if torch.isnan(tensor).any().item():
         flags |= NonFinite.NAN
     if torch.isposinf(tensor).any().item():

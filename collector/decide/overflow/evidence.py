@@ -119,7 +119,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             return [f"{where}: no module call before it returned a non-finite value"]
         if first.mask:
             return [
-                f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was nan"
+                f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was not"
             ]
         if not first.weights_read:
             since = f"after step {first.step}" if first.step else "before the first step"

@@ -374,11 +374,23 @@ def test_calls_that_were_run_again_do_not_count_twice(make):
 def test_a_weights_gradient_after_a_finite_one_of_the_output(make):
     batch = chain(make)
     batch.backward("length", "Length", "output", 1.0)
-    batch.backward("embed", "Linear", "output", 1.0)
-    batch.backward("embed", "Linear", "weight", make.INF)
+    batch.backward("embed", "Scaled", "output", 1.0)
+    batch.backward("embed", "Scaled", "weight", make.INF)
     found = find(batch)
-    assert (found.module, found.cls, found.phase, found.role) == ("embed", "Linear", "backward", "grad weight")
+    assert (found.module, found.cls, found.phase, found.role) == ("embed", "Scaled", "backward", "grad weight")
     assert (found.between, found.sure, found.is_origin) == (None, True, True)
+
+
+@pytest.mark.parametrize(("handed", "sure"), [(1.0, False), (3e38, True)])
+def test_a_weights_gradient_that_a_linear_cannot_have_made_may_come_from_the_loss(make, handed, sure):
+    """A penalty on the weight, or on a gradient (create_graph=True), adds to it."""
+    batch = chain(make)
+    batch.backward("length", "Length", "output", 1.0)
+    batch.backward("embed", "Linear", "output", handed)
+    batch.backward("embed", "Linear", "weight", make.NAN)
+    found = find(batch)
+    assert (found.module, found.role, found.sure) == ("embed", "grad weight", sure)
+    assert bool(found.notes) != sure
 
 
 def test_a_weights_gradient_without_one_of_the_output(make):

@@ -608,3 +608,40 @@ def test_a_module_without_weights_has_made_it_however_late_the_second_look_came(
     batch.call("act", "Exp", given=[x], returned=[y])
     batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(same_step=False))
     assert find(batch).source == "made"
+
+
+# -- what a finite sentence must not be said of ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", ["unknown", "finite"])
+def test_a_linear_that_makes_inf_of_the_logarithm_of_0_was_fed_it(make, before):
+    batch = make.Batch()
+    x, y = batch.tensor(make.NEGINF), batch.tensor(make.INF)
+    batch.call("fc1", "Linear", given=[x], returned=[y], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x], returned=[y])
+    found = find(batch, before)
+    assert (found.phase, found.role, found.value, found.source) == ("input", "input[0]", "-inf", "outside")
+
+
+@pytest.mark.parametrize(("before", "sure"), [("-inf", True), ("finite", False), ("unknown", False)])
+def test_inf_beside_a_mask_that_is_new_is_not_sure(make, before, sure):
+    batch = make.Batch()
+    x, mask, y = batch.tensor(), batch.tensor(make.NEGINF), batch.tensor(make.INF)
+    batch.call("attn", "Attention", given=[x, mask], returned=[y], weights={"weight": batch.tensor()})
+    batch.call("", "Net", given=[x, mask], returned=[y])
+    found = find(batch, before)
+    assert (found.module, found.role, found.sure) == ("attn", "output", sure)
+    assert any("held -inf" in note for note in found.notes) != sure
+
+
+def test_a_module_that_was_handed_the_tensor_before_may_have_written_into_it(make):
+    """`norm_(h)` works in place and returns nothing."""
+    batch = make.Batch()
+    x, h, bad = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
+    batch.call("fc1", "Linear", given=[x], returned=[h])
+    batch.call("norm_", "Norm", given=[bad], returned=[])
+    batch.call("fc2", "Linear", given=[bad], returned=[batch.tensor(make.INF)])
+    batch.call("", "Net", given=[x], returned=[batch.tensor(make.INF)])
+    found = find(batch)
+    assert not found.sure
+    assert any("`norm_` (Norm) was handed the same tensor before" in note for note in found.notes)

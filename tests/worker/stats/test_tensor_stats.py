@@ -230,6 +230,15 @@ def test_sparse_tensors_show_what_they_store():
             assert (value.abs_max, value.flags) == (INF, NonFinite.POSINF)
 
 
+def test_nested_tensors_show_what_is_not_finite():
+    parts = [torch.tensor([1.0, NAN]), torch.tensor([-INF])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # prototype
+        for layout in (torch.strided, torch.jagged):
+            value = look(torch.nested.nested_tensor(parts, layout=layout))
+            assert value.flags == NonFinite.NAN | NonFinite.NEGINF
+
+
 def test_nested_tensors_show_all_their_parts():
     parts = [torch.tensor([1.0, -7.0]), torch.tensor([[0.5]]).reshape(1)]
     with warnings.catch_warnings():
