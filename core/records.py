@@ -151,6 +151,10 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """The scale of the GradScaler that scaled a loss last; None if there was none."""
     bad_weight: BadWeight | None = None
     """The first of `changed` that is not finite."""
+    threads: bool = False
+    """Modules were called in another thread within that forward. These calls have no frames."""
+    computed: list[str] = []
+    """Weights of the module that the script has computed, as for `torch.func.functional_call`."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...core.frames import Frame, Page, Row, module_text
-from ...core.records import Anomaly, split_label
+from ...core.records import Anomaly, LookedAgain, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
@@ -59,6 +59,8 @@ class LocalDiagnosis:
     """False: its weights were last read after an optimizer step, and not again when the value was seen."""
     changed_since: bool = False
     """A bad weight was finite when it was read after the last step."""
+    computed: bool = False
+    """The script has computed the bad weight from other tensors."""
     suspects: tuple[str, ...] = ()
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()
@@ -104,6 +106,7 @@ def diagnosis_of_row(
     turned: tuple[str, str] | None = None,
 ) -> LocalDiagnosis:
     """A diagnosis about one row of a page."""
+    again = anomaly.again
     return LocalDiagnosis(
         rank=page.rank,
         attempt=page.attempt,
@@ -122,14 +125,20 @@ def diagnosis_of_row(
         seq=min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1),
         frame=frame.index,
         between=between,
-        sure=sure and not (source == "made" and anomaly.again is not None and anomaly.again.changed),
+        sure=sure and not (source == "made" and again is not None and (again.changed or again.threads)),
         clock=anomaly.where.clock,
         at=(frame.module, frame.cls, row.role),
         turned=turned,
         seen_in=frame.phase,
         cause=anomaly.cause,
-        notes=(*notes, *_of_scale(anomaly, phase), *around(anomaly)),
+        notes=(*notes, *_of_scale(anomaly, phase), *_of_threads(again), *around(anomaly)),
     )
+
+
+def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
+    if again is None or not again.threads:
+        return ()
+    return ("modules were called in another thread within that forward, and have no frames: one can have made it",)
 
 
 def _of_scale(anomaly: Anomaly, phase: str) -> tuple[str, ...]:

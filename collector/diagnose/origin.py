@@ -147,7 +147,13 @@ class _Forward:
             note = f"this rank's own shard of {bad.role} was finite: the whole weight is gathered from all ranks"
             return self._diagnosis(frame, bad, frame.module, frame.cls, source="received", notes=(note,))
         notes = (f"this rank's own shard of {bad.role} was {shard}",) if shard else ()
-        return self._diagnosis(frame, bad, frame.module, frame.cls, phase="weight", source="weight", notes=notes)
+        computed = mine and again is not None and bad.parsed_role.name in again.computed
+        if computed:
+            notes = (*notes, f"the script has computed {bad.role} from other tensors: look at what it was computed of")
+        found = self._diagnosis(
+            frame, bad, frame.module, frame.cls, phase="weight", source="weight", sure=not computed, notes=notes
+        )
+        return replace(found, computed=computed)
 
     def _changed_weight(self, frame: Frame) -> Row | None:
         """A weight that was finite when it was last read, and not in the second look that the alarm led to."""

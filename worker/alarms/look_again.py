@@ -35,6 +35,7 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
         shards={name: found for name, found in shards.items() if found},
         buffers={name: found for name, found in buffers.items() if found not in ("", "finite")},
         autocast=_autocast(module),
+        computed=[name for name, each in module._parameters.items() if each is not None and each.grad_fn is not None],
     )
 
 

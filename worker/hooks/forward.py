@@ -102,6 +102,8 @@ class Hooks:
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
         """Weak reference to the root of a skipped batch while it runs; None otherwise."""
+        self._page_with_threads = -1
+        """Number of the last page in whose forward modules were called in another thread."""
         self._infers_shapes = False
         """The skipped root runs for torch's shape inference and is not a batch."""
         self._phase = Phase.FORWARD
@@ -356,11 +358,13 @@ class Hooks:
             elif _this_thread() == self._thread:
                 info = self._roots.child(module, stack[0].root, stack[-1])
             else:
+                self._leave_out_thread()
                 info = None
             if info is None:
                 return
         elif _this_thread() != self._thread:
-            return  # a second thread within one forward: its calls have no order relative to the first thread's
+            self._leave_out_thread()
+            return
         if self._around_graphs and stack and not info.is_graph:
             self._take_graphs(len(stack) - 1)
         if info.cls in self._around_graphs:
@@ -448,6 +452,11 @@ class Hooks:
         self._outer_exception = sys.exc_info()[1]
         progress.enter(RankPhase.FORWARD)
         return info
+
+    def _leave_out_thread(self) -> None:
+        """A call in a second thread within one forward: it has no order relative to the first thread's calls."""
+        page = self._recorder.page
+        self._page_with_threads = page.number if page is not None else -1
 
     # -- after a module's forward -------------------------------------------------------------------------------
 
@@ -631,6 +640,7 @@ class Hooks:
             graph=graph,
             loss_scale=self._scalers.scale_in_use(),
             bad_weight=bad_weight,
+            threads=self._page_with_threads == bad.page.number,
         )
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:

@@ -231,12 +231,14 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
     if first.source == "unread":
         return ["Watch the weights, too: --watch forward,grads,weights."]
     if first.phase == "input":
-        return ["Look at the data loader of this rank: the value was in the batch."]
+        return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
     if first.phase == "backward":
         return [_of_backward(first)]
     if first.phase == "optimizer":
         return ["Look at the learning rate and eps of this parameter's group, and at the optimizer's state above."]
     if first.source == "weight":
+        if first.computed:
+            return ["Look at the code that computes that weight, and at what it is computed of."]
         if first.seen_in == "optimizer":
             return ["Watch the gradients, too: --watch forward,grads,weights."]
         if first.step == 0:

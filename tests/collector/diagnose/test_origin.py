@@ -521,6 +521,19 @@ def test_of_a_gathered_weight_the_ranks_own_shard_decides(make, shard, source):
     assert _looked_again(make, again, bad_weight=True).source == source
 
 
+def test_a_weight_that_the_script_has_computed_has_its_reason_elsewhere(make):
+    found = _looked_again(make, LookedAgain(computed=["weight"]), bad_weight=True)
+    assert (found.source, found.computed, found.sure) == ("weight", True, False)
+    assert _looked_again(make, LookedAgain(computed=["bias"]), bad_weight=True).sure
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_what_another_thread_has_called_may_have_made_it(make, threads):
+    found = _looked_again(make, LookedAgain(threads=threads))
+    assert (found.source, found.sure) == ("made", not threads)
+    assert any("in another thread" in note for note in found.notes) == threads
+
+
 def test_bad_buffers_and_autocast_are_evidence(make):
     again = LookedAgain(weights={"weight": "finite"}, buffers={"inv_freq": "nan"}, autocast="float16")
     assert _looked_again(make, again).notes == (

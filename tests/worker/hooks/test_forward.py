@@ -891,3 +891,39 @@ def test_other_memory_is_seen_on_a_device_too(watch, late, monkeypatch, native):
     assert (anomaly.module, anomaly.inputs_finite) == ("next", False), "the module is handed it and has not made it"
     assert not watched.row("next", "input[0]").finite
     assert watched.row("proj", "output").finite
+
+
+def test_calls_of_another_thread_within_a_forward_are_told_by_the_second_look(watch):
+    import threading
+
+    class Branch(torch.nn.Module):
+        def forward(self, x):
+            return x * float("inf")
+
+    class Net(torch.nn.Module):
+        def __init__(self, threads):
+            super().__init__()
+            self.branch, self.last, self.threads = Branch(), torch.nn.Identity(), threads
+
+        def forward(self, x):
+            if not self.threads:
+                return self.last(self.branch(x))
+            out = []
+            thread = threading.Thread(target=lambda: out.append(self.branch(x)))
+            thread.start()
+            thread.join()
+            return self.last(out[0])
+
+    for threads in (True, False):
+        watched = watch()
+        Net(threads)(torch.ones(2))
+        assert watched.anomalies[0].again.threads is threads
+        watched.hooks.detach()
+
+
+def test_a_weight_that_is_computed_is_told_by_the_second_look(watch):
+    watched = watch()
+    linear = torch.nn.Linear(2, 2)
+    weight = torch.ones(2, 2, requires_grad=True) * float("inf")
+    torch.func.functional_call(linear, {"weight": weight}, (torch.ones(1, 2),))
+    assert watched.anomalies[0].again.computed == ["weight"]
