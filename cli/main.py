@@ -77,7 +77,7 @@ def cli(ctx: click.Context) -> None:
     gpuwatch check --nproc-per-node 8
 
     Exit codes: 0 clean; 1 the script failed by itself; 2 wrong usage; 3 preflight failed; 4 overflow found; 5 a rank
-    hung or was lost; 6 unknown, for something that could hold an overflow was not heard; 128 + N ended by signal N.
+    hung or was lost; 6 unknown, for records that could show an overflow did not arrive; 128 + N ended by signal N.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
@@ -92,7 +92,11 @@ def main() -> None:
         click.echo(f"gpuwatch: {error}", err=True)
         code = int(error.exit_code)
     except click.ClickException as error:
-        click.echo(f"gpuwatch: {error.format_message()}", err=True)
+        text = error.format_message()
+        if isinstance(error, click.NoSuchOption) and (error.ctx is None or error.ctx.parent is None):
+            option = error.option_name
+            text = f"expected a command before {option}; did you mean gpuwatch launch {option}?"
+        click.echo(f"gpuwatch: {text}", err=True)
         code = 2
     except click.exceptions.Abort:
         code = 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from ...core.errors import UsageError
@@ -14,6 +15,13 @@ class SentenceParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse."""
+        what, _, words = message.partition(": ")
+        if what == "unrecognized arguments":
+            option = next((word.partition("=")[0] for word in words.split() if word.startswith("-")), "")
+            close = get_close_matches(option, self._option_string_actions, n=1)
+            message += f"; did you mean {close[0]}?" if close else ""
+        elif what == "the following arguments are required" and words.startswith("training_script"):
+            message = "expected a training script, found none"
         raise UsageError(f"{message} (all options: {self.prog} --help)")
 
 

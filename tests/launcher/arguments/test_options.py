@@ -373,6 +373,21 @@ def test_an_option_about_a_script_is_one_sentence_too(option):
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--on-overfow continue t.py", "unrecognized arguments: --on-overfow; did you mean --on-overflow?"),
+        ("--nproc-pernode=2 t.py", "did you mean --nproc-per-node?"),
+        ("--xyzzy t.py", "unrecognized arguments: --xyzzy (all options"),
+        ("--nproc-per-node 2", "expected a training script, found none"),
+    ],
+)
+def test_a_wrong_line_is_told_what_was_meant(line, said):
+    with pytest.raises(UsageError) as refused:
+        get_parser().parse_args(line.split())
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
     "line", ["--on-overflow abort", "--on-preflight-failure stop", "--every 3", "--no-such-option"]
 )
 def test_an_option_that_only_training_has_is_refused_by_a_check(line):
