@@ -109,8 +109,8 @@ def test_without_a_compiler_it_installs_all_the_same(sources, tmp_path):
     assert not [name for name in names if name.endswith(".so")]
 
 
-def test_the_root_of_the_checkout_ships_one_module_only(sources):
-    assert [file.name for file in shipped(sources) if len(file.parts) == 1] == ["__init__.py"]
+def test_the_root_of_the_checkout_ships_the_package_and_its_command_only(sources):
+    assert {file.name for file in shipped(sources) if len(file.parts) == 1} == {"__init__.py", "__main__.py"}
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
 
     where = run("-c", "import gpuwatch.cli.main as main; print(main.__file__)", **elsewhere)
     assert Path(where.strip()) == installed / "gpuwatch" / "cli" / "main.py"
-    help_text = run("-m", "gpuwatch.cli.main", "--help", **elsewhere)
+    help_text = run("-m", "gpuwatch", "--help", **elsewhere)
     assert "gpuwatch launch --nproc-per-node 8 train.py" in help_text
     assert "Exit codes" in help_text
     rendered = "from gpuwatch.slurm.render import BatchScript, render; print(render(BatchScript()), end='')"
