@@ -69,11 +69,20 @@ def left_silently(rank: RankFacts) -> bool:
     )
 
 
+def was_killed(rank: RankFacts) -> bool:
+    """Whether a signal ended its process that its launcher did not send."""
+    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0
+
+
+def was_aborted(rank: RankFacts) -> bool:
+    """Whether it ended its own process by SIGABRT, as a library does."""
+    return rank.exit is not None and (rank.exit.by, rank.exit.code) == ("itself", -signal.SIGABRT)
+
+
 def was_aborted_at_exit(rank: RankFacts) -> bool:
     """Its script came to its end well, and torch aborted what was left of the process: a thread of gloo, say, that had
     lost its peers (pytorch/pytorch#179291)."""
-    aborted = rank.exit is not None and (rank.exit.by, rank.exit.code) == ("itself", -signal.SIGABRT)
-    return aborted and rank.script_exit is not None and rank.script_exit.code == 0
+    return was_aborted(rank) and rank.script_exit is not None and rank.script_exit.code == 0
 
 
 def hid_a_peer_failure(rank: RankFacts) -> bool:

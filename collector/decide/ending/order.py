@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ....core.records import Where
 from ...facts.facts import RankFacts, RunFacts
-from ..words import hid_a_peer_failure, left_silently, own_error, was_aborted_at_exit
+from ..words import hid_a_peer_failure, left_silently, own_error, was_aborted_at_exit, was_killed
 
 _Group = TypeVar("_Group", str, tuple[str, str])
 
@@ -62,11 +62,6 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
         [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS],
         behind,
     )
-
-
-def was_killed(rank: RankFacts) -> bool:
-    """Whether a signal ended its process that its launcher did not send."""
-    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0
 
 
 class _Ended:

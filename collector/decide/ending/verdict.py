@@ -6,7 +6,7 @@ from ....core.recorder.group_table import members_of
 from ....core.records import Where, WorkerExit
 from ....core.stalls import is_users
 from ...facts.facts import RankFacts, RunFacts
-from ..hang.meetings import standing_at
+from ..hang.meetings import begun_in, standing_at
 from ..verdict_model import Cascade, Verdict
 from ..words import (
     cascade_of,
@@ -20,8 +20,9 @@ from ..words import (
     progress,
     ranks_text,
     signal_name,
+    was_killed,
 )
-from .order import Endings, endings_of, was_killed
+from .order import Endings, endings_of
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS comes of mapped memory that is not there: /dev/shm or a disk is full, or a mapped file was cut "
@@ -152,9 +153,7 @@ def _may_have_waited_for(victim: RankFacts, rank: RankFacts) -> bool:
     if place is None or rank.exit is None:
         return True  # its table does not show where it failed: a backward, what C++ has issued
     group, number = place
-    begun = next(
-        (other.begun for other in rank.exit.groups if (other.name, other.members) == (group.name, group.members)), 0
-    )
+    begun = begun_in(rank.exit.groups, group) or 0
     return rank.rank in members_of(group.members) and (number < 0 or begun < number)
 
 

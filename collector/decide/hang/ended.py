@@ -11,7 +11,7 @@ import signal
 
 from ...facts.facts import RankFacts, RunFacts
 from ..verdict_model import Verdict
-from ..words import doing, first_line, hid_a_peer_failure, own_error, was_aborted_at_exit
+from ..words import doing, first_line, hid_a_peer_failure, own_error, was_aborted, was_aborted_at_exit
 from .by_groups import Shown, find_by_groups
 from .meetings import standing_at
 from .verdict import verdict_of
@@ -36,7 +36,7 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
     messages = [error.message for rank in ranks if (error := own_error(rank)) is not None]
     timed_out = any(words in message for message in messages for words in _TIMED_OUT)
     hidden = [rank for rank in ranks if hid_a_peer_failure(rank)]
-    if not messages and not hidden and not any(_aborted(rank) for rank in ranks):
+    if not messages and not hidden and not any(was_aborted(rank) for rank in ranks):
         return None
     waited = "waited until the group's timeout" if timed_out else "waited"
     found = find_by_groups(shown, max((len(ranks), *(_world_size(rank) for rank in ranks))), waited)
@@ -50,7 +50,7 @@ def ended_verdict(facts: RunFacts) -> Verdict | None:
     found.evidence.extend(
         f"rank {rank.rank} left with an exit code after a collective had raised in it" for rank in hidden
     )
-    found.evidence.extend(f"rank {rank.rank} was aborted by SIGABRT" for rank in ranks if _aborted(rank))
+    found.evidence.extend(f"rank {rank.rank} was aborted by SIGABRT" for rank in ranks if was_aborted(rank))
     return verdict_of(facts, found, ranks, {}, "hang" if timed_out else "crash")
 
 
@@ -70,10 +70,6 @@ def _shown(rank: RankFacts) -> Shown | None:
     if exit_.by == "itself" and not (exit_.code == -signal.SIGABRT and placed):
         return None
     return Shown(exit_.groups, "waits" if placed else "away", doing(exit_))
-
-
-def _aborted(rank: RankFacts) -> bool:
-    return rank.exit is not None and (rank.exit.by, rank.exit.code) == ("itself", -signal.SIGABRT)
 
 
 def _world_size(rank: RankFacts) -> int:

@@ -119,7 +119,7 @@ def meetings_of(
             continue
         missing, untold = [], []
         for member in members:
-            begun = _begun(tables[member], state) if member in tables else None
+            begun = begun_in(tables[member], state) if member in tables else None
             if begun is None:
                 untold.append(member)
             elif begun < number:
@@ -191,8 +191,11 @@ def _state(groups: Sequence[GroupState], name: str, members: str) -> GroupState 
     return next((group for group in groups if (group.name, group.members) == (name, members)), None)
 
 
-def _begun(groups: Sequence[GroupState], like: GroupState) -> int | None:
-    """None where it is not known: the rank has more groups than its table has room for."""
+def begun_in(groups: Sequence[GroupState], like: GroupState) -> int | None:
+    """Number of the last collective that a rank with these groups has begun in the group `like`.
+
+    None where it is not known: the rank has more groups than its table has room for.
+    """
     state = _state(groups, like.name, like.members)
     if state is None:
         return None if len(groups) >= GROUPS else 0
