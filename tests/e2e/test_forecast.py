@@ -1,5 +1,4 @@
-"""A module that grows is told while the job trains, once, and stands in the report. A batch takes long enough for the
-node agent, which sees some of them however slow the machine is; it needs twenty of six hundred."""
+"""A module that grows is told while the job trains, once, and stands in the report."""
 
 import pytest
 
