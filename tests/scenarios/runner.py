@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from gpuwatch.collector.store import RunStore
+from gpuwatch.core.records import Anomaly
+from gpuwatch.core.wire.messages import EventMessage
 from truths import ANY, Scenario
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -49,6 +52,27 @@ class Outcome:
     log: str = ""
     over_sure: bool = False
     """It says `established` of what is wrong, or of what cannot be established."""
+    kind: str = ""
+    """The verdict's."""
+    certainty: str = ""
+    fault_to_report_s: float | None = None
+    """From the first alarm's own time to the report with the verdict; None where there was no alarm."""
+
+    @property
+    def is_false_clean(self) -> bool:
+        """An overflow, a crash or an open question was reported as clean."""
+        return self.kind == "clean" and self.scenario.verdict["kind"] != "clean"
+
+    @property
+    def is_false_alarm(self) -> bool:
+        """Nothing was wrong, and something else than clean was reported."""
+        return self.kind != "clean" and self.scenario.verdict["kind"] == "clean"
+
+    @property
+    def can_be_established(self) -> bool:
+        """Whether the truth is a fault that the evidence of a run can prove."""
+        truth = self.scenario.verdict
+        return truth["kind"] != "clean" and truth.get("certainty") not in ("supported", "unknown")
 
 
 @dataclass
@@ -72,7 +96,25 @@ def run(scenario: Scenario) -> Outcome:
         )
         path = Path(folder) / "gpuwatch-runs" / "latest" / "report.json"
         report = json.loads(path.read_text()) if path.exists() else None
-    return judge(scenario, ended, report)
+        outcome = judge(scenario, ended, report)
+        outcome.fault_to_report_s = _fault_to_report_s(path)
+    return outcome
+
+
+def _fault_to_report_s(report: Path) -> float | None:
+    """Both times are this host's."""
+    if not report.exists():
+        return None
+    store = RunStore(report.with_name("run.sqlite"))
+    try:
+        alarms = [
+            body.event.where.time_ns
+            for _, _, body in store.messages()
+            if isinstance(body, EventMessage) and isinstance(body.event, Anomaly)
+        ]
+    finally:
+        store.close()
+    return (report.stat().st_mtime_ns - min(alarms)) / 1e9 if alarms else None
 
 
 def run_plain(scenario: Scenario) -> Outcome:
@@ -123,7 +165,18 @@ def judge(scenario: Scenario, ended: Ended, report: dict[str, Any] | None) -> Ou
     open_question = scenario.verdict.get("certainty") in ("supported", "unknown")
     over_sure = verdict["certainty"] == "established" and (grade is Grade.WRONG or open_question)
     log = f"{verdict['statement']}\n{json.dumps(verdict, indent=1)}\n{_log(ended)}" if differences else ""
-    return Outcome(scenario, grade, expected, _text(verdict, found), ended.seconds, differences, log, over_sure)
+    return Outcome(
+        scenario,
+        grade,
+        expected,
+        _text(verdict, found),
+        ended.seconds,
+        differences,
+        log,
+        over_sure,
+        kind=verdict["kind"],
+        certainty=verdict["certainty"],
+    )
 
 
 def _says_less(scenario: Scenario, verdict: dict[str, Any]) -> bool:
