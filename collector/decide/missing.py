@@ -7,7 +7,7 @@ from itertools import count, islice
 from ...core.frames import module_text
 from ...core.text.ranks_text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
-from .own_faults import that_cost_frames
+from .own_faults import lost_faults, that_cost_frames
 from .words import doing, left_silently
 
 _MOST_NAMED = 64
@@ -85,6 +85,15 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     for fault in that_cost_frames(rank.faults)[:1]:
         text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
         found.append((text, text))
+    if lost_faults(rank):
+        text = f"met {_count(lost_faults(rank), 'error')} of gpuwatch itself that its log had no room for"
+        found.append((text, text.replace("its", "their")))
+    if state.hooks == "detached":
+        text = "was watched no more after errors of gpuwatch itself: its hooks were removed"
+        found.append((text, text.replace("was", "were", 1).replace("its", "their")))
+    if state.events_lost:
+        text = f"lost {_count(state.events_lost, 'record')}: its log was full, or is damaged"
+        found.append((text, text.replace("its log was", "their logs were").replace("is damaged", "are damaged")))
     return found
 
 

@@ -356,4 +356,6 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.scaler_skips,
         state.warned,
         state.batches_skipped,
+        state.faults,
+        state.records_lost,
     )

@@ -24,7 +24,7 @@ from torch.optim import optimizer as torch_optimizer
 from ...core.errors import JobEnded
 from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
-from ...core.recorder.layout import NOTHING, Field, RankPhase
+from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, Where
 from ...core.roles import RoleKind, parse_role, role_of_parameter
@@ -837,13 +837,20 @@ class Hooks:
     def _fault(self, part: str, error: Exception) -> None:
         """Record an error of gpuwatch itself. The training goes on. `_MAX_FAULTS` errors remove the hooks."""
         self._faults += 1
-        if self._faults <= _MAX_FAULTS:
-            try:
-                self._recorder.append(Fault(self.where(), part, f"{type(error).__name__}: {error}"))
-            except Exception:
-                pass
+        if self._faults > _MAX_FAULTS or not self._record_fault(part, error):
+            self._recorder.count_fault(part)
         if self._faults == _MAX_FAULTS:
+            self._fields[Field.HOOKS] = HooksState.DETACHED
             self.detach()
+
+    def _record_fault(self, part: str, error: Exception) -> bool:
+        """Whether it came as far as the recorder, which counts it."""
+        try:
+            fault = Fault(self.where(), part, f"{type(error).__name__}: {error}")
+        except Exception:
+            return False
+        self._recorder.append(fault)
+        return True
 
 
 def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:

@@ -474,6 +474,12 @@ def empty_batch(make):
             "rank 1 ran compiled code of the root module (Net) that was not looked",
         ),
         (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error of gpuwatch itself (hook: TypeError: x)"),
+        (
+            lambda make: [FAULT, *make.finished(1, last={"faults": 3})],
+            "rank 1 met 2 errors of gpuwatch itself that its log had no room for",
+        ),
+        (lambda make: make.finished(1, last={"records_lost": 1}), "rank 1 lost 1 record: its log was full"),
+        (lambda make: make.finished(1, last={"hooks": "detached"}), "rank 1 was watched no more after errors of"),
         (lambda make: make.finished(1, last={"world_size": 4}), "ranks 2, 3 were never heard"),
         (lambda make: make.finished(1, last={"world_size": (1 << 63) - 1}), "ranks 2-65 were never heard"),
     ],
@@ -482,6 +488,13 @@ def test_what_could_hold_an_overflow_and_was_not_heard_keeps_a_run_from_being_cl
     verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *end_of_rank_1(make), make.Bye("ok"))
     assert (verdict.kind, verdict.certainty) == ("unknown", "unknown")
     assert any(clause.startswith(lacking) for clause in verdict.missing), verdict.missing
+
+
+def test_a_log_without_room_for_names_alone_is_clean(make):
+    """They name what was judged all the same."""
+    bodies = make.finished(0, last={"records_lost": 5, "names_lost": 5})
+    verdict = judge(make.hello(nproc=1), *bodies, make.Bye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", "established")
 
 
 def test_a_clean_run_says_which_compiled_code_nobody_looked_into(make):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.records import Ignored
 from gpuwatch.worker.hooks import forward as hooks_module
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -711,6 +712,23 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
     assert 0 < len(watched.faults) <= 20
     assert "LookupError: ours" in watched.faults[0].message
     assert not watched.hooks._handles, "after many faults the hooks are taken out"
+
+
+def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch):
+    """The last forwards are not looked at, and a nan in them is not seen."""
+    watched = watch(log_bytes=1 << 12)
+    net()(X)
+    while watched.recorder.append(Ignored(watched.hooks.where(), "pattern", "module", "output", "nan")):
+        pass
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", lambda *_: 1 / 0)
+    for _ in range(20):
+        net()(X * float("nan"))
+    assert (watched.faults, watched.anomalies) == ([], [])
+    state = watched.reader.state()
+    assert (state.faults, state.hooks) == (20, "detached")
+    verdict = watched.verdict()
+    assert verdict.kind == "unknown"
+    assert "rank 0 met 20 errors of gpuwatch itself that its log had no room for" in verdict.missing
 
 
 def test_after_an_error_of_ours_the_next_root_is_a_root(watch, monkeypatch):
