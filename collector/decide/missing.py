@@ -88,6 +88,10 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     if lost_faults(rank):
         text = f"met {_count(lost_faults(rank), 'error')} of gpuwatch itself that its log had no room for"
         found.append((text, text.replace("its", "their")))
+    if state.calls_left_out:
+        calls = _count(state.calls_left_out, "module call")
+        text = f"made {calls} in a thread while another thread was in a forward: what they computed was not recorded"
+        found.append((text, text))
     if state.hooks == "detached":
         text = "was watched no more after errors of gpuwatch itself: its hooks were removed"
         found.append((text, text.replace("was", "were", 1).replace("its", "their")))

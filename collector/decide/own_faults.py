@@ -1,4 +1,4 @@
-"""Which of gpuwatch's own faults can have cost a frame: what was not recorded may be bad, or may be the maker. Pure."""
+"""What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure."""
 
 from __future__ import annotations
 
@@ -38,8 +38,22 @@ def doubts_about(rank: RankFacts) -> list[str]:
             f"parts have failed {lost} time{'s' if lost != 1 else ''} more, its log had no room to tell where"
         )
     return [
-        f"rank {rank.rank}: gpuwatch's own {text}: what was not recorded since may be where the value was made"
-        for text in failed
+        *(
+            f"rank {rank.rank}: gpuwatch's own {text}: what was not recorded since may be where the value was made"
+            for text in failed
+        ),
+        *_of_threads(rank, last),
+    ]
+
+
+def _of_threads(rank: RankFacts, last: int) -> list[str]:
+    """A line about module calls that were left out by the page of the anomaly, if there are any."""
+    state = rank.state
+    if state is None or not state.calls_left_out or 0 <= last < state.left_out_page:
+        return []
+    return [
+        f"rank {rank.rank}: a thread called modules while another thread was in a forward; such calls are not "
+        "recorded, and one may have made the value"
     ]
 
 

@@ -358,4 +358,5 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.batches_skipped,
         state.faults,
         state.records_lost,
+        state.calls_left_out,
     )

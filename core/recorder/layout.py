@@ -104,6 +104,10 @@ class Field(IntEnum):
     """Errors of gpuwatch itself that may have cost frames: all of them, also those that the log has no room for."""
     NAMES_LOST = 41
     """Of the lost records those that were names. What they name is judged all the same."""
+    CALLS_LEFT_OUT = 42
+    """Module calls that have no frame: they ran in one thread while another thread was in a forward."""
+    LEFT_OUT_PAGE = 43
+    """The page that was being written at the first of them."""
 
 
 class SegmentField(IntEnum):

@@ -242,6 +242,8 @@ class RecorderReader:
             absorbed=fields[Field.ABSORBED],
             faults=fields[Field.FAULTS],
             names_lost=fields[Field.NAMES_LOST],
+            calls_left_out=fields[Field.CALLS_LEFT_OUT],
+            left_out_page=fields[Field.LEFT_OUT_PAGE],
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

@@ -195,6 +195,10 @@ class RankState(msgspec.Struct, frozen=True):
     """Errors of gpuwatch itself that may have cost frames. Each is an event, too, where its log had room."""
     names_lost: int = 0
     """Of `records_lost` those that were names."""
+    calls_left_out: int = 0
+    """Module calls without a frame: another thread was in a forward."""
+    left_out_page: int = -1
+    """The page that was being written at the first of them; it says nothing where there is none."""
 
     @property
     def events_lost(self) -> int:

@@ -71,6 +71,7 @@ _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
+_LEFT_OUT = int(Field.CALLS_LEFT_OUT)
 _SKIPPED = int(Mark.SKIPPED)
 _NAN = int(NonFinite.NAN)
 
@@ -455,8 +456,11 @@ class Hooks:
 
     def _leave_out_thread(self) -> None:
         """A call in a second thread within one forward: it has no order relative to the first thread's calls."""
-        page = self._recorder.page
+        page, fields = self._recorder.page, self._fields
         self._page_with_threads = page.number if page is not None else -1
+        if not fields[_LEFT_OUT]:
+            fields[Field.LEFT_OUT_PAGE] = self._page_with_threads
+        fields[_LEFT_OUT] += 1
 
     # -- after a module's forward -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import gc
 import math
 import subprocess
 import sys
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from ..models import Block
+from ..models import Block, Multiplies
 from ..models import block_net as net
 
 X = torch.ones(3, 4)
@@ -912,8 +913,6 @@ def test_other_memory_is_seen_on_a_device_too(watch, late, monkeypatch, native):
 
 
 def test_calls_of_another_thread_within_a_forward_are_told_by_the_second_look(watch):
-    import threading
-
     class Branch(torch.nn.Module):
         def forward(self, x):
             return x * float("inf")
@@ -937,6 +936,50 @@ def test_calls_of_another_thread_within_a_forward_are_told_by_the_second_look(wa
         Net(threads)(torch.ones(2))
         assert watched.anomalies[0].again.threads is threads
         watched.hooks.detach()
+
+
+class Blocking(torch.nn.Module):
+    """Its forward goes on once another forward has run in another thread."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other, self.fc = other, nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.other is not None:
+            thread = threading.Thread(target=self.other)
+            thread.start()
+            thread.join()
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_forward_beside_one_of_another_thread_keeps_a_run_from_being_clean(watch, beside):
+    watched = watch()
+    side = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    forward = lambda: side(torch.full((2, 4), math.nan if beside else 1.0))  # noqa: E731
+    if not beside:
+        forward()
+    Blocking(forward if beside else None)(torch.ones(2, 4))
+    assert watched.anomalies == []
+    verdict = watched.verdict()
+    assert verdict.kind == ("unknown" if beside else "clean")
+    left_out = "rank 0 made 3 module calls in a thread while another thread was in a forward"
+    assert [clause.partition(":")[0] for clause in verdict.missing] == ([left_out] if beside else [])
+
+
+@pytest.mark.parametrize("beside", ["before", "after", None])
+def test_an_overflow_after_a_forward_that_was_left_out_is_not_established(watch, beside):
+    watched = watch()
+    side = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    forwards = [Blocking(lambda: side(torch.ones(2, 4)))] if beside is not None else []
+    bad = nn.Sequential(nn.Identity(), Multiplies())
+    for net_ in [*forwards, bad] if beside == "before" else [bad, *forwards]:
+        net_(torch.ones(2, 4))
+    verdict = watched.verdict()
+    assert (verdict.kind, verdict.module) == ("overflow", "1")
+    assert verdict.certainty == ("supported" if beside == "before" else "established")
+    assert any("one may have made the value" in line for line in verdict.evidence) == (beside == "before")
 
 
 def test_a_weight_that_is_computed_is_told_by_the_second_look(watch):
