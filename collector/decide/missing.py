@@ -124,6 +124,10 @@ def _of_its_losses(rank: RankFacts) -> list[_Reason]:
         calls = _count(state.calls_left_out, "module call")
         text = f"made {calls} in a thread while another thread was in a forward: what they computed was not recorded"
         found.append((text, text))
+    if state.hooks_gone:
+        times = _count(state.hooks_gone, "time")
+        text = f"was without gpuwatch's hooks {times}: its script, or a library, had cleared torch's global hooks"
+        found.append((text, text.replace("was", "were", 1).replace("its script", "their scripts")))
     if state.hooks == "detached":
         text = "was watched no more after errors of gpuwatch itself: its hooks were removed"
         found.append((text, text.replace("was", "were", 1).replace("its", "their")))

@@ -43,6 +43,7 @@ def doubts_about(rank: RankFacts) -> list[str]:
             for text in failed
         ),
         *_of_threads(rank, last),
+        *_of_gone_hooks(rank, last),
     ]
 
 
@@ -54,6 +55,17 @@ def _of_threads(rank: RankFacts, last: int) -> list[str]:
     return [
         f"rank {rank.rank}: a thread called modules while another thread was in a forward; such calls are not "
         "recorded, and one may have made the value"
+    ]
+
+
+def _of_gone_hooks(rank: RankFacts, last: int) -> list[str]:
+    """A line about the time without hooks, where that was noticed by the page of the anomaly."""
+    state = rank.state
+    if state is None or not state.hooks_gone or 0 <= last < state.gone_page:
+        return []
+    return [
+        f"rank {rank.rank}: the script, or a library, had cleared torch's global hooks, gpuwatch's with them; what ran "
+        "until they were put back is not recorded, and may have made the value"
     ]
 
 

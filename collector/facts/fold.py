@@ -359,4 +359,5 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.faults,
         state.records_lost,
         state.calls_left_out,
+        state.hooks_gone,
     )

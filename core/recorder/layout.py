@@ -108,6 +108,10 @@ class Field(IntEnum):
     """Module calls that have no frame: they ran in one thread while another thread was in a forward."""
     LEFT_OUT_PAGE = 43
     """The page that was being written at the first of them."""
+    HOOKS_GONE = 44
+    """How often its hooks were found removed from torch's global tables, and were put back."""
+    GONE_PAGE = 45
+    """The page that had been begun last when they were first found so."""
 
 
 class SegmentField(IntEnum):

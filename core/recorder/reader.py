@@ -244,6 +244,8 @@ class RecorderReader:
             names_lost=fields[Field.NAMES_LOST],
             calls_left_out=fields[Field.CALLS_LEFT_OUT],
             left_out_page=fields[Field.LEFT_OUT_PAGE],
+            hooks_gone=fields[Field.HOOKS_GONE],
+            gone_page=fields[Field.GONE_PAGE],
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

@@ -199,6 +199,10 @@ class RankState(msgspec.Struct, frozen=True):
     """Module calls without a frame: another thread was in a forward."""
     left_out_page: int = -1
     """The page that was being written at the first of them; it says nothing where there is none."""
+    hooks_gone: int = 0
+    """How often its hooks were found removed from torch's global tables: the script, or a library, can do that."""
+    gone_page: int = -1
+    """The page that had been begun last when they were first found so; it says nothing where they never were."""
 
     @property
     def events_lost(self) -> int:

@@ -712,7 +712,7 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
         assert torch.equal(net()(X), expected)
     assert 0 < len(watched.faults) <= 20
     assert "LookupError: ours" in watched.faults[0].message
-    assert not watched.hooks._handles, "after many faults the hooks are taken out"
+    assert not watched.hooks._global.handles, "after many faults the hooks are taken out"
 
 
 def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch):
