@@ -836,20 +836,25 @@ class Hooks:
     def _fault(self, part: str, error: Exception) -> None:
         """Record an error of gpuwatch itself. The training goes on. `_MAX_FAULTS` errors remove the hooks."""
         self._faults += 1
-        if self._faults > _MAX_FAULTS or not self._record_fault(part, error):
-            self._recorder.count_fault(part)
+        try:
+            if self._faults <= _MAX_FAULTS:
+                self._record_fault(part, error)
+            else:
+                self._recorder.count_fault(part)
+            if self._faults == _MAX_FAULTS:
+                self._fields[Field.HOOKS] = HooksState.DETACHED
+        except Exception:  # the recorder is closed
+            pass
         if self._faults == _MAX_FAULTS:
-            self._fields[Field.HOOKS] = HooksState.DETACHED
             self.detach()
 
-    def _record_fault(self, part: str, error: Exception) -> bool:
-        """Whether it came as far as the recorder, which counts it."""
+    def _record_fault(self, part: str, error: Exception) -> None:
         try:
             fault = Fault(self.where(), part, f"{type(error).__name__}: {error}")
         except Exception:
-            return False
-        self._recorder.append(fault)
-        return True
+            self._recorder.count_fault(part)
+        else:
+            self._recorder.append(fault)
 
 
 def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:
