@@ -139,7 +139,8 @@ class Session:
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
         try:
-            from .hooks.forward import HANDS_OVER_KWARGS, Hooks
+            from .hooks.forward import Hooks
+            from .hooks.global_hooks import HANDS_OVER_KWARGS
 
             if not HANDS_OVER_KWARGS:
                 note = "this release of torch hands no keyword arguments to global hooks: they are not in the frames"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count, islice
 
 from ...core.frames import module_text
 from ...core.text.ranks_text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
-from .own_faults import that_cost_frames
+from .own_faults import lost_faults, that_cost_frames
 from .words import doing, left_silently
 
+_Reason = tuple[str, str]
+"""What is missing of a rank: for one rank, for several that share it."""
 _MOST_NAMED = 64
 """Ranks that were never heard are named up to this many."""
 
@@ -17,21 +20,36 @@ _MOST_NAMED = 64
 def missing(facts: RunFacts) -> list[str]:
     """One clause per reason, the ranks that share it together; [] if every rank of the job was looked at to its end.
 
+    In an attempt before a restart a rank may have been stopped, or have called no module: what it did was judged.
+
     >>> missing(facts)
     ['rank 3 was not heard after batch 41', 'ranks 0, 1 called no module']
     """
     ranks = facts.of_attempt(facts.last_attempt)
-    by_reason: dict[tuple[str, str], list[int]] = {}
-    for rank in ranks:
-        for reason in _of_rank(rank):
-            by_reason.setdefault(reason, []).append(rank.rank)
     silent = _never_heard(facts, ranks)
+    reasons = {rank.rank: [*(_of_its_end(rank) or _of_its_work(rank)), *_of_its_losses(rank)] for rank in ranks}
+    clauses = _clauses(reasons, silent)
+    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_earlier_attempts(facts), *_of_pages(facts)]
+
+
+def _of_earlier_attempts(facts: RunFacts) -> list[str]:
+    found = []
+    for attempt in sorted({attempt for attempt, _ in facts.ranks if attempt != facts.last_attempt}):
+        ranks = facts.of_attempt(attempt)
+        reasons = {rank.rank: [*_of_its_end(rank), *_of_its_losses(rank)] for rank in ranks}
+        found += [f"in attempt {attempt}, {clause}" for clause in _clauses(reasons, _unheard(ranks, _world_of(ranks)))]
+    return found
+
+
+def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[str]:
+    """Reasons by rank, and the ranks that were never heard."""
+    by_reason: dict[_Reason, list[int]] = {}
+    for number, found in reasons.items():
+        for reason in found:
+            by_reason.setdefault(reason, []).append(number)
     if silent:
         by_reason.setdefault(("was never heard", "were never heard"), []).extend(silent)
-    clauses = [
-        f"{ranks_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()
-    ]
-    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_pages(facts)]
+    return [f"{ranks_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()]
 
 
 def nothing_watched(facts: RunFacts) -> bool:
@@ -48,8 +66,8 @@ def batches_of(rank: RankFacts) -> int:
     return rank.state.batch + 1 if rank.state is not None else 0
 
 
-def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
-    """(for one rank, for several)"""
+def _of_its_end(rank: RankFacts) -> list[_Reason]:
+    """Why its end was not heard, or it was not watched at all; [] if it was."""
     exit_, state = rank.exit, rank.state
     if exit_ is None or exit_.code is None:
         place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "to its end"
@@ -62,17 +80,31 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
         return [("was not heard to the end of its recorder", "were not heard to the ends of their recorders")]
     if state.hooks == "failed":
         return [("could not be watched: the hooks failed", "could not be watched: the hooks failed")]
+    return []
+
+
+def _of_its_work(rank: RankFacts) -> list[_Reason]:
+    """How it left, and what there was to look at."""
+    exit_ = rank.exit
     found = []
-    if left_silently(rank):
+    if exit_ is not None and left_silently(rank):
         text = f"left with exit code 0 {doing(exit_)}"
         found.append((text, text))
     if batches_of(rank) <= 0:
         found.append(("called no module", "called no module"))
-    elif exit_.where.page < 0:
+    elif exit_ is not None and exit_.where.page < 0:
         found.append(("left out every batch", "left out every batch"))
     elif rank.pages and not any(page.num_frames for page in rank.pages.values()):
         text = "looked at no module in its batches (--modules: does a pattern match?)"
         found.append((text, text.replace("its", "their")))
+    return found
+
+
+def _of_its_losses(rank: RankFacts) -> list[_Reason]:
+    """What of its record was lost, or was not made: that may hold an overflow."""
+    state, found = rank.state, []
+    if state is None or _of_its_end(rank):
+        return []
     if state.pending:
         text = f"ended before {_count(state.pending, 'number')} had come back from the device"
         found.append((text, text))
@@ -85,15 +117,42 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     for fault in that_cost_frames(rank.faults)[:1]:
         text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
         found.append((text, text))
+    if lost_faults(rank):
+        text = f"met {_count(lost_faults(rank), 'error')} of gpuwatch itself that its log had no room for"
+        found.append((text, text.replace("its", "their")))
+    if state.calls_left_out:
+        calls = _count(state.calls_left_out, "module call")
+        text = f"made {calls} in a thread while another thread was in a forward: what they computed was not recorded"
+        found.append((text, text))
+    if state.hooks_gone:
+        times = _count(state.hooks_gone, "time")
+        text = f"was without gpuwatch's hooks {times}: its script, or a library, had cleared torch's global hooks"
+        found.append((text, text.replace("was", "were", 1).replace("its script", "their scripts")))
+    if state.hooks == "detached":
+        text = "was watched no more after errors of gpuwatch itself: its hooks were removed"
+        found.append((text, text.replace("was", "were", 1).replace("its", "their")))
+    if state.events_lost:
+        text = f"lost {_count(state.events_lost, 'record')}: its log was full, or is damaged"
+        found.append((text, text.replace("its log was", "their logs were").replace("is damaged", "are damaged")))
     return found
 
 
 def _never_heard(facts: RunFacts, ranks: list[RankFacts]) -> list[int]:
-    known = {rank.rank for rank in ranks}
-    world = max((rank.state.world_size for rank in ranks if rank.state is not None), default=0)
+    world = _world_of(ranks)
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     if not world and all(hello.min_nodes == hello.max_nodes for hello in hellos):
         world = sum(hello.nproc for hello in hellos)
+    return _unheard(ranks, world)
+
+
+def _world_of(ranks: list[RankFacts]) -> int:
+    """How many ranks an attempt has, as its own ranks say; 0: not known."""
+    return max((rank.state.world_size for rank in ranks if rank.state is not None), default=0)
+
+
+def _unheard(ranks: list[RankFacts], world: int) -> list[int]:
+    """The ranks below `world` that are none of these, up to a few."""
+    known = {rank.rank for rank in ranks}
     few = min(max(0, world - len(known)), _MOST_NAMED)
     return list(islice((number for number in count() if number not in known), few))
 

@@ -1,50 +1,71 @@
-"""Which of gpuwatch's own faults can have cost a frame: what was not recorded may be bad, or may be the maker. Pure."""
+"""What a rank did not record, by faults of gpuwatch's own or in a second thread: it may hold the maker. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ...core.recorder.faults import costs_frames
 from ...core.records import Fault
 from ..facts.facts import RankFacts
-
-_HARMLESS = frozenset(
-    (
-        "preflight",
-        "hooks",
-        "device note",
-        "native frame writer",
-        "stacks",
-        "collectives",
-        "step times",
-        "history",
-        "forecasts",
-        "hottest modules",
-    )
-)
-"""Parts whose faults cost no frame. `hooks`, `device note` and `native frame writer` are notes about how frames are
-read and written. Without `stacks` or `collectives` a hang is told with less. The last four are the node agent's: they
-look back at frames that it has."""
 
 
 def that_cost_frames(faults: Iterable[Fault]) -> list[Fault]:
     """The faults after which frames may be missing."""
-    return [fault for fault in faults if fault.part not in _HARMLESS]
+    return [fault for fault in faults if costs_frames(fault.part)]
+
+
+def lost_faults(rank: RankFacts) -> int:
+    """How many more faults that cost frames a rank has counted than were heard: its log had no room for them."""
+    counted = rank.state.faults if rank.state is not None else 0
+    return max(0, counted - len(that_cost_frames(rank.faults)))
 
 
 def doubts_about(rank: RankFacts) -> list[str]:
     """What may be missing before the first anomaly of a rank, a line for each part that has failed by then.
 
-    A fault of a later batch cannot concern it. One of an unknown batch can: it is counted as an earlier one.
+    A fault of a later batch cannot concern it. One of an unknown batch can: it is counted as an earlier one. So is one
+    that was counted and whose record was lost.
     """
     last = rank.anomalies[0].where.page if rank.anomalies else -1
     by_part: dict[str, Fault] = {}
     for fault in sorted(that_cost_frames(rank.faults), key=lambda fault: (fault.where.page, fault.where.time_ns)):
         if fault.where.page <= last or last < 0:
             by_part.setdefault(fault.part, fault)
+    lost = lost_faults(rank)
+    failed = [f"{fault.part} has failed {_since(fault)} ({fault.message})" for fault in by_part.values()]
+    if lost:
+        failed.append(
+            f"parts have failed {lost} time{'s' if lost != 1 else ''} more, its log had no room to tell where"
+        )
     return [
-        f"rank {rank.rank}: gpuwatch's own {fault.part} has failed {_since(fault)} ({fault.message}): "
-        "what was not recorded since may be where the value was made"
-        for fault in by_part.values()
+        *(
+            f"rank {rank.rank}: gpuwatch's own {text}: what was not recorded since may be where the value was made"
+            for text in failed
+        ),
+        *_of_threads(rank, last),
+        *_of_gone_hooks(rank, last),
+    ]
+
+
+def _of_threads(rank: RankFacts, last: int) -> list[str]:
+    """A line about module calls that were left out by the page of the anomaly, if there are any."""
+    state = rank.state
+    if state is None or not state.calls_left_out or 0 <= last < state.left_out_page:
+        return []
+    return [
+        f"rank {rank.rank}: a thread called modules while another thread was in a forward; such calls are not "
+        "recorded, and one may have made the value"
+    ]
+
+
+def _of_gone_hooks(rank: RankFacts, last: int) -> list[str]:
+    """A line about the time without hooks, where that was noticed by the page of the anomaly."""
+    state = rank.state
+    if state is None or not state.hooks_gone or 0 <= last < state.gone_page:
+        return []
+    return [
+        f"rank {rank.rank}: the script, or a library, had cleared torch's global hooks, gpuwatch's with them; what ran "
+        "until they were put back is not recorded, and may have made the value"
     ]
 
 

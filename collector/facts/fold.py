@@ -356,4 +356,8 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.scaler_skips,
         state.warned,
         state.batches_skipped,
+        state.faults,
+        state.records_lost,
+        state.calls_left_out,
+        state.hooks_gone,
     )

@@ -100,6 +100,18 @@ class Field(IntEnum):
     """How long it has waited, in calls of Python, for what other ranks do."""
     STEPS_TIMED = 39
     """Steps so far whose parts were timed."""
+    FAULTS = 40
+    """Errors of gpuwatch itself that may have cost frames: all of them, also those that the log has no room for."""
+    NAMES_LOST = 41
+    """Of the lost records those that were names. What they name is judged all the same."""
+    CALLS_LEFT_OUT = 42
+    """Module calls that have no frame: they ran in one thread while another thread was in a forward."""
+    LEFT_OUT_PAGE = 43
+    """The page that was being written at the first of them."""
+    HOOKS_GONE = 44
+    """How often its hooks were found removed from torch's global tables, and were put back."""
+    GONE_PAGE = 45
+    """The page that had been begun last when they were first found so."""
 
 
 class SegmentField(IntEnum):
@@ -158,6 +170,8 @@ class HooksState(IntEnum):
     """torch has not been imported."""
     ATTACHED = 1
     FAILED = 2
+    DETACHED = 3
+    """Too many errors of gpuwatch itself: the hooks were removed."""
 
 
 def file_bytes(log_bytes: int = LOG_BYTES, segments: int = SEGMENTS) -> int:

@@ -9,12 +9,12 @@ import time
 import weakref
 import zlib
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from ..records import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
-from ..wire.messages import PageMessage, RankState, Segment
+from ..wire.messages import HooksText, PageMessage, RankState, Segment
 from . import layout
 from .group_table import progress_of, read_groups
 from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
@@ -30,9 +30,10 @@ _INTEGER = struct.Struct("<q")
 _FIELDS = struct.Struct(f"<{max(Field) + 1}q")
 _SEGMENT_FIELDS = struct.Struct(f"<{len(SegmentField)}q")
 
-_HOOKS: dict[int, Literal["none", "attached", "failed"]] = {
+_HOOKS: dict[int, HooksText] = {
     HooksState.ATTACHED: "attached",
     HooksState.FAILED: "failed",
+    HooksState.DETACHED: "detached",
 }
 
 
@@ -239,6 +240,12 @@ class RecorderReader:
             hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
             overflow=fields[Field.ANOMALY] != FirstAnomaly.NONE,
             absorbed=fields[Field.ABSORBED],
+            faults=fields[Field.FAULTS],
+            names_lost=fields[Field.NAMES_LOST],
+            calls_left_out=fields[Field.CALLS_LEFT_OUT],
+            left_out_page=fields[Field.LEFT_OUT_PAGE],
+            hooks_gone=fields[Field.HOOKS_GONE],
+            gone_page=fields[Field.GONE_PAGE],
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

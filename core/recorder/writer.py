@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from ..pages import Names
-from ..records import Anomaly, Definition, LogEntry
+from ..records import Anomaly, Definition, Fault, LogEntry
 from . import layout
+from .faults import costs_frames
 from .layout import Closed, Field, FirstAnomaly, RankPhase, SegmentField
 
 _EVENT_RESERVE = 256 << 10
@@ -197,12 +198,14 @@ class RecorderWriter:
     def append(self, record: LogEntry, *, name: bool = False) -> bool:
         """Append a definition (`name=True`) or an event; False, and counted, when the log is full.
 
-        The first anomaly is written into the header as well, see `note_first_anomaly`.
+        The first anomaly is written into the header as well, see `note_first_anomaly`, and a fault is counted there.
         """
         if isinstance(record, Definition):
             self.names.add((record,))
         if isinstance(record, Anomaly):
             self.note_first_anomaly(record)
+        if isinstance(record, Fault):
+            self.count_fault(record.part)
         payload = self._encode(record)
         if payload is None:
             self.fields[Field.RECORDS_LOST] += 1
@@ -211,6 +214,7 @@ class RecorderWriter:
         room = self._log_bytes - (_EVENT_RESERVE if name and self._log_bytes > 2 * _EVENT_RESERVE else 0)
         if self._log_end + size > room:
             self.fields[Field.RECORDS_LOST] += 1
+            self.fields[Field.NAMES_LOST] += isinstance(record, Definition)
             return False
         at = self._log_at + self._log_end
         layout.ENTRY.pack_into(self._bytes, at, len(payload), zlib.crc32(payload))
@@ -219,6 +223,11 @@ class RecorderWriter:
         self._log_end += size
         self.fields[Field.LOG_END] = self._log_end
         return True
+
+    def count_fault(self, part: str) -> None:
+        """Count an error of gpuwatch itself, where no log can be full. `append` calls it for every Fault."""
+        if costs_frames(part):
+            self.fields[Field.FAULTS] += 1
 
     def note_first_anomaly(self, anomaly: Anomaly) -> None:
         """Write the rank's first anomaly into the header, in place: no log that is full, and no reader that is gone,

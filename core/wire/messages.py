@@ -142,6 +142,10 @@ class Telemetry(msgspec.Struct, frozen=True, tag="telemetry"):
     """What could not be read, and why: a sentence each."""
 
 
+HooksText = Literal["none", "attached", "failed", "detached"]
+"""Whether a rank's modules are watched; `none`: torch has not been imported, `detached`: errors of gpuwatch itself."""
+
+
 class RankState(msgspec.Struct, frozen=True):
     """Where a rank is, as its recorder says. The rank itself need not answer."""
 
@@ -170,8 +174,7 @@ class RankState(msgspec.Struct, frozen=True):
     """Batches that `--every` skipped."""
     world_size: int = 0
     """Ranks of the job; 0: not known."""
-    hooks: Literal["none", "attached", "failed"] = "none"
-    """Whether its modules are watched; `none`: torch has not been imported."""
+    hooks: HooksText = "none"
     overflow: bool = False
     """Whether the rank has written an anomaly into its recorder's header."""
     final: bool = False
@@ -188,6 +191,23 @@ class RankState(msgspec.Struct, frozen=True):
     """Of a rank that has rested for seconds: collectives that it has begun in its largest process group; else -1."""
     waits: bool = False
     """It is in one of them."""
+    faults: int = 0
+    """Errors of gpuwatch itself that may have cost frames. Each is an event, too, where its log had room."""
+    names_lost: int = 0
+    """Of `records_lost` those that were names."""
+    calls_left_out: int = 0
+    """Module calls without a frame: another thread was in a forward."""
+    left_out_page: int = -1
+    """The page that was being written at the first of them; it says nothing where there is none."""
+    hooks_gone: int = 0
+    """How often its hooks were found removed from torch's global tables: the script, or a library, can do that."""
+    gone_page: int = -1
+    """The page that had been begun last when they were first found so; it says nothing where they never were."""
+
+    @property
+    def events_lost(self) -> int:
+        """Records that were lost and that may have told of something bad. Names cannot."""
+        return max(0, self.records_lost - self.names_lost)
 
 
 class HotModule(msgspec.Struct, frozen=True):

@@ -305,6 +305,16 @@ def finished(rank, *, last=None, **place) -> list[AgentBody]:
     ]
 
 
+def broken_off(rank, code=1, by="itself", *, last=None, phase="script", **place) -> list[AgentBody]:
+    """Its process ended in the middle, as in an attempt before a restart, and its recorder was read to its end."""
+    at = where(rank, **place)
+    final = {"phase": phase, "attempt": at.attempt, "step": at.step, "batch": at.batch, **(last or {})}
+    return [
+        Beat([state(rank, **{"final": True, "hooks": "attached", **final})], {}),
+        ended(rank, code, by, phase=phase, **place),
+    ]
+
+
 def raised(rank, error="ValueError", message="boom", *, module=None, peer=False, **place) -> EventMessage:
     return EventMessage(ScriptError(where(rank, **place), error, message, f"Traceback: {error}", module, peer))
 
@@ -353,6 +363,7 @@ BUILDERS = SimpleNamespace(
     raised=raised,
     preflight=preflight,
     began=began,
+    broken_off=broken_off,
     stage=stage,
     found=found,
     concluded=concluded,

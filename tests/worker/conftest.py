@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from gpuwatch.collector.decide.verdict import decide
+from gpuwatch.collector.decide.verdict_model import Verdict
+from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Frame, Page, Row
 from gpuwatch.core.pages import Names, decode_page
+from gpuwatch.core.recorder.layout import file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Anomaly, Fault, WorkerEvent
 from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.core.wire.messages import AgentBody, Bye, Hello
+from gpuwatch.launcher.node.ranks import RankWatch
+from gpuwatch.worker.session import Session
 
 if TYPE_CHECKING:
     from gpuwatch.worker.stats.late_device import LateDevice
@@ -27,11 +35,11 @@ def use_late_device(patch: pytest.MonkeyPatch, driver: LateDevice | None) -> Non
 class Watched:
     """Attached hooks and a reader of what they record."""
 
-    def __init__(self, path: Path, **settings: Any) -> None:
+    def __init__(self, path: Path, *, log_bytes: int = 1 << 20, **settings: Any) -> None:
         from gpuwatch.worker.hooks.forward import Hooks
 
         self.recorder = RecorderWriter(
-            path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 20, segments=64
+            path, rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=log_bytes, segments=64
         )
         self.reader = RecorderReader(path)
         self.hooks = Hooks(self.recorder, WorkerSettings("", **{"on_overflow": "continue", **settings}), 0)
@@ -86,6 +94,20 @@ class Watched:
         frames = [frame for frame in self.pages[page].frames if frame.module == module]
         (row,) = [row for frame in frames for row in frame.rows if row.role == role]
         return row
+
+    def verdict(self, before: Sequence[AgentBody] = ()) -> Verdict:
+        """What is told of a run of this rank alone, if its script ends now and well."""
+        session = Session(self.hooks.progress.settings, self.recorder, 0)
+        session.hooks = self.hooks
+        session.finished(0)
+        folder = self.recorder.path.with_suffix(".node")
+        folder.mkdir()
+        (folder / file_name(0, 0)).hardlink_to(self.recorder.path)
+        agent = RankWatch(folder, 0, 0, 0, os.getpid(), [])
+        hello = Hello("a", "host", 1, 1, 1, 1, ["train.py"], {}, "run")
+        bodies = [hello, *before, *agent.end(0, "itself", 0.0), Bye("ok")]
+        agent.close()
+        return decide(fold([("a", number, body) for number, body in enumerate(bodies)]))
 
     def close(self) -> None:
         self.hooks.close()

@@ -6,7 +6,6 @@ the training except the abort that the user asked for.
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import sys
@@ -18,13 +17,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.nn.modules import module as torch_module
-from torch.optim import optimizer as torch_optimizer
 
 from ...core.errors import JobEnded
 from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
-from ...core.recorder.layout import NOTHING, Field, RankPhase
+from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, Where
 from ...core.roles import RoleKind, parse_role, role_of_parameter
@@ -54,6 +51,7 @@ from ..without_modes import without_modes
 from .backward import Gradients
 from .collectives import Collectives
 from .export import Exports
+from .global_hooks import GlobalHooks
 from .grad_scaler import Scalers
 from .native_writer import native_writer_of
 from .optimizer import Steps
@@ -64,13 +62,11 @@ _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference
 """Functions of torch.distributed.pipelining that run a module only to learn its shapes."""
 
 
-HANDS_OVER_KWARGS = "with_kwargs" in inspect.signature(torch_module.register_module_forward_hook).parameters
-"""Whether torch passes keyword arguments to a global forward hook. torch 2.5 does not: its frames lack them."""
-
 _is_compiling = torch.compiler.is_compiling
 _is_tracing = torch._C._is_tracing
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
+_LEFT_OUT = int(Field.CALLS_LEFT_OUT)
 _SKIPPED = int(Mark.SKIPPED)
 _NAN = int(NonFinite.NAN)
 
@@ -90,7 +86,6 @@ class Hooks:
         self._only = frozenset(map(id, only.modules())) if only is not None else None
         """Ids of the modules that may be roots; None: all."""
         self._watched_classes = {class_of(part) for part in only.modules()} if only is not None else set()
-        self._handles: list[Any] = []
         self._stack: list[ModuleInfo] = []
         self._depths: list[int] = []
         """Of each call on the stack, how many calls are around it that are no wrapper's. It may be longer."""
@@ -148,7 +143,8 @@ class Hooks:
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
         self._collectives = Collectives(self.progress.groups, self._fault)
-        self._exports = Exports(lambda: self._handles)
+        self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
+        self._exports = Exports(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
             self._roots.on_parameter = self._gradients.watch_parameter
@@ -157,12 +153,7 @@ class Hooks:
 
     def attach(self) -> None:
         """Register the global hooks. They fire for existing modules and for those made later."""
-        self._handles = [
-            torch_module.register_module_forward_pre_hook(self._before),
-            self._register_after(),
-            torch_optimizer.register_optimizer_step_pre_hook(self._before_step),
-            torch_optimizer.register_optimizer_step_post_hook(self._steps.after),
-        ]
+        self._global.attach()
         if self._grads:
             self._gradients.attach()
             self._scalers.attach()
@@ -174,18 +165,9 @@ class Hooks:
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
         os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
 
-    def _register_after(self) -> Any:
-        if not HANDS_OVER_KWARGS:
-            return torch_module.register_module_forward_hook(self._after, always_call=True)
-        return torch_module.register_module_forward_hook(self._after, with_kwargs=True, always_call=True)
-
     def detach(self) -> None:
         """Remove the hooks. The recording stays."""
-        for handle in self._handles:
-            handle.remove()
-            # torch (up to at least 2.13) does not clean this one of its three tables
-            getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
-        self._handles = []
+        self._global.detach()
         self._gradients.detach()
         self._scalers.detach()
         self._graphs.detach()
@@ -215,6 +197,7 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
+        self._put_back()
         with self._lock:
             self._graphs.take()
             for root in self._roots.infos():
@@ -227,6 +210,16 @@ class Hooks:
                     self._cost = None
             everything = self.judging.collect()
         return self._scalers.collect() and everything
+
+    def _put_back(self) -> None:
+        """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
+        if self._global.put_back():
+            if self._stack and not self._still_running():
+                self._stack.clear()  # its forward has returned without our hook
+            fields = self._fields
+            if not fields[Field.HOOKS_GONE]:
+                fields[Field.GONE_PAGE] = fields[Field.PAGE]
+            fields[Field.HOOKS_GONE] += 1
 
     # -- the hooks ----------------------------------------------------------------------------------------------
 
@@ -279,6 +272,7 @@ class Hooks:
         if _is_compiling():
             return None
         try:
+            self._put_back()
             with self._lock:
                 self._graphs.take()
                 self.judging.collect()
@@ -415,6 +409,7 @@ class Hooks:
         if _is_shape_inference():
             self._skipped_root, self._infers_shapes = weakref.ref(module), True
             return None
+        self._put_back()
         info, opens_batch = self._roots.enter(module)
         root = info.root
         if root.page is not None and torch._C._current_graph_task_id() != -1:
@@ -455,8 +450,11 @@ class Hooks:
 
     def _leave_out_thread(self) -> None:
         """A call in a second thread within one forward: it has no order relative to the first thread's calls."""
-        page = self._recorder.page
+        page, fields = self._recorder.page, self._fields
         self._page_with_threads = page.number if page is not None else -1
+        if not fields[_LEFT_OUT]:
+            fields[Field.LEFT_OUT_PAGE] = self._page_with_threads
+        fields[_LEFT_OUT] += 1
 
     # -- after a module's forward -------------------------------------------------------------------------------
 
@@ -517,6 +515,7 @@ class Hooks:
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
+        self._put_back()
         with self._lock:
             self._graphs.take()
             page = self._recorder.page
@@ -837,13 +836,25 @@ class Hooks:
     def _fault(self, part: str, error: Exception) -> None:
         """Record an error of gpuwatch itself. The training goes on. `_MAX_FAULTS` errors remove the hooks."""
         self._faults += 1
-        if self._faults <= _MAX_FAULTS:
-            try:
-                self._recorder.append(Fault(self.where(), part, f"{type(error).__name__}: {error}"))
-            except Exception:
-                pass
+        try:
+            if self._faults <= _MAX_FAULTS:
+                self._record_fault(part, error)
+            else:
+                self._recorder.count_fault(part)
+            if self._faults == _MAX_FAULTS:
+                self._fields[Field.HOOKS] = HooksState.DETACHED
+        except Exception:  # the recorder is closed
+            pass
         if self._faults == _MAX_FAULTS:
             self.detach()
+
+    def _record_fault(self, part: str, error: Exception) -> None:
+        try:
+            fault = Fault(self.where(), part, f"{type(error).__name__}: {error}")
+        except Exception:
+            self._recorder.count_fault(part)
+        else:
+            self._recorder.append(fault)
 
 
 def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:

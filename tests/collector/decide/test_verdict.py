@@ -426,8 +426,44 @@ def test_torchrun_failed_and_no_rank_said_why(make):
 
 
 def test_a_restart_that_succeeded_is_clean(make):
-    bodies = [make.raised(0), make.ended(0, 1), *make.finished(0, attempt=1), make.Bye("ok")]
+    bodies = [make.raised(0), *make.broken_off(0), *make.finished(0, attempt=1), make.Bye("ok")]
     assert judge(make.hello(nproc=1), *bodies).kind == "clean"
+
+
+EARLIER_FAULT = EventMessage(Fault(Where(0), "forward hook", "TypeError: x"))
+
+
+@pytest.mark.parametrize(
+    ("first_attempt", "lacking"),
+    [
+        (lambda make: make.broken_off(0), None),
+        (lambda make: make.broken_off(0, -15, "torchrun", phase="forward"), None),
+        (lambda make: make.broken_off(0, batch=-1, page=-1), None),
+        (lambda make: [], None),
+        (lambda make: make.broken_off(0, last={"hooks": "detached"}), "rank 0 was watched no more after errors"),
+        (lambda make: make.broken_off(0, last={"hooks": "failed"}), "rank 0 could not be watched"),
+        (lambda make: make.broken_off(0, last={"records_lost": 2}), "rank 0 lost 2 records"),
+        (lambda make: make.broken_off(0, last={"faults": 1}), "rank 0 met 1 error of gpuwatch itself that its log"),
+        (lambda make: [EARLIER_FAULT, *make.broken_off(0)], "rank 0 met an error of gpuwatch itself (forward hook"),
+        (lambda make: make.broken_off(0, last={"rows_lost": 2}), "rank 0 had no room for 2 rows"),
+        (lambda make: make.broken_off(0, last={"pending": 2}), "rank 0 ended before 2 numbers had come back"),
+        (lambda make: make.broken_off(0, last={"calls_left_out": 2}), "rank 0 made 2 module calls in a thread"),
+        (lambda make: make.broken_off(0, last={"world_size": 2}), "rank 1 was never heard"),
+        (lambda make: make.broken_off(0, last={"final": False}), "rank 0 was not heard to the end of its recorder"),
+        (lambda make: [make.ended(0, 1, phase="starting")], "rank 0 had no recorder"),
+        (lambda make: [make.ended(0, 1, phase="unwatched")], "rank 0 ran a program that is not watched"),
+        (lambda make: [make.Beat([make.state(0, batch=4)], {})], "rank 0 was not heard after batch 4"),
+    ],
+)
+def test_what_was_lost_before_a_restart_keeps_a_run_from_being_clean(make, first_attempt, lacking):
+    bodies = [*first_attempt(make), *make.finished(0, attempt=1), make.Bye("ok")]
+    verdict = judge(make.hello(nproc=1), *bodies)
+    if lacking is None:
+        assert (verdict.kind, verdict.certainty, verdict.missing) == ("clean", "established", [])
+    else:
+        assert (verdict.kind, verdict.certainty) == ("unknown", "unknown")
+        (clause,) = verdict.missing
+        assert clause.startswith(f"in attempt 0, {lacking}")
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(1, "1 rank, 8 batches"), (2, "2 ranks, 8 batches")])
@@ -474,6 +510,12 @@ def empty_batch(make):
             "rank 1 ran compiled code of the root module (Net) that was not looked",
         ),
         (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error of gpuwatch itself (hook: TypeError: x)"),
+        (
+            lambda make: [FAULT, *make.finished(1, last={"faults": 3})],
+            "rank 1 met 2 errors of gpuwatch itself that its log had no room for",
+        ),
+        (lambda make: make.finished(1, last={"records_lost": 1}), "rank 1 lost 1 record: its log was full"),
+        (lambda make: make.finished(1, last={"hooks": "detached"}), "rank 1 was watched no more after errors of"),
         (lambda make: make.finished(1, last={"world_size": 4}), "ranks 2, 3 were never heard"),
         (lambda make: make.finished(1, last={"world_size": (1 << 63) - 1}), "ranks 2-65 were never heard"),
     ],
@@ -482,6 +524,13 @@ def test_what_could_hold_an_overflow_and_was_not_heard_keeps_a_run_from_being_cl
     verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *end_of_rank_1(make), make.Bye("ok"))
     assert (verdict.kind, verdict.certainty) == ("unknown", "unknown")
     assert any(clause.startswith(lacking) for clause in verdict.missing), verdict.missing
+
+
+def test_a_log_without_room_for_names_alone_is_clean(make):
+    """They name what was judged all the same."""
+    bodies = make.finished(0, last={"records_lost": 5, "names_lost": 5})
+    verdict = judge(make.hello(nproc=1), *bodies, make.Bye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", "established")
 
 
 def test_a_clean_run_says_which_compiled_code_nobody_looked_into(make):

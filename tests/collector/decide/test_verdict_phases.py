@@ -587,6 +587,16 @@ def test_what_gpuwatch_failed_to_record_before_the_place_is_not_excluded(make, p
     assert all("RuntimeError: not computed yet" in line for line in said)
 
 
+def test_faults_whose_records_were_lost_leave_the_maker_open(make):
+    """The header counts them, and does not say when they were."""
+    batches = [backward(make, number, bad=make.NAN if number else 1.0, batch=2, page=1, seq=9) for number in (0, 1)]
+    bodies = [make.hello(nproc=2), *(body for batch in batches for body in batch.messages())]
+    bodies.append(make.Beat([make.state(1, faults=3)], {}))
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+    assert (verdict.rank, verdict.module, verdict.certainty) == (1, "length", "supported")
+    assert "rank 1: gpuwatch's own parts have failed 3 times more" in " ".join(verdict.evidence)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sum_over_the_ranks_is_not_established_where_a_gradient_may_be_missing(make, rank):
     batches = [reduced(make, number, got=make.INF, batch=2, page=1) for number in (0, 1)]

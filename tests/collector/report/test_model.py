@@ -158,8 +158,8 @@ def test_a_statement_ends_in_one_full_stop(make, message, told):
 
 def test_attempts_before_a_restart_are_lines_of_the_report(make):
     bodies = [make.hello()]
-    bodies += [make.raised(1, "RuntimeError", "disk full.", batch=3), make.ended(1, 1, batch=3)]
-    bodies += [make.ended(0, -15, "torchrun", batch=3)]
+    bodies += [make.raised(1, "RuntimeError", "disk full.", batch=3), *make.broken_off(1, batch=3)]
+    bodies += make.broken_off(0, -15, "torchrun", batch=3)
     for rank in range(2):
         bodies += make.finished(rank, attempt=1, batch=15)
     report = report_of([*bodies, make.Bye("ok")])

@@ -506,6 +506,8 @@ def test_a_full_log_is_counted_and_an_event_still_finds_room(folder):
         assert len(definitions) == kept
         assert len(events) == 1
         assert reader.state().records_lost == 2
+        assert reader.state().names_lost == 2
+        assert reader.state().events_lost == 0
 
 
 def test_events_beyond_the_end_of_the_log_are_counted_too(folder):
@@ -513,7 +515,15 @@ def test_events_beyond_the_end_of_the_log_are_counted_too(folder):
         results = [writer.append(Fault(HERE, "hook", "m" * 500)) for _ in range(20)]
         assert len(reader.new_entries()[1]) == sum(results)
         assert 0 < sum(results) < 20
-        assert reader.state().records_lost == 20 - sum(results)
+        assert reader.state().records_lost == reader.state().events_lost == 20 - sum(results)
+
+
+def test_a_fault_is_counted_in_the_header_however_full_the_log_is(folder):
+    with open_pair(folder, log_bytes=1024, segments=1) as (writer, reader):
+        for _ in range(20):
+            writer.append(Fault(HERE, "hook", "m" * 500))
+            writer.append(Fault(HERE, "stacks", "of a part that costs no frame"))
+        assert reader.state().faults == 20
 
 
 def damage(writer: RecorderWriter, offset: int, data: bytes) -> None:

@@ -7,6 +7,7 @@ import gc
 import math
 import subprocess
 import sys
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -14,12 +15,13 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.records import Ignored
 from gpuwatch.worker.hooks import forward as hooks_module
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from ..models import Block
+from ..models import Block, Multiplies
 from ..models import block_net as net
 
 X = torch.ones(3, 4)
@@ -710,7 +712,24 @@ def test_an_error_of_ours_is_recorded_and_the_training_goes_on(watch, monkeypatc
         assert torch.equal(net()(X), expected)
     assert 0 < len(watched.faults) <= 20
     assert "LookupError: ours" in watched.faults[0].message
-    assert not watched.hooks._handles, "after many faults the hooks are taken out"
+    assert not watched.hooks._global.handles, "after many faults the hooks are taken out"
+
+
+def test_errors_of_ours_are_counted_although_the_log_is_full(watch, monkeypatch):
+    """The last forwards are not looked at, and a nan in them is not seen."""
+    watched = watch(log_bytes=1 << 12)
+    net()(X)
+    while watched.recorder.append(Ignored(watched.hooks.where(), "pattern", "module", "output", "nan")):
+        pass
+    monkeypatch.setattr(hooks_module.Hooks, "_parent", lambda *_: 1 / 0)
+    for _ in range(20):
+        net()(X * float("nan"))
+    assert (watched.faults, watched.anomalies) == ([], [])
+    state = watched.reader.state()
+    assert (state.faults, state.hooks) == (20, "detached")
+    verdict = watched.verdict()
+    assert verdict.kind == "unknown"
+    assert "rank 0 met 20 errors of gpuwatch itself that its log had no room for" in verdict.missing
 
 
 def test_after_an_error_of_ours_the_next_root_is_a_root(watch, monkeypatch):
@@ -894,8 +913,6 @@ def test_other_memory_is_seen_on_a_device_too(watch, late, monkeypatch, native):
 
 
 def test_calls_of_another_thread_within_a_forward_are_told_by_the_second_look(watch):
-    import threading
-
     class Branch(torch.nn.Module):
         def forward(self, x):
             return x * float("inf")
@@ -919,6 +936,50 @@ def test_calls_of_another_thread_within_a_forward_are_told_by_the_second_look(wa
         Net(threads)(torch.ones(2))
         assert watched.anomalies[0].again.threads is threads
         watched.hooks.detach()
+
+
+class Blocking(torch.nn.Module):
+    """Its forward goes on once another forward has run in another thread."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other, self.fc = other, nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.other is not None:
+            thread = threading.Thread(target=self.other)
+            thread.start()
+            thread.join()
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_forward_beside_one_of_another_thread_keeps_a_run_from_being_clean(watch, beside):
+    watched = watch()
+    side = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    forward = lambda: side(torch.full((2, 4), math.nan if beside else 1.0))  # noqa: E731
+    if not beside:
+        forward()
+    Blocking(forward if beside else None)(torch.ones(2, 4))
+    assert watched.anomalies == []
+    verdict = watched.verdict()
+    assert verdict.kind == ("unknown" if beside else "clean")
+    left_out = "rank 0 made 3 module calls in a thread while another thread was in a forward"
+    assert [clause.partition(":")[0] for clause in verdict.missing] == ([left_out] if beside else [])
+
+
+@pytest.mark.parametrize("beside", ["before", "after", None])
+def test_an_overflow_after_a_forward_that_was_left_out_is_not_established(watch, beside):
+    watched = watch()
+    side = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    forwards = [Blocking(lambda: side(torch.ones(2, 4)))] if beside is not None else []
+    bad = nn.Sequential(nn.Identity(), Multiplies())
+    for net_ in [*forwards, bad] if beside == "before" else [bad, *forwards]:
+        net_(torch.ones(2, 4))
+    verdict = watched.verdict()
+    assert (verdict.kind, verdict.module) == ("overflow", "1")
+    assert verdict.certainty == ("supported" if beside == "before" else "established")
+    assert any("one may have made the value" in line for line in verdict.evidence) == (beside == "before")
 
 
 def test_a_weight_that_is_computed_is_told_by_the_second_look(watch):
