@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from ...core.frames import Frame, Page, Row, format_number
 from ...core.roles import RoleKind
-
 
 UNSEEN = "no optimizer step was seen in between: the script, a load or memory changed it"
 
@@ -109,7 +109,7 @@ def _open(last: Reading, steps: int) -> WeightHistory:
 def _is_whole(pages: list[Page]) -> bool:
     """Whether no batch between the first and the last of these is missing, and no frame. They are latest first."""
     batches = [each.batch for each in pages]
-    gaps = any(later - before != 1 for later, before in zip(batches, batches[1:], strict=False))
+    gaps = any(later - before != 1 for later, before in pairwise(batches))
     return not gaps and not any(each.lost_frames for each in pages)
 
 

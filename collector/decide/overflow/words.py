@@ -218,9 +218,10 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
     if first.source == "changed" or first.changed_since:
         when = "between backward() and step()" if first.source == "changed" else "between two steps"
+        own = "an update of its own or a compiled step, " if first.changed_since and first.step == 0 else ""
         return [
-            f"Look at what the script does with weights {when}: an average, a clamp, a copy, a load. If nothing does, "
-            "check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
+            f"Look at what the script does with weights {when}: {own}an average, a clamp, a copy, a load. If nothing "
+            "does, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
         ]
     if first.source == "received":
         return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]

@@ -45,9 +45,7 @@ def test_finite_after_the_last_step_is_changed_by_no_step(make):
     assert (found.module, found.phase, found.source, found.role) == ("fc", "weight", "weight", "weight")
     assert (found.changed_since, found.sure) == (True, False)
     assert found.history == f"it was finite after step 3, and no optimizer step was seen in between: {SCRIPT}"
-    assert found.notes[0] == (
-        "weight was finite when it was last read, after the step of batch 2: abs max 1.00e+00"
-    )
+    assert found.notes[0] == ("weight was finite when it was last read, after the step of batch 2: abs max 1.00e+00")
 
 
 def test_several_batches_of_one_step_hold_no_step(make):
@@ -78,7 +76,9 @@ def test_before_the_first_step_a_weight_that_was_finite_is_no_matter_of_initiali
         f"at the start of its forward in batch 2 (step 0); it was finite in batch 1, and no optimizer step was seen in "
         f"between: {SCRIPT}."
     )
-    assert verdict.next[0].startswith("Look at what the script does with weights between two steps")
+    assert verdict.next[0].startswith(
+        "Look at what the script does with weights between two steps: an update of its own or a compiled step, "
+    )
 
 
 def test_two_calls_of_one_forward(make):
@@ -104,9 +104,7 @@ def test_a_weight_without_a_gradient_that_no_step_touches(make):
     """It is frozen: other weights have gradients, and are read after their step."""
     found = find(bad(make, 3), trained(make, 2, stepped=None, gradient=None))
     assert found.changed_since
-    assert found.history == (
-        f"it was finite in batch 2, had no gradient since, and no step on it was seen: {SCRIPT}"
-    )
+    assert found.history == (f"it was finite in batch 2, had no gradient since, and no step on it was seen: {SCRIPT}")
 
 
 def test_a_batch_that_is_missing_may_have_held_a_step(make):
@@ -122,7 +120,10 @@ def test_steps_of_other_optimizers_do_not_touch_it(make, missing, changed):
     last, before = bad(make, 5 if missing else 3, step=6), trained(make, 2, step=4)
     found = find(last, before)
     assert found.changed_since is changed
-    assert missing or found.history == f"it was finite after the step of batch 2, and no later step on it was seen: {SCRIPT}"
+    assert (
+        missing
+        or found.history == f"it was finite after the step of batch 2, and no later step on it was seen: {SCRIPT}"
+    )
 
 
 def test_a_collective_in_between_may_have_brought_it(make):

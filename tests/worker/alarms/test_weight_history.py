@@ -51,7 +51,9 @@ def test_a_weight_that_a_load_made_bad_is_no_work_of_the_step_before(way, how):
     assert f"it was finite after step 3, and no optimizer step was seen in between: {SCRIPT}" in verdict.statement
     assert verdict.certainty == "supported"
     assert verdict.next[0].startswith("Look at what the script does with weights between two steps")
-    assert any("weight was finite when it was last read, after the step of batch 2" in line for line in verdict.evidence)
+    assert any(
+        "weight was finite when it was last read, after the step of batch 2" in line for line in verdict.evidence
+    )
 
 
 def test_an_update_that_the_script_makes_by_itself(way):
@@ -75,9 +77,7 @@ def test_a_weight_without_a_gradient_is_not_the_steps_work(way):
     model[1].weight.requires_grad_(False)
     with gpuwatch.watch(model, on_overflow="continue") as handle:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        verdict = trained(
-            model, optimizer, handle, before_step=lambda: model[1].weight.data.fill_(math.inf), batches=4
-        )
+        verdict = trained(model, optimizer, handle, before_step=lambda: model[1].weight.data.fill_(math.inf), batches=4)
     assert (verdict.phase, verdict.module, verdict.role, verdict.batch) == ("weight", "1", "weight", 3)
     assert "it had no gradient, and a step changes no weight without one" in verdict.statement
     assert verdict.certainty == "established"
