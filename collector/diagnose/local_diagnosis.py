@@ -58,7 +58,9 @@ class LocalDiagnosis:
     weights_read: bool = True
     """False: its weights were last read after an optimizer step, and not again when the value was seen."""
     changed_since: bool = False
-    """A bad weight was finite when it was read after the last step."""
+    """A bad weight was finite when it was last read, and no step can have changed it since."""
+    history: str = ""
+    """What is known of a bad weight from before: a clause (weight_timeline.py)."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
     suspects: tuple[str, ...] = ()

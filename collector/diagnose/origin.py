@@ -22,6 +22,7 @@ from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
 from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
+from .weight_timeline import UNSEEN, history_of
 
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
 
@@ -44,7 +45,7 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
     if row is None:  # its own rows were lost
         return from_event(anomaly)
     if first.phase == "optimizer":
-        gradient = explain_step(page, frames, first, row, anomaly)
+        gradient = explain_step(page, frames, first, row, anomaly, earlier)
         return gradient if isinstance(gradient, LocalDiagnosis) else _of_gradient(page, frames, *gradient, anomaly)
     return _of_gradient(page, frames, first, row, anomaly)
 
@@ -83,7 +84,9 @@ class _Forward:
             note = f"{changed.role} was finite when it was read after the last step"
             if not frame.weights:
                 note = "weights are not watched (--watch): it was looked at when the alarm was raised"
-            return replace(self._of_weight(frame, changed), notes=(note,), changed_since=bool(frame.weights))
+            since = f"it was finite when it was last read, and {UNSEEN}" if frame.weights else ""
+            found = self._of_weight(frame, changed)
+            return replace(found, notes=(note,), changed_since=bool(frame.weights), history=since)
         output = output or _worst(frame.outputs)
         bad_input = _bad_input(frame, output)
         if bad_input is not None and output is not None and bad_input.only_neginf and output.nan:
@@ -153,7 +156,16 @@ class _Forward:
         found = self._diagnosis(
             frame, bad, frame.module, frame.cls, phase="weight", source="weight", sure=not computed, notes=notes
         )
-        return replace(found, computed=computed)
+        if computed or bad.shape is None:  # without a shape: no row of a page
+            return replace(found, computed=computed)
+        history = history_of(self._page, frame, bad, self._earlier)
+        return replace(
+            found,
+            sure=found.sure and (bool(shard) or not history.text),
+            changed_since=history.stepped is False,
+            history=history.text,
+            notes=tuple(filter(None, (history.note, *found.notes))),
+        )
 
     def _changed_weight(self, frame: Frame) -> Row | None:
         """A weight that was finite when it was last read, and not in the second look that the alarm led to."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ...core.frames import Frame, Mark, Page, Row, format_number
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, OptimizerStep
 from ...core.roles import RoleKind
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
-from .step_rules import KnownStep, can_make_non_finite
+from .step_rules import KnownStep, can_make_non_finite, is_torchs
+from .weight_timeline import readings
 
 
 def explain_reduced(
@@ -44,41 +47,29 @@ def explain_reduced(
 
 
 def explain_step(
-    page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly
+    page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly, earlier: Sequence[Page] = ()
 ) -> LocalDiagnosis | tuple[Frame, Row]:
-    """A weight that is non-finite after the step; or the gradient that was non-finite before it."""
+    """A weight that is non-finite after the step; or the gradient that was non-finite before it.
+
+    `earlier` are pages of the same root from before, latest first.
+    """
     gradients = _gradients(frames, frame, f"grad {row.role}")
     bad = next(((f, r) for f in frames if f.index < frame.index for r in f.gradients if not r.finite), None)
     if bad is not None and any(not gradient.finite for gradient in gradients):
         return bad
-    before = [
-        weight
-        for other in frames
-        if other.phase == "forward" and other.module == frame.module
-        for weight in other.weights
-        if weight.role == row.role
-    ]
-    was_bad = any(not weight.finite for weight in before)
-    made = bool(gradients) and not was_bad
+    last = next(readings(page, frame, row, earlier), None)
+    before = last.row if last is not None else None
+    was_bad = before is not None and not before.finite
     notes = tuple(_state(frames, frame, row.parsed_role.name))
-    source: Source = "made" if made else "weight"
-    sure = True
-    if made:
-        step = anomaly.optimizer
-        can = can_make_non_finite(step, _known(frames, frame, row, before, gradients)) if before else None
-        used = f"{_name_of(step)}, learning rate {step.settings['lr']:g}" if step and "lr" in step.settings else ""
-        notes = (*notes, *([f"the step: {used}"] if used else []))
-        if can is False:
-            source = "changed"
-            largest = format_number(before[-1].abs_max).strip()
-            notes = (
-                *notes,
-                f"from a weight of at most {largest} and these gradients, that step's rule gives no such number",
-            )
-        elif can is None:
-            sure = False
-            notes = (*notes, _OPEN)
-    return diagnosis_of_row(
+    source: Source = "weight"
+    sure, history = True, ""
+    if not was_bad and _had_no_gradient(frames, frame, row):
+        source, sure = "changed", before is not None and is_torchs(anomaly.optimizer)
+        history = "it had no gradient, and a step changes no weight without one"
+    elif not was_bad and gradients:
+        source, sure, more = _by_rule(frames, frame, row, before, gradients, anomaly.optimizer)
+        notes = (*notes, *more)
+    found = diagnosis_of_row(
         page,
         frame,
         row,
@@ -89,6 +80,36 @@ def explain_step(
         source=source,
         sure=sure,
         notes=notes,
+    )
+    return replace(found, history=history)
+
+
+def _by_rule(
+    frames: list[Frame],
+    frame: Frame,
+    row: Row,
+    before: Row | None,
+    gradients: list[Row],
+    step: OptimizerStep | None,
+) -> tuple[Source, bool, tuple[str, ...]]:
+    """(source, whether that is sure, lines) for a weight that was finite before a step, and so was its gradient."""
+    can = can_make_non_finite(step, _known(frames, frame, row, before, gradients)) if before is not None else None
+    used = f"{_name_of(step)}, learning rate {step.settings['lr']:g}" if step and "lr" in step.settings else ""
+    notes = (f"the step: {used}",) if used else ()
+    if can is False and before is not None:
+        largest = format_number(before.abs_max).strip()
+        line = f"from a weight of at most {largest} and these gradients, that step's rule gives no such number"
+        return "changed", True, (*notes, line)
+    return "made", can is True, notes if can else (*notes, _OPEN)
+
+
+def _had_no_gradient(frames: list[Frame], frame: Frame, row: Row) -> bool:
+    """Whether the weight was seen to have no gradient when the step began."""
+    return any(
+        found.role == f"grad {row.role}" and found.kind == "none"
+        for other in frames
+        if other.phase == "optimizer" and other.module == frame.module and other.index >= frame.index
+        for found in other.rows
     )
 
 
@@ -102,11 +123,11 @@ def _name_of(step: OptimizerStep) -> str:
     return step.cls.rpartition(".")[2]
 
 
-def _known(frames: list[Frame], frame: Frame, row: Row, before: list[Row], gradients: list[Row]) -> KnownStep:
+def _known(frames: list[Frame], frame: Frame, row: Row, before: Row, gradients: list[Row]) -> KnownStep:
     """What went into the step of one weight."""
     state = {other.parsed_role.key: _number(other) for other in _state_rows(frames, frame, row.parsed_role.name)}
     return KnownStep(
-        weight=max(map(_number, before)),
+        weight=_number(before),
         gradient=max(map(_number, gradients)),
         state=state,
         elements=math.prod(row.shape) if row.shape is not None else 1 << 40,

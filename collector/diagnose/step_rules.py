@@ -47,8 +47,7 @@ def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | 
     largest = DTYPE_MAX.get(known.dtype)
     if step is None or largest is None or known.dtype not in _SMALLEST:
         return None
-    module, _, name = step.cls.rpartition(".")
-    rule = _RULES.get(name) if module == "torch.optim" or module.startswith("torch.optim.") else None
+    rule = _RULES.get(step.cls.rpartition(".")[2]) if is_torchs(step) else None
     if rule is None or any(key not in known.state for key in rule.needs) or "lr" not in step.settings:
         return None
     numbers = (known.weight, known.gradient, *known.state.values())
@@ -59,6 +58,11 @@ def can_make_non_finite(step: OptimizerStep | None, known: KnownStep) -> bool | 
         return None
     decay = abs(step.settings["lr"] * step.settings.get("weight_decay", 0.0)) * known.weight
     return not known.weight + decay + change < largest * _MARGIN
+
+
+def is_torchs(step: OptimizerStep | None) -> bool:
+    """Whether the optimizer is one of torch's own."""
+    return step is not None and step.cls.startswith("torch.optim.")
 
 
 def _sgd(settings: Mapping[str, float], known: KnownStep) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,17 @@ from ..without_modes import without_modes
 from .backward import Gradients
 
 _Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
+
+
+class _LastStep(NamedTuple):
+    """The last step of an optimizer."""
+
+    optimizer: Callable[[], Any]
+    """Weak reference to it."""
+    written: dict[tuple[int, int], ModuleInfo]
+    """(page, frame) -> module."""
+    without_gradient: frozenset[int]
+    """ids of parameters that had none."""
 
 
 class Steps:
@@ -65,11 +76,8 @@ class Steps:
 
         self._grouped: _Parameters | None = None
         """The parameters of the optimizer that steps, as they were before the step."""
-        self._last_step: dict[int, tuple[Callable[[], Any], dict[tuple[int, int], ModuleInfo]]] = {}
-        """id of an optimizer -> weak reference to it, (page, frame) -> module, for the frames of its last step.
-
-        Only for frames whose numbers arrive later.
-        """
+        self._last_step: dict[int, _LastStep] = {}
+        """By id of the optimizer. Only for frames whose numbers arrive later."""
         judging.on_bad_weight = self._record_state
 
     # -- before -------------------------------------------------------------------------------------------------
@@ -198,11 +206,12 @@ class Steps:
 
     def _record_weights(self, optimizer: Any) -> None:
         self._rows.forget()  # an optimizer may change parameters without raising their version
-        self._last_step = {key: last for key, last in self._last_step.items() if last[0]() is not None}
+        self._last_step = {key: last for key, last in self._last_step.items() if last.optimizer() is not None}
         written: dict[tuple[int, int], ModuleInfo] = {}
         grouped, self._grouped = self._grouped, None
+        grouped = grouped or self._by_module(optimizer)
         with self._rows.together():
-            for page, info, parameters in self._with_pages(grouped or self._by_module(optimizer)):
+            for page, info, parameters in self._with_pages(grouped):
                 if self._rows.device_buffer is not None:
                     written[page.number, self._recorder.frame_count] = info
                 if self.writer is not None and self.writer.weights(info, parameters, self._progress.step):
@@ -212,10 +221,12 @@ class Steps:
                     row = self._rows.weight(info, name, parameter, self._progress.step)
                     rows.append(row)
                     if row.flags:
-                        rows += self._state_rows(info, name, optimizer, parameter)
+                        rows += self._step_rows(info, name, optimizer, parameter, parameter.grad is not None)
                 self._frames.put(page, info, Phase.OPTIMIZER, rows)
         if written:
-            self._last_step[id(optimizer)] = weakref.ref(optimizer), written
+            held = (parameter for parameters in grouped.values() for _, parameter in parameters)
+            without = frozenset(id(parameter) for parameter in held if parameter.grad is None)
+            self._last_step[id(optimizer)] = _LastStep(weakref.ref(optimizer), written, without)
         self._rows.flush()
 
     def _optimizer_of(self, bad: NonFiniteRow) -> OptimizerStep | None:
@@ -228,7 +239,12 @@ class Steps:
                     return found
         return None
 
-    def _state_rows(self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor) -> Iterator[Row]:
+    def _step_rows(
+        self, info: ModuleInfo, name: str, optimizer: Any, parameter: torch.Tensor, has_gradient: bool
+    ) -> Iterator[Row]:
+        """What a step on a weight that is bad now had beside it: the optimizer's state; that it had no gradient."""
+        if not has_gradient:
+            yield self._rows.leaf(info, f"grad {name}", None)
         for key, value in dict(optimizer.state.get(parameter, {})).items():
             if isinstance(value, torch.Tensor):
                 yield self._rows.gradient(info, f"state {key} {name}", value, numbers=measure(value))
@@ -241,16 +257,22 @@ class Steps:
         buffer = self._rows.device_buffer
         if buffer is None or buffer.is_capturing:
             return
-        for reference, written in self._last_step.values():
-            optimizer, info = reference(), written.get((page.number, frame.index))
+        for last in self._last_step.values():
+            optimizer, info = last.optimizer(), last.written.get((page.number, frame.index))
             if optimizer is not None and info is not None:
-                without_modes(self._put_state, page, frame, optimizer, info, role)
+                without_modes(self._put_state, page, frame, optimizer, info, role, last.without_gradient)
 
-    def _put_state(self, page: OpenPage, frame: Frame, optimizer: Any, info: ModuleInfo, role: str) -> None:
+    def _put_state(
+        self, page: OpenPage, frame: Frame, optimizer: Any, info: ModuleInfo, role: str, without: frozenset[int]
+    ) -> None:
         current = self._recorder.page
         self._recorder.resume_page(page)
         parameters = [parameter for name, parameter in self._by_module(optimizer).get(info, ()) if name == role]
-        packed = [row.packed for parameter in parameters for row in self._state_rows(info, role, optimizer, parameter)]
+        packed = [
+            row.packed
+            for parameter in parameters
+            for row in self._step_rows(info, role, optimizer, parameter, id(parameter) not in without)
+        ]
         if packed:
             self._recorder.frame(info.id, NOTHING, 0, Phase.OPTIMIZER, frame.seq, packed)
         if current is None:

@@ -55,7 +55,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
 def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
     """The diagnosis that blames the rank's copy of a weight for what looked like an overflow in its module."""
     if first.phase == "weight" and first.role == odd.row.role:
-        return first
+        return replace(first, sure=first.sure or bool(first.history))  # the other copies tell more than its own past
     note = f"its {first.role} had {first.value}, out of finite inputs"
     return replace(first, phase="weight", source="weight", role=odd.row.role, between=None, notes=(*first.notes, note))
 

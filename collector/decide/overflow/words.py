@@ -17,6 +17,7 @@ _WHOLE_BATCHES = (
 )
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
+_NOT_BY_RULE = "that step's rule cannot have made it"
 _NO_STEP = "No optimizer step has run yet: "
 _UNREAD = "whether its weights were finite, nobody has looked"
 _FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
@@ -59,7 +60,7 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.source == "changed":
         return (
             f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; it was changed "
-            "outside of forward, backward and step: that step's rule cannot have made it"
+            f"outside of forward, backward and step: {first.history or _NOT_BY_RULE}"
         )
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
@@ -105,7 +106,8 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
             f"{who} had {first.value} in the {first.role} of {module} after the step of {batch}; "
             "the gradient that went into that step was not looked at"
         )
-    return f"{who} had {first.value} in the {first.role} of {module} at the start of its forward in {batch}"
+    since = f"; {first.history}" if first.history else ""
+    return f"{who} had {first.value} in the {first.role} of {module} at the start of its forward in {batch}{since}"
 
 
 def _of_gradient(first: LocalDiagnosis, batch: str) -> str:
@@ -216,9 +218,10 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
     if first.source == "changed" or first.changed_since:
         when = "between backward() and step()" if first.source == "changed" else "between two steps"
+        own = "an update of its own or a compiled step, " if first.changed_since and first.step == 0 else ""
         return [
-            f"Look at what the script does with weights {when}: an average, a clamp, a copy. If nothing does, check "
-            "the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
+            f"Look at what the script does with weights {when}: {own}an average, a clamp, a copy, a load. If nothing "
+            "does, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
         ]
     if first.source == "received":
         return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]
@@ -243,7 +246,10 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
             return ["Watch the gradients, too: --watch forward,grads,weights."]
         if first.step == 0:
             return [_NO_STEP + "look at how that weight is initialised (torch.empty?), or at the checkpoint."]
-        return ["The step before made it: look at the gradients and the learning rate of the step before."]
+        return [
+            "What changed it was not seen: look at the gradients and the learning rate of the steps before, and at "
+            "what the script does with that weight: a copy, an average, a load."
+        ]
     if first.step == 0 and first.phase == "forward":
         what = f"the {largest}" if largest else "the weights, and at the scale of the inputs"
         return [_NO_STEP + f"look at the initialisation of {what}."]

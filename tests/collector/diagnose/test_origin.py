@@ -524,7 +524,8 @@ def test_of_a_gathered_weight_the_ranks_own_shard_decides(make, shard, source):
 def test_a_weight_that_the_script_has_computed_has_its_reason_elsewhere(make):
     found = _looked_again(make, LookedAgain(computed=["weight"]), bad_weight=True)
     assert (found.source, found.computed, found.sure) == ("weight", True, False)
-    assert _looked_again(make, LookedAgain(computed=["bias"]), bad_weight=True).sure
+    other = _looked_again(make, LookedAgain(computed=["bias"]), bad_weight=True)
+    assert not other.computed and other == _looked_again(make, LookedAgain(), bad_weight=True)
 
 
 @pytest.mark.parametrize("threads", [False, True])
