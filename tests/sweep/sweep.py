@@ -99,7 +99,7 @@ def show(outcome: Outcome, verbose: bool) -> bool:
         flush=True,
     )
     if found and verbose:
-        print("\n".join(f"    | {line}" for line in outcome.said.splitlines()))
+        print("\n".join(f"    | {line}" for line in outcome.said.splitlines()[-12:]))
     return bool(found)
 
 

@@ -184,7 +184,7 @@ class Launches:
         reports = sorted(place.glob("gpuwatch-runs/*/report.json")) + sorted(place.glob("tmp/gpuwatch-re*/report.json"))
         losses = {rank: path.read_text() for rank in range(2) if (path := place / f"losses-{rank}").exists()}
         for path in (place / "made").read_text().splitlines():
-            if Path(path).exists() and path not in said and not path.startswith(f"{place}/gpuwatch-runs"):
+            if Path(path).exists() and not (path in said and Path(path).name.startswith("gpuwatch-re")):
                 left.append(path)
                 if path.startswith("/dev/shm/gpuwatch-"):
                     shutil.rmtree(path, ignore_errors=True)
