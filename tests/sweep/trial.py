@@ -184,7 +184,8 @@ class Launches:
         reports = sorted(place.glob("gpuwatch-runs/*/report.json")) + sorted(place.glob("tmp/gpuwatch-re*/report.json"))
         losses = {rank: path.read_text() for rank in range(2) if (path := place / f"losses-{rank}").exists()}
         for path in (place / "made").read_text().splitlines():
-            if Path(path).exists() and not (path in said and Path(path).name.startswith("gpuwatch-re")):
+            told = path in said and Path(path).name.startswith(("gpuwatch-rescued-", "gpuwatch-report-"))
+            if Path(path).exists() and not told and not path.startswith(f"{place}/gpuwatch-runs"):
                 left.append(path)
                 if path.startswith("/dev/shm/gpuwatch-"):
                     shutil.rmtree(path, ignore_errors=True)
