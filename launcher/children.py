@@ -38,7 +38,10 @@ class Lives:
 
 
 class Child:
-    """A helper process with JSON lines in and out."""
+    """A helper process with JSON lines in and out. Raises OSError where no process can be started.
+
+    One that cannot be told its settings is ended, and who reads its output sees that it has.
+    """
 
     def __init__(self, module: str, config: msgspec.Struct, log: Path | None = None) -> None:
         package = __package__.partition(".")[0]
@@ -51,7 +54,8 @@ class Child:
                 start_new_session=True,
                 close_fds=True,
             )
-        write_line(self.stdin, config)
+        if not write_line(self.stdin, config):
+            self._process.kill()
 
     @property
     def pid(self) -> int:

@@ -39,7 +39,8 @@ class HeadCollector:
         self._ending = threading.Event()
         self.told_all = threading.Event()
         """It has said the last line about the preflight, or says no more."""
-        self._child = Child("collector", config)
+        self._child = self._start()
+        """None: it could not be started."""
         self.answer = self._first_word()
         """Where it listens, or why it does not; None if it died or said nothing in time."""
         if isinstance(self.answer, Bound):
@@ -48,23 +49,31 @@ class HeadCollector:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
-        return self._child.pid
+        """Of the process that runs now; 0 if there is none."""
+        return self._child.pid if self._child is not None else 0
 
     def end(self, timeout_s: float) -> None:
         """The job is over here: close its input and wait. After `timeout_s` it is left to itself, for other nodes."""
         self._ending.set()
         lives = Lives()
-        while (code := self._child.end(timeout_s, kill=False)) is not None and code < 0:
+        while self._child is not None and (code := self._child.end(timeout_s, kill=False)) is not None and code < 0:
             pause_s = lives.ended()  # it was killed, and other nodes may not have the verdict yet
             if pause_s is None or not isinstance(self.answer, Bound):
                 break
             time.sleep(pause_s)
             lives.began()
-            if not self._start_again():
-                break
+            self._start_again()
+
+    def _start(self) -> Child | None:
+        try:
+            return Child("collector", self._config)
+        except OSError as error:
+            self._say(f"the collector could not be started: {error}")
+            return None
 
     def _first_word(self) -> Bound | CannotBind | None:
+        if self._child is None:
+            return None
         timer = threading.Timer(_FIRST_WORD_S, self._child.kill)
         timer.start()
         try:
@@ -77,6 +86,8 @@ class HeadCollector:
 
     def _messages(self) -> Iterator[FromCollector]:
         """What it says, sentences for the user passed on."""
+        if self._child is None:
+            return
         try:
             for line in self._child.stdout:
                 try:
@@ -98,7 +109,7 @@ class HeadCollector:
                     self._show(message)
                 if isinstance(message, PreflightOver):
                     self.told_all.set()
-            if self._ending.is_set() or self._child.ended_well:
+            if self._ending.is_set() or (self._child is not None and self._child.ended_well):
                 break
             self.told_all.set()
             pause_s = lives.ended()
@@ -107,18 +118,14 @@ class HeadCollector:
                 break
             time.sleep(pause_s)
             lives.began()
-            if self._ending.is_set() or not self._start_again():
+            if self._ending.is_set():
                 break
+            self._start_again()
         self.told_all.set()
 
-    def _start_again(self) -> bool:
-        """False if there is no point in another try."""
-        self._child.end(0.01)
-        try:
-            self._child = Child("collector", self._config)
-        except OSError as error:
-            self._say(f"the collector could not be started: {error}")
-            return False
+    def _start_again(self) -> None:
+        if self._child is not None:
+            self._child.end(0.01)
+        self._child = self._start()
         if isinstance(self._first_word(), Bound):
             self._say("the collector had ended; it was started again and goes on with what it had received")
-        return True

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 from msgspec.structs import replace
@@ -37,13 +38,15 @@ class NodeAgent:
         self._ending = threading.Event()
         self._over = threading.Event()
         self._lines = 0
-        self._child = Child("launcher.node.agent", self._config)
+        self._told_failed_start = False
+        self._child = self._start(0)
+        """None: it could not be started; that is tried again."""
         threading.Thread(target=self._follow, daemon=True, name="gpuwatch-agent").start()
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
-        return self._child.pid
+        """Of the process that runs now; 0 if there is none."""
+        return self._child.pid if self._child is not None else 0
 
     @property
     def is_over(self) -> bool:
@@ -54,12 +57,14 @@ class NodeAgent:
         """Tell it something, and whoever comes after it."""
         with self._lock:
             self._told.append(message)
-            write_line(self._child.stdin, message)
+            if self._child is not None:
+                write_line(self._child.stdin, message)
 
     def wait(self) -> None:
         """Until it has a verdict or is given up."""
         clock, lines, heard = OwnClock(), self._lines, 0.0
         while not self._over.wait(_TICK_S):
+            self._tell_the_rest()
             now = clock.now()
             if lines != self._lines:
                 lines, heard = self._lines, now
@@ -67,12 +72,28 @@ class NodeAgent:
                 self._say("the node agent does not answer")
                 return
 
+    def _tell_the_rest(self) -> None:
+        """What its pipe did not take at first."""
+        with self._lock, suppress(OSError, ValueError):
+            if self._child is not None:
+                self._child.stdin.flush()
+
     def end(self, timeout_s: float) -> None:
         """It has nothing more to do: close its input and wait for it, see `Child.end`."""
         self._ending.set()
         with self._lock:
             child = self._child
-        child.end(timeout_s)
+        if child is not None:
+            child.end(timeout_s)
+
+    def _start(self, life: int) -> Child | None:
+        try:
+            return Child("launcher.node.agent", replace(self._config, life=life))
+        except OSError as error:
+            if not self._told_failed_start:
+                self._told_failed_start = True
+                self._say(f"the node agent could not be started: {error}; it is tried again")
+            return None
 
     def _follow(self) -> None:
         """Read what it says until it has a verdict; when it ends before that, start another."""
@@ -85,23 +106,23 @@ class NodeAgent:
             if pause_s is None:
                 self._say(f"the node agent has ended {lives.short} times in a row and is not started again")
                 break
-            self._say("the node agent has ended; it is started again, and reads the recorders from the beginning")
+            if self._child is not None:
+                self._say("the node agent has ended; it is started again, and reads the recorders from the beginning")
             time.sleep(pause_s)
             lives.began()
             with self._lock:
                 if self._ending.is_set():
                     break
-                self._child.end(0.01)
-                try:
-                    self._child = Child("launcher.node.agent", replace(self._config, life=life))
-                except OSError as error:
-                    self._say(f"the node agent could not be started: {error}")
-                    break
-                for message in self._told:
+                if self._child is not None:
+                    self._child.end(0.01)
+                self._child = self._start(life)
+                for message in self._told if self._child is not None else ():
                     write_line(self._child.stdin, message)
         self._over.set()
 
     def _listen(self) -> None:
+        if self._child is None:
+            return
         try:
             for line in self._child.stdout:
                 self._lines += 1

@@ -7,6 +7,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,15 +27,26 @@ RESCUED = "rescued"
 def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence: None) -> Path:
     """Make the folder for so many recorders: in shared memory, of which they take half of what is free, else on a disk.
 
-    `say` is told why it is not in shared memory, and if no disk has the room either. Raises OSError when no folder can
-    be made at all.
+    `say` is told why it is not in shared memory, and if no disk has the room either. Where no folder can be made at
+    all, that is said, and the folder of the path is not there: the ranks go on unwatched.
     """
     remove_stale()
     size = recorders * file_bytes()
+    trouble = ""
     if _free(_SHARED_MEMORY) > 2 * size:
-        return _new_folder(_SHARED_MEMORY)
+        try:
+            return _new_folder(_SHARED_MEMORY)
+        except OSError as error:
+            trouble = f": {error}"
     base = max(_disks(), key=lambda disk: min(_free(disk), size))  # the first that has the room, or the most of it
-    folder = _new_folder(base)
+    try:
+        folder = _new_folder(base)
+    except OSError as error:
+        say(f"no folder can be made for the recorders, and the ranks go on unwatched: {error}")
+        return base / f"{_PREFIX}{os.getuid()}-none-{os.urandom(8).hex()}"
+    if trouble:
+        say(f"the recorders are in {base}, where a batch takes longer to record{trouble}")
+        return folder
     need = f"{recorders} recorders need {size >> 20} MiB"
     say(
         f"{_SHARED_MEMORY} has {_mib_free(_SHARED_MEMORY)}, and {need} and should leave as much to the script: they "
@@ -54,7 +66,8 @@ def _mib_free(base: Path) -> str:
 
 def _new_folder(base: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=base))
-    _sign(folder)
+    with suppress(OSError):  # this launch removes it in any case; if it is killed, its agent signs it once more
+        _sign(folder)
     return folder
 
 
@@ -153,7 +166,5 @@ def _read_owner(path: Path) -> str:
 
 def adopt_scratch(folder: Path) -> None:
     """This process answers for the folder from now on: its launch was killed."""
-    try:
+    with suppress(OSError):
         _sign(folder)
-    except OSError:
-        pass

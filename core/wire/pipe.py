@@ -190,11 +190,14 @@ Config = TypeVar("Config", AgentConfig, CollectorConfig)
 
 
 def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
-    """Send one message. Returns False if the other side is gone."""
+    """Send one message. Returns False if it has not gone out: the other side is gone, or the pipe fails.
+
+    What the pipe did not take is still in its buffer, and goes out in front of the next message, if it can.
+    """
     try:
         pipe.write(msgspec.json.encode(message) + b"\n")
         pipe.flush()
-    except (BrokenPipeError, ValueError):
+    except (OSError, ValueError):
         return False
     return True
 

@@ -224,7 +224,8 @@ class Agent:
         socket.curve_serverkey = self._config.server_key.encode()
         socket.curve_publickey = self._config.public_key.encode()
         socket.curve_secretkey = self._config.private_key.encode()
-        socket.connect(self._config.collector)
+        if self._config.collector:  # else the launch could not start one
+            socket.connect(self._config.collector)
         return socket
 
     # -- the loop -----------------------------------------------------------------------------------------------
@@ -293,6 +294,8 @@ class Agent:
             return False
         if self._final is not None or self._refused:
             return True
+        if not self._config.collector:
+            return self._said_goodbye
         silent = now - max(self._heard, self._done_at)
         return silent > (VERDICT_PATIENCE_S if self._welcomed else NEVER_CAME_S)
 
@@ -529,7 +532,12 @@ class Agent:
             self._beats.sent(beat.sent_ns, now)
             if self._try_send(encode(AgentMessage(0, beat))):
                 self._resending.beat(beat.sent_ns, self.outbox.last_sent)
-        if not self._welcomed and not self._told_unreachable and now - self._began > UNREACHABLE_S:
+        if (
+            self._config.collector
+            and not self._welcomed
+            and not self._told_unreachable
+            and now - self._began > UNREACHABLE_S
+        ):
             self._told_unreachable = True
             self._tell(
                 Notice(
@@ -576,7 +584,9 @@ class Agent:
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
         code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)
-        text = f"gpuwatch: no verdict: the collector at {self._config.collector} did not answer{kept}"
+        where = self._config.collector
+        why = f"the collector at {where} did not answer" if where else "no collector could be started"
+        text = f"gpuwatch: no verdict: {why}{kept}"
         self._tell(Verdict(code, "unknown", text, ""))
 
     def _tell(self, message: msgspec.Struct) -> None:

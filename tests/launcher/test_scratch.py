@@ -74,6 +74,34 @@ def test_without_shared_memory_a_disk_takes_it(bases):
     assert scratch.make_scratch(1).parent == bases[1]
 
 
+def test_where_shared_memory_takes_no_folder_a_disk_does_and_why_is_said(bases, monkeypatch):
+    bases[0].rmdir()
+    free = scratch._free
+    monkeypatch.setattr(scratch, "_free", lambda base: 1 << 40 if base == bases[0] else free(base))
+    said = []
+    assert scratch.make_scratch(1, said.append).parent == bases[1]
+    (sentence,) = said
+    assert "No such file or directory" in sentence
+
+
+def test_where_no_folder_can_be_made_that_is_said_and_the_path_leads_nowhere(bases):
+    for base in bases:
+        base.rmdir()
+    said = []
+    folder = scratch.make_scratch(1, said.append)
+    assert not folder.exists()
+    (sentence,) = said
+    assert "the ranks go on unwatched" in sentence
+    scratch.remove_scratch(folder)
+
+
+def test_a_folder_that_cannot_be_signed_is_used_all_the_same(bases, monkeypatch):
+    owner = Path("no such folder") / "owner"
+    monkeypatch.setattr(scratch, "_OWNER", owner)
+    folder = scratch.make_scratch(1)
+    assert list(folder.iterdir()) == []
+
+
 def test_a_folder_of_a_dead_process_is_removed(bases):
     stale = [folder_of(base, "stale", dead_pid(), 1.0) for base in bases]
     made = scratch.make_scratch(1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -88,6 +89,28 @@ def test_a_reader_that_is_gone_is_false():
     assert not pipe.write_line(sink, pipe.Notice("x"))
     sink.close()
     assert not pipe.write_line(sink, pipe.Notice("x"))
+
+
+def test_a_pipe_that_fails_is_false():
+    with Path("/dev/full").open("wb", buffering=0) as sink:
+        assert not pipe.write_line(sink, pipe.Notice("x"))
+
+
+def test_what_a_pipe_did_not_take_goes_out_before_the_next_message():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    room = 0
+    while True:  # until it is full
+        try:
+            room += os.write(writing, b"x" * 4096)
+        except BlockingIOError:
+            break
+    with os.fdopen(writing, "wb") as sink:
+        assert not pipe.write_line(sink, pipe.Notice("first"))
+        assert len(os.read(reading, room)) == room
+        assert pipe.write_line(sink, pipe.Notice("second"))
+    with os.fdopen(reading, "rb") as source:
+        assert [pipe.read_from_agent(line).text for line in source] == ["first", "second"]
 
 
 @pytest.mark.parametrize("config", [AGENT_CONFIG, COLLECTOR_CONFIG], ids=lambda c: type(c).__name__)

@@ -1,0 +1,73 @@
+"""A launch that has no descriptor left for its helpers: the job goes on, and a helper is started once there is one."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
+from gpuwatch.launcher.children import Child
+from gpuwatch.launcher.head_collector import HeadCollector
+from gpuwatch.launcher.node_agent import NodeAgent
+
+from . import conftest
+
+
+@contextmanager
+def no_descriptor() -> Iterator[None]:
+    """Nothing can be opened in this process."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(OSError):
+            os.pipe()
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def starved(*arguments) -> NodeAgent:
+    with no_descriptor():
+        return NodeAgent(*arguments)
+
+
+def test_an_agent_that_cannot_be_started_is_started_later_and_hears_all_that_was_told(make_node, monkeypatch):
+    monkeypatch.setattr(conftest, "NodeAgent", starved)
+    node = make_node()
+    node.start_agent(node.start_collector())
+    node.heard("the node agent could not be started: [Errno 24]")
+    node.train(0, 1)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+
+
+def test_a_collector_that_cannot_be_started_answers_nothing_and_has_nothing_to_end(tmp_path):
+    said: list[str] = []
+    with no_descriptor():
+        collector = HeadCollector(CollectorConfig("", "", "", "", "", str(tmp_path), "job"), said.append, print)
+    assert collector.answer is None
+    assert said == ["the collector could not be started: [Errno 24] Too many open files: '/dev/null'"]
+    collector.end(30.0)
+
+
+def test_without_a_collector_the_agent_waits_for_none_and_keeps_what_it_has_seen(make_node):
+    node = make_node()
+    node.start_agent("")
+    node.train(0, 1)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (6, "unknown")
+    (spool,) = node.runs.glob("*.spool")
+    assert f"no collector could be started; this node's records are in {spool}" in verdict.text
+
+
+def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
+    monkeypatch.setattr("gpuwatch.launcher.children.write_line", lambda pipe, message: False)
+    config = AgentConfig("", "", "", "", "", "", 1, 1, 1, [], {}, "job")
+    child = Child("launcher.node.agent", config)
+    assert child.stdout.read() == b""
+    assert child.end(30.0) == -9

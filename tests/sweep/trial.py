@@ -1,0 +1,218 @@
+"""One run of light ranks in which one call fails, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).parent
+MARK = "TEST_RUN_MARK"
+DEADLINE_S = 240.0
+"""A launch that takes longer does not end."""
+GONE_S = 60.0
+"""For what a launch leaves to itself: a collector that waits for its agents."""
+KINDS = ("write", "open", "map", "sync", "send", "alloc", "thread")
+ROLES = ("recorder", "agent", "collector", "launcher")
+PARTS = ("start", "work")
+ERRNO = {"write": 28, "open": 24, "map": 12, "sync": 5, "send": 32, "alloc": 12, "thread": 11}
+"""ENOSPC, EMFILE, ENOMEM, EIO, EPIPE, ENOMEM, EAGAIN"""
+_SHAPE = struct.Struct(f"={5 * len(PARTS) * len(KINDS)}QQ256s")
+_REMOVED = ("GPUWATCH", "TORCHELASTIC", "PET_", "SLURM")
+BATCHES = 6
+JOBS = {
+    "clean": ([], []),
+    "overflow": ([], ["--overflow", "1", "3"]),
+    "goes on": (["--on-overflow", "continue"], ["--overflow", "1", "3", "--goes-on"]),
+}
+"""By name: options of the launch, arguments of the script."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The `n`-th call fails; 0: none does. `lasting`: and all later ones of its role."""
+
+    role: str = ""
+    part: str = "work"
+    kind: str = ""
+    n: int = 0
+    lasting: bool = False
+    errno: int = 0
+
+    def env(self) -> dict[str, str]:
+        """As the library reads it."""
+        return {
+            "SWEEP_ROLE": self.role,
+            "SWEEP_PART": self.part,
+            "SWEEP_KIND": self.kind,
+            "SWEEP_NTH": str(self.n),
+            "SWEEP_LASTING": str(int(self.lasting)),
+            "SWEEP_ERRNO": str(self.errno or ERRNO.get(self.kind, 0)),
+        }
+
+    def __str__(self) -> str:
+        which = f"{self.kind} {self.n} and later" if self.lasting else f"{self.kind} {self.n}"
+        return f"{self.role}, {self.part}, {which}, errno {self.errno or ERRNO.get(self.kind, 0)}"
+
+
+@dataclass
+class Outcome:
+    """What is there once a launch has ended."""
+
+    job: str
+    failure: Failure
+    code: int | None
+    """None: it did not end."""
+    said: str
+    report: dict[str, Any] | None
+    losses: dict[int, str]
+    """rank -> what its script has written at its end"""
+    left: list[str]
+    """Processes, folders and files of gpuwatch that are still there, and of which it has not told."""
+    calls: dict[tuple[str, str, str], int]
+    """(role, part, kind) -> how many calls there were"""
+    failed: int
+    first: str
+    """The first call that failed."""
+    seconds: float
+
+
+def compile_shim(folder: Path) -> Path:
+    """The library of fail_nth.c."""
+    made = folder / "fail_nth.so"
+    source = str(HERE / "fail_nth.c")
+    subprocess.run(["gcc", "-O1", "-shared", "-fPIC", "-Wall", "-Werror", "-o", made, source, "-ldl"], check=True)
+    return made
+
+
+@dataclass
+class Launches:
+    """Starts launches, one after another, in `folder`."""
+
+    folder: Path
+    _zygote: subprocess.Popen[str] | None = field(default=None, init=False)
+
+    def __enter__(self) -> Launches:
+        self._shim = compile_shim(self.folder)
+        self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._stop()
+
+    def _start(self) -> None:
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_REMOVED)}
+        self._zygote = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            env={**env, "LD_PRELOAD": str(self._shim), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._word(DEADLINE_S) == "ready"
+
+    def _stop(self) -> None:
+        if self._zygote is not None:
+            assert self._zygote.stdin is not None
+            assert self._zygote.stdout is not None
+            self._zygote.stdin.close()
+            self._zygote.wait()
+            self._zygote.stdout.close()
+            self._zygote = None
+
+    def _word(self, timeout_s: float) -> str | None:
+        assert self._zygote is not None
+        assert self._zygote.stdout is not None
+        ready, _, _ = select.select([self._zygote.stdout], [], [], timeout_s)
+        return self._zygote.stdout.readline().strip() if ready else None
+
+    def run(self, job: str, failure: Failure) -> Outcome:
+        """One launch to its end, and a look at what it leaves behind."""
+        place = self.folder / "run"
+        shutil.rmtree(place, ignore_errors=True)
+        temporary = place / "tmp"
+        temporary.mkdir(parents=True)
+        (place / "counts").write_bytes(bytes(_SHAPE.size))
+        (place / "made").touch()
+        mark = uuid.uuid4().hex
+        env = {
+            MARK: mark,
+            "TMPDIR": str(temporary),
+            "SWEEP_COUNTS": str(place / "counts"),
+            "SWEEP_MADE": str(place / "made"),
+            "SWEEP_OURS": f"/dev/shm/gpuwatch-:{temporary}/gpuwatch-:{place}/gpuwatch-runs:/dev/null",
+            **failure.env(),
+        }
+        options, arguments = JOBS[job]
+        script = [str(HERE / "light_rank.py"), str(BATCHES), *arguments]
+        argv = ["launch", "--standalone", "--nproc-per-node", "2", "--preflight", "off", *options, *script]
+        began = time.monotonic()
+        self._ask({"argv": argv, "cwd": str(place), "env": env, "log": str(place / "said")})
+        pid_word = self._word(DEADLINE_S)
+        assert pid_word is not None
+        word = self._word(DEADLINE_S)
+        if word is None:
+            os.kill(int(pid_word), signal.SIGKILL)
+            self._word(DEADLINE_S)
+        left = _processes(mark)
+        return self._outcome(job, failure, place, None if word is None else int(word), left, time.monotonic() - began)
+
+    def _ask(self, job: dict[str, Any]) -> None:
+        assert self._zygote is not None
+        assert self._zygote.stdin is not None
+        self._zygote.stdin.write(json.dumps(job) + "\n")
+        self._zygote.stdin.flush()
+
+    @staticmethod
+    def _outcome(
+        job: str, failure: Failure, place: Path, code: int | None, left: list[str], seconds: float
+    ) -> Outcome:
+        said = (place / "said").read_text(errors="replace")
+        reports = sorted(place.glob("gpuwatch-runs/*/report.json")) + sorted(place.glob("tmp/gpuwatch-re*/report.json"))
+        losses = {rank: path.read_text() for rank in range(2) if (path := place / f"losses-{rank}").exists()}
+        for path in (place / "made").read_text().splitlines():
+            told = path in said and Path(path).name.startswith(("gpuwatch-rescued-", "gpuwatch-report-"))
+            if Path(path).exists() and not told and not path.startswith(f"{place}/gpuwatch-runs"):
+                left.append(path)
+                if path.startswith("/dev/shm/gpuwatch-"):
+                    shutil.rmtree(path, ignore_errors=True)
+        numbers = _SHAPE.unpack((place / "counts").read_bytes()[: _SHAPE.size])
+        each = iter(numbers[:-2])
+        counts = {(role, part, kind): next(each) for role in ("", *ROLES) for part in PARTS for kind in KINDS}
+        first = numbers[-1].partition(b"\0")[0].decode(errors="replace")
+        report = json.loads(reports[-1].read_bytes()) if reports else None
+        return Outcome(job, failure, code, said, report, losses, left, counts, numbers[-2], first, seconds)
+
+
+def _processes(mark: str) -> list[str]:
+    """Command lines of those that do not end; they are killed."""
+    found = [process for process in psutil.process_iter() if _has(process, mark)]
+    _, alive = psutil.wait_procs(found, timeout=GONE_S)
+    lines = []
+    for process in alive:
+        try:
+            lines.append(" ".join(process.cmdline()))
+            process.kill()
+        except psutil.Error:
+            pass
+    return lines
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
