@@ -31,7 +31,7 @@ def missing(facts: RunFacts) -> list[str]:
     clauses = [
         f"{ranks_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()
     ]
-    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_pages(facts)]
+    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_pages(facts), *lost_messages(facts)]
 
 
 def nothing_watched(facts: RunFacts) -> bool:
@@ -112,8 +112,19 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
 
 
 def _of_pages(facts: RunFacts) -> list[str]:
-    pages = facts.undecodable_pages
+    pages = facts.undecodable_pages + facts.unnamed_pages
     return [f"{_count(pages, 'page')} could not be read"] if pages else []
+
+
+def lost_messages(facts: RunFacts) -> list[str]:
+    """A clause for each node whose messages are not all there, though later ones are."""
+    found = []
+    for node in facts.nodes.values():
+        if node.messages_lost:
+            host = node.hello.host if node.hello is not None else node.agent
+            is_are = "is" if node.messages_lost == 1 else "are"
+            found.append(f"{_count(node.messages_lost, 'message')} of node {host} {is_are} missing, or damaged")
+    return found
 
 
 def _count(number: int, word: str) -> str:
