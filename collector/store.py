@@ -42,6 +42,8 @@ MEMORY_BYTES = 256 << 20
 ROOM_BYTES = 32 << 20
 """With so much that is not written yet, no more pages should be asked for while the disk is at work."""
 _RETRY_S = 1.0
+_MOST_DAMAGED = 1024
+"""Definitions that may be missing in the middle of a message of theirs, before its last ones are given up, too."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -413,7 +415,7 @@ def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> tuple[A
             break
         entries += [
             definitions[number]
-            for number in range(first, first + min(count, len(definitions)))
+            for number in range(first, first + min(count, len(definitions) + _MOST_DAMAGED))
             if number in definitions
         ]
     return Definitions(names.rank, names.attempt, entries), len(entries) == sum(count for _, count in names.runs)
