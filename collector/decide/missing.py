@@ -31,7 +31,7 @@ def missing(facts: RunFacts) -> list[str]:
     clauses = [
         f"{ranks_text(numbers)} {one if len(numbers) == 1 else many}" for (one, many), numbers in by_reason.items()
     ]
-    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_pages(facts), *lost_messages(facts)]
+    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_pages(facts)]
 
 
 def nothing_watched(facts: RunFacts) -> bool:
@@ -113,7 +113,7 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
 
 def _of_pages(facts: RunFacts) -> list[str]:
     pages = facts.undecodable_pages + facts.unnamed_pages
-    return [f"{_count(pages, 'page')} could not be read"] if pages else []
+    return [*([f"{_count(pages, 'page')} could not be read"] if pages else []), *lost_messages(facts)]
 
 
 def lost_messages(facts: RunFacts) -> list[str]:
