@@ -1,7 +1,7 @@
 """The run store: every message as it came, in one SQLite file, so that any later version can make the report again.
 
 Ranks of one role define the same modules: each definition is stored once, and a message of definitions as the numbers
-of its entries.
+of its entries. Each row has a checksum: what a disk has damaged is left out, and its number is missed (facts/heard.py).
 
 A thread writes, so that nothing waits for the disk: `begin` hands over what is new, `written` tells when it is durable,
 and it is acknowledged only then. A disk that fills up costs the run nothing: what cannot be written stays in memory and
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -34,13 +35,15 @@ from ..core.wire.messages import (
 )
 from .store_batch import Batch
 
-SCHEMA = 2
-"""2: definitions are stored once. A store of schema 1 is read all the same."""
+SCHEMA = 3
+"""2: definitions are stored once; 3: rows have checksums. Stores of schemas 1 and 2 are read all the same."""
 MEMORY_BYTES = 256 << 20
 """What cannot be written may take so much memory; beyond it pages are dropped and counted, oldest first."""
 ROOM_BYTES = 32 << 20
 """With so much that is not written yet, no more pages should be asked for while the disk is at work."""
 _RETRY_S = 1.0
+_MOST_DAMAGED = 1024
+"""Definitions that may be missing in the middle of a message of theirs, before its last ones are given up, too."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS run (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -50,12 +53,14 @@ CREATE TABLE IF NOT EXISTS message (
     received_ns INTEGER NOT NULL,
     kind TEXT NOT NULL,
     body BLOB NOT NULL,
+    crc INTEGER,
     PRIMARY KEY (agent, n)
 ) STRICT;
-CREATE TABLE IF NOT EXISTS definition (id INTEGER PRIMARY KEY, body BLOB NOT NULL) STRICT;
-CREATE TABLE IF NOT EXISTS beat (agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS definition (id INTEGER PRIMARY KEY, body BLOB NOT NULL, crc INTEGER) STRICT;
+CREATE TABLE IF NOT EXISTS beat (
+    agent TEXT PRIMARY KEY, received_ns INTEGER NOT NULL, body BLOB NOT NULL, crc INTEGER
+) STRICT;
 """
-_BODY = "SELECT body FROM message WHERE agent = ? AND n = ? AND kind = ?"
 _SCHEMA = "INSERT OR REPLACE INTO run VALUES ('schema', ?)"
 
 _NAMES = "names"
@@ -155,6 +160,7 @@ class RunStore:
             if create:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.executescript(_TABLES)
+                _add_checksums(db)
                 db.execute(_SCHEMA, (str(SCHEMA),))
             else:
                 row = db.execute("SELECT value FROM run WHERE key = 'schema'").fetchone()
@@ -182,7 +188,8 @@ class RunStore:
         kind = str(message.body.__struct_config__.tag)
         if isinstance(message.body, Definitions):
             kind, data = _NAMES, self._by_number(message, message.body)
-        self._new.add((agent, message.n, time.time_ns(), kind, data), isinstance(message.body, EventMessage))
+        row = (agent, message.n, time.time_ns(), kind, data, crc_of(data, agent, message.n, kind))
+        self._new.add(row, isinstance(message.body, EventMessage))
         self._keep_memory_bounded()
 
     def _by_number(self, message: AgentMessage, body: Definitions) -> bytes:
@@ -193,7 +200,7 @@ class RunStore:
             if number is None:
                 number = self._numbers[entry] = self._next_number
                 self._next_number += 1
-                self._new.definitions.append((number, msgspec.msgpack.encode(entry)))
+                self._new.definitions.append(_definition_row(number, entry))
             if runs and number == sum(runs[-1]):
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:
@@ -206,7 +213,7 @@ class RunStore:
 
     def beat(self, agent: str, data: bytes) -> None:
         """Keep the last beat of an agent."""
-        self._new.beats[agent] = (agent, time.time_ns(), data)
+        self._new.beats[agent] = (agent, time.time_ns(), data, crc_of(data, agent, 0, "beat"))
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -290,7 +297,7 @@ class RunStore:
             self._reader.close()
         self._reader = _reader(self._db, self.path)
         self._older.append(older)
-        self._new.definitions = [(number, msgspec.msgpack.encode(entry)) for entry, number in self._numbers.items()]
+        self._new.definitions = [_definition_row(number, entry) for entry, number in self._numbers.items()]
         return True
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -308,24 +315,28 @@ class RunStore:
         return None
 
     def messages(self) -> Iterator[Stored]:
-        """Everything that was received, by agent and number, beats last. What cannot be read is left out."""
+        """Everything that was received, by agent and number, beats last. What cannot be read is left out.
+
+        Of definitions of which some cannot be read the number is 0: the message is not whole.
+        """
         seen: set[tuple[str, int]] = set()
-        query = "SELECT agent, n, body, kind FROM message ORDER BY agent, n"
+        query = "SELECT agent, n, body, kind, crc FROM message ORDER BY agent, n"
         sources = [(_definitions(db), _rows(db, query)) for db in (*self._older, self._reader)]
         unwritten = sorted({**self._in_hand.messages, **self._new.messages}.items())
-        new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data) in unwritten)
+        new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data, _) in unwritten)
         sources.append(({number: entry for entry, number in self._numbers.items()}, new))
         for definitions, source in sources:
             for agent, n, data, kind in source:
                 if (agent, n) not in seen:
                     seen.add((agent, n))
-                    body = _body(data, kind, definitions)
+                    body, whole = _body(data, kind, definitions)
                     if body is not None:
-                        yield agent, n, body
+                        yield agent, n if whole else 0, body
         beats: dict[str, bytes] = {}
         for db in (*self._older, self._reader):
-            beats.update((agent, data) for agent, _, data, _ in _rows(db, "SELECT agent, 0, body, 'beat' FROM beat"))
-        beats.update((agent, data) for agent, _, data in {**self._in_hand.beats, **self._new.beats}.values())
+            query = "SELECT agent, 0, body, 'beat', crc FROM beat"
+            beats.update((agent, data) for agent, _, data, _ in _rows(db, query))
+        beats.update((agent, data) for agent, _, data, _ in {**self._in_hand.beats, **self._new.beats}.values())
         for agent, data in sorted(beats.items()):
             with suppress(WireError):
                 yield agent, 0, decode_agent(data).body
@@ -342,8 +353,8 @@ class RunStore:
         new = self._new.messages.get((agent, n)) or self._in_hand.messages.get((agent, n))
         found = [new[4]] if new is not None else []
         for db in (self._reader, *self._older) if not found else ():
-            with suppress(sqlite3.Error):
-                found += [row[0] for row in db.execute(_BODY, (agent, n, kind))]
+            query = "SELECT agent, n, body, kind, crc FROM message WHERE agent = ? AND n = ? AND kind = ?"
+            found += [data for _, _, data, _ in _rows(db, query, (agent, n, kind))]
         for data in found:
             with suppress(WireError):
                 yield decode_agent(data).body
@@ -369,42 +380,73 @@ def _reader(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
     return db
 
 
-def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> AgentBody | None:
-    """A message as it was sent; None if it cannot be read."""
+def crc_of(data: bytes, agent: str, n: int, kind: str) -> int:
+    """The checksum of a message's row."""
+    return zlib.crc32(data, zlib.crc32(f"{agent} {n} {kind}".encode()))
+
+
+def _definition_row(number: int, entry: Definition) -> tuple[int, bytes, int]:
+    data = msgspec.msgpack.encode(entry)
+    return number, data, zlib.crc32(data, number & 0xFFFFFFFF)
+
+
+def _add_checksums(db: sqlite3.Connection) -> None:
+    """To the tables of a store that a version before schema 3 has begun."""
+    for table in ("message", "definition", "beat"):
+        if not _has_checksums(db, table):
+            db.execute(f"ALTER TABLE {table} ADD COLUMN crc INTEGER")
+
+
+def _has_checksums(db: sqlite3.Connection, table: str) -> bool:
+    return any(column[1] == "crc" for column in db.execute(f"PRAGMA table_info({table})"))
+
+
+def _body(data: bytes, kind: str, definitions: dict[int, Definition]) -> tuple[AgentBody | None, bool]:
+    """A message as it was sent, and whether all of it; None if it cannot be read."""
     try:
         if kind != _NAMES:
-            return decode_agent(data).body
+            return decode_agent(data).body, True
         names = msgspec.msgpack.decode(data, type=_StoredNames)
     except (WireError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
+        return None, False
     entries: list[Definition] = []
     for first, count in names.runs:
         if len(entries) > len(definitions):  # damaged
             break
         entries += [
             definitions[number]
-            for number in range(first, first + min(count, len(definitions)))
+            for number in range(first, first + min(count, len(definitions) + _MOST_DAMAGED))
             if number in definitions
         ]
-    return Definitions(names.rank, names.attempt, entries)
+    return Definitions(names.rank, names.attempt, entries), len(entries) == sum(count for _, count in names.runs)
 
 
 def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:
     """By number, as far as they can be read; {} for a store of schema 1."""
     found: dict[int, Definition] = {}
     with suppress(sqlite3.Error):
-        for number, body in db.execute("SELECT id, body FROM definition"):
+        crc = "crc" if _has_checksums(db, "definition") else "NULL"
+        for number, body, checksum in db.execute(f"SELECT id, body, {crc} FROM definition"):
             with suppress(msgspec.DecodeError, UnicodeDecodeError, TypeError):
-                found[number] = msgspec.msgpack.decode(body, type=Definition)
+                if checksum is None or checksum == zlib.crc32(body, number & 0xFFFFFFFF):
+                    found[number] = msgspec.msgpack.decode(body, type=Definition)
     return found
 
 
-def _rows(db: sqlite3.Connection, query: str) -> Iterator[tuple[str, int, bytes, str]]:
-    """Rows of a table as far as they can be read: behind a damaged page of the file there may be none."""
+def _rows(
+    db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()
+) -> Iterator[tuple[str, int, bytes, str]]:
+    """Rows of a table as far as they can be read: behind a damaged page of the file there may be none.
+
+    `query` asks for a checksum last. Rows whose checksum is wrong are left out.
+    """
     try:
-        for agent, n, data, kind in db.execute(query):
+        if not _has_checksums(db, "beat" if "beat" in query else "message"):
+            query = query.replace(", crc", ", NULL")
+        for agent, n, data, kind, crc in db.execute(query, of):
             if isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes):
-                yield agent, n, data, str(kind)
+                if crc is None or crc == crc_of(data, agent, n, str(kind)):
+                    yield agent, n, data, str(kind)
     except (sqlite3.Error, UnicodeDecodeError):
         return
 

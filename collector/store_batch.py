@@ -6,13 +6,13 @@ import sqlite3
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-_ADD = "INSERT OR IGNORE INTO message VALUES (?, ?, ?, ?, ?)"
-_BEAT = "INSERT OR REPLACE INTO beat VALUES (?, ?, ?)"
-_DEFINE = "INSERT OR IGNORE INTO definition VALUES (?, ?)"
+_ADD = "INSERT OR IGNORE INTO message (agent, n, received_ns, kind, body, crc) VALUES (?, ?, ?, ?, ?, ?)"
+_BEAT = "INSERT OR REPLACE INTO beat (agent, received_ns, body, crc) VALUES (?, ?, ?, ?)"
+_DEFINE = "INSERT OR IGNORE INTO definition (id, body, crc) VALUES (?, ?, ?)"
 _SET = "INSERT OR REPLACE INTO run VALUES (?, ?)"
 
-Row = tuple[str, int, int, str, bytes]
-"""agent, number, received (ns), kind, body"""
+Row = tuple[str, int, int, str, bytes, int]
+"""agent, number, received (ns), kind, body, checksum"""
 Key = tuple[str, int]
 """agent, number"""
 
@@ -22,9 +22,9 @@ class Batch:
     """What is written together."""
 
     messages: dict[Key, Row] = field(default_factory=dict)
-    definitions: list[tuple[int, bytes]] = field(default_factory=list)
-    beats: dict[str, tuple[str, int, bytes]] = field(default_factory=dict)
-    """agent -> agent, received (ns), body"""
+    definitions: list[tuple[int, bytes, int]] = field(default_factory=list)
+    beats: dict[str, tuple[str, int, bytes, int]] = field(default_factory=dict)
+    """agent -> agent, received (ns), body, checksum"""
     facts: dict[str, str] = field(default_factory=dict)
     has_event: bool = False
     num_bytes: int = 0
@@ -42,7 +42,7 @@ class Batch:
     def drop_pages(self, most: int) -> int:
         """Forget pages and histories, oldest first, until it has at most so many bytes. Returns how many."""
         dropped = 0
-        for key, (_, _, _, kind, body) in list(self.messages.items()):
+        for key, (_, _, _, kind, body, _) in list(self.messages.items()):
             if self.num_bytes <= most:
                 break
             if kind in ("page", "history"):

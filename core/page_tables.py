@@ -72,9 +72,16 @@ class PageTables:
 
     @property
     def lost_frames(self) -> int:
-        """Frames that were overwritten before they were read."""
+        """Frames that were overwritten before they were read, or whose rows are not all there."""
         seen = numpy.unique(self.frames["index"])
-        return int(seen[-1]) + 1 - len(seen) if len(seen) else 0
+        starts, ends = self._bounds
+        cut = int((ends - starts < self.frames["count"]).sum())
+        return cut + (int(seen[-1]) + 1 - len(seen) if len(seen) else 0)
+
+    def are_named(self, names: Names) -> bool:
+        """Whether the modules of all frames and the slots of all rows are known."""
+        modules, slots = numpy.unique(self.frames["module"]).tolist(), numpy.unique(self.rows["slot"]).tolist()
+        return names.modules.keys() >= set(modules) and names.slots.keys() >= set(slots)
 
     @property
     def arrived(self) -> int:

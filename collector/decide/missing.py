@@ -171,8 +171,19 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
 
 
 def _of_pages(facts: RunFacts) -> list[str]:
-    pages = facts.undecodable_pages
-    return [f"{_count(pages, 'page')} could not be read"] if pages else []
+    pages = facts.undecodable_pages + facts.unnamed_pages
+    return [*([f"{_count(pages, 'page')} could not be read"] if pages else []), *lost_messages(facts)]
+
+
+def lost_messages(facts: RunFacts) -> list[str]:
+    """A clause for each node whose messages are not all there, though later ones are."""
+    found = []
+    for node in facts.nodes.values():
+        if node.messages_lost:
+            host = node.hello.host if node.hello is not None else node.agent
+            is_are = "is" if node.messages_lost == 1 else "are"
+            found.append(f"{_count(node.messages_lost, 'message')} of node {host} {is_are} missing, or damaged")
+    return found
 
 
 def _count(number: int, word: str) -> str:

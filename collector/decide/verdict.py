@@ -6,6 +6,8 @@ two origins there are concurrent.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from ..facts.facts import RunFacts
 from .clean_verdict import clean_verdict, unnamed_overflow_verdict
 from .drain import with_drain
@@ -13,6 +15,7 @@ from .ending.verdict import ending_verdict, interrupted_verdict, lost_node_verdi
 from .gpu_evidence import with_gpu
 from .hang.ended import ended_verdict
 from .hang.verdict import hang_verdict
+from .missing import lost_messages
 from .overflow.verdict import overflow_verdict
 from .preflight_verdict import check_verdict, preflight_verdict
 from .verdict_model import Verdict
@@ -34,5 +37,13 @@ def decide(facts: RunFacts) -> Verdict:
     ):
         verdict = rule(facts)
         if verdict is not None:
-            return with_drain(facts, with_gpu(facts, verdict))
+            return with_drain(facts, with_gpu(facts, _less_sure(facts, verdict)))
     return clean_verdict(facts)
+
+
+def _less_sure(facts: RunFacts, verdict: Verdict) -> Verdict:
+    """A message that is missing may have told of something earlier."""
+    lost = lost_messages(facts)
+    if not lost or verdict.certainty != "established":
+        return verdict
+    return replace(verdict, certainty="supported", evidence=[*verdict.evidence, *lost])

@@ -135,6 +135,8 @@ class NodeFacts:
     """By when it began: an agent that was started again begins anew. Of each the newest."""
     pages_dropped: dict[int, int] = field(default_factory=dict)
     """rank -> pages that its agent had no room for"""
+    messages_lost: int = 0
+    """Of its numbered messages so many are missing, while later ones are there."""
 
 
 @dataclass
@@ -144,6 +146,8 @@ class RunFacts:
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
     ranks: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
     undecodable_pages: int = 0
+    unnamed_pages: int = 0
+    """Pages that may hold an overflow, of whose names some were not received."""
     peers: dict[tuple[int, int, int], dict[int, KeptPage]] = field(default_factory=dict, compare=False, repr=False)
     """By attempt, rank and page: the pages of the other ranks that are of the same point, once they were looked for."""
 

@@ -52,6 +52,7 @@ from ...core.wire.messages import (
 )
 from ..diagnose.diagnose import diagnose
 from .facts import NodeFacts, RankFacts, RunFacts
+from .heard import HeardNumbers
 from .kept_history import KeptHistory
 from .kept_pages import KeptPage, RankNames, Shelf
 from .shown_body import shown_body
@@ -83,6 +84,7 @@ class Fold:
         self._load = load
         self._load_history = load_history
         self._facts = RunFacts()
+        self._heard = HeardNumbers()
         self._shelf = Shelf()
         self._names: dict[tuple[int, int], RankNames] = {}
         self._diagnosed: dict[tuple[int, int], tuple[Anomaly, tuple[tuple[KeptPage, int], ...]]] = {}
@@ -97,6 +99,7 @@ class Fold:
     def add(self, name: str, n: int, received: AgentBody) -> None:
         """One message of an agent, by its number; 0 is not numbered."""
         agent = node_of(name)
+        self._heard.add(name, n)
         body = received if isinstance(received, PageMessage | History | Definitions) else shown_body(received)
         node = self._facts.nodes.setdefault(agent, NodeFacts(agent))
         if isinstance(body, Hello):
@@ -136,11 +139,14 @@ class Fold:
         """The facts now. The same object changes with the messages that are added."""
         facts = self._facts
         facts.peers.clear()
+        facts.unnamed_pages = 0
         self._take_preflights_of_peers()
         self._infer_anomalies()
         lost = set(map(node_of, lost_agents))
+        not_heard = self._heard.lost()
         for node in facts.nodes.values():
             node.lost = node.agent in lost
+            node.messages_lost = not_heard.get(node.agent, 0)
             node.gpu_events.sort(key=lambda event: event.time_ns)
         dropped: dict[int, int] = {}
         for node in facts.nodes.values():
@@ -202,6 +208,9 @@ class Fold:
             for _, page in sorted(rank.pages.suspicious.items()):
                 if page.cleared_at == page.place_of_names:
                     continue
+                if not page.is_named:
+                    self._facts.unnamed_pages += 1
+                    continue
                 # what is left out of these can only take an alarm away: a call that returned something finite
                 found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index))
                 if found is not None:
@@ -239,9 +248,12 @@ def _loader(
 
 
 def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:
-    """A page, and the latest ones of its root from before, which tell what is new in it; [] if it was not received."""
+    """A page, and the latest ones of its root from before, which tell what is new in it.
+
+    [] if it was not received, or not all of its names.
+    """
     last = pages.get(number)
-    if last is None:
+    if last is None or not last.is_named:
         return []
     earlier = [page for n, page in sorted(pages.items(), reverse=True) if n < number and page.root == last.root]
     return [last, *earlier[:_EARLIER_PAGES]]

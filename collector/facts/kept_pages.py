@@ -185,6 +185,11 @@ class KeptPage:
         """Changes when definitions of its rank come."""
         return self._names.place
 
+    @property
+    def is_named(self) -> bool:
+        """Whether all of its names are known. Without one, a row may be an argument, a weight or an output."""
+        return self._tables.are_named(self._names.names)
+
     def prepare(self) -> None:
         """Find out now, while its tables are at hand, what a comparison with other ranks asks for."""
         _ = self._in_common

@@ -309,3 +309,50 @@ def test_any_damage_is_a_sentence_or_what_is_left(whole, tmp_path_factory, data)
         assert "\n" not in str(error)
     else:
         assert len(to_json(report)) < 1 << 20
+
+
+def before_checksums(store: RunStore) -> None:
+    """Make the file what a version before schema 3 has written."""
+    store.close()
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as db:
+        for table in ("message", "definition", "beat"):
+            db.execute(f"ALTER TABLE {table} DROP COLUMN crc")
+        db.execute("UPDATE run SET value = '2' WHERE key = 'schema'")
+
+
+def test_a_store_without_checksums_is_read_and_goes_on(store):
+    names = Definitions(0, 0, [RootDef(0, "Net")])
+    page = PageMessage(0, 0, 0, 0, 0, 0, True, [])
+    for n, body in enumerate((names, page), 1):
+        add(store, "a", AgentMessage(n, body, n - 1))
+    store.beat("a", encode(AgentMessage(0, Beat([], {0: 1}))))
+    before_checksums(store)
+    expected = [("a", 1, names), ("a", 2, page), ("a", 0, Beat([], {0: 1}))]
+
+    with contextlib.closing(RunStore(store.path)) as read:
+        assert list(read.messages()) == expected
+        assert read.page("a", 2) == page
+    with contextlib.closing(RunStore(store.path, create=True)) as resumed:
+        add(resumed, "a", message(3))
+        assert resumed.commit()
+        assert [n for _, n, _ in resumed.messages()] == [1, 2, 3, 0]
+        assert resumed.get("schema") == str(SCHEMA)
+
+
+@pytest.mark.parametrize("table", ["message", "definition", "beat"])
+def test_a_row_that_the_disk_has_damaged_is_left_out(store, table):
+    add(store, "a", AgentMessage(1, Definitions(0, 0, [RootDef(0, "Net"), RootDef(1, "Met")]), 0))
+    add(store, "a", AgentMessage(2, EventMessage(NodeSignal(15, reason="Net")), 1))
+    store.beat("a", encode(AgentMessage(0, Beat([], {}, hot=b"Net"))))
+    store.close()
+    whole = {(n, type(body)) for _, n, body in RunStore(store.path).messages()}
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as db:
+        for key, body in db.execute(f"SELECT rowid, body FROM {table}").fetchall():
+            db.execute(f"UPDATE {table} SET body = ? WHERE rowid = ?", (body.replace(b"Net", b"Bet"), key))
+
+    left = list(RunStore(store.path).messages())
+
+    lost = {"message": (2, EventMessage), "definition": (1, Definitions), "beat": (0, Beat)}[table]
+    assert lost in whole and lost not in {(n, type(body)) for _, n, body in left}
+    if table == "definition":  # what is left of it has no number: the message is not whole
+        assert ("a", 0, Definitions(0, 0, [RootDef(1, "Met")])) in left

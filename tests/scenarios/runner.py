@@ -88,12 +88,7 @@ class Ended:
 def run(scenario: Scenario) -> Outcome:
     """Under `gpuwatch launch`."""
     with tempfile.TemporaryDirectory(prefix="scenario-") as folder:
-        options = [*scenario.options, *(() if scenario.preflight else ("--preflight", "off"))]
-        ended = _start(
-            ["gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(scenario.nproc), *options],
-            scenario,
-            folder,
-        )
+        ended = start_watched(scenario, folder)
         path = Path(folder) / "gpuwatch-runs" / "latest" / "report.json"
         report = json.loads(path.read_text()) if path.exists() else None
         outcome = judge(scenario, ended, report)
@@ -115,6 +110,16 @@ def _fault_to_report_s(report: Path) -> float | None:
     finally:
         store.close()
     return (report.stat().st_mtime_ns - min(alarms)) / 1e9 if alarms else None
+
+
+def start_watched(scenario: Scenario, folder: str) -> Ended:
+    """Under `gpuwatch launch` in a folder, which then holds its run."""
+    options = [*scenario.options, *(() if scenario.preflight else ("--preflight", "off"))]
+    return _start(
+        ["gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(scenario.nproc), *options],
+        scenario,
+        folder,
+    )
 
 
 def run_plain(scenario: Scenario) -> Outcome:

@@ -133,14 +133,12 @@ class _Telling:
 
     def did_not_come(self) -> HangFinding | None:
         """The ranks that wait for nobody and that others wait for, directly or over others."""
-        heads = {
-            rank
-            for meeting in self.meetings
-            for rank in meeting.missing
-            if rank not in self.places and self.shown[rank].kind not in ("waits", "may wait")
-        }
+        absent = {rank for meeting in self.meetings for rank in meeting.missing} - self.places.keys()
+        if self._unseen or not absent <= self.shown.keys():  # nothing was heard of one
+            return None
+        heads = {rank for rank in absent if self.shown[rank].kind not in ("waits", "may wait")}
         elsewhere = {rank for rank, one in self.shown.items() if one.kind in ("away", "unknown")} - self.places.keys()
-        if not heads or self._unseen:
+        if not heads:
             return None
         meetings = [meeting for meeting in self.meetings if heads & set(meeting.missing)]
         meetings = [meeting for meeting in meetings if heads.issuperset(meeting.missing)] or meetings

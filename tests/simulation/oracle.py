@@ -1,0 +1,48 @@
+"""What was really called, and what may be said of it: clean implies that every call of every process was judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpuwatch.collector.decide.verdict_model import Verdict
+
+
+@dataclass
+class Call:
+    """One module call of a job."""
+
+    who: str
+    """`rank 1, attempt 0, batch 2`, or the thread or child that made it."""
+    judged: bool = False
+    """Its numbers were looked at, and an alarm was raised if they were bad."""
+    bad: bool = False
+    skipped: bool = False
+    """`--every` left it out, as the user wanted."""
+
+
+@dataclass
+class Oracle:
+    """Every call that there was."""
+
+    calls: list[Call] = field(default_factory=list)
+
+    def call(self, who: str, **more: bool) -> Call:
+        """A call that has begun."""
+        made = Call(who, **more)
+        self.calls.append(made)
+        return made
+
+    def against(self, verdict: Verdict) -> str:
+        """Why a verdict cannot be true; "" if it can."""
+        bad = [call.who for call in self.calls if call.bad]
+        if verdict.kind == "overflow" and not bad:
+            return f"no value was bad, and it is told: {verdict.statement}"
+        if verdict.kind != "clean":
+            return ""
+        if bad:
+            return f"bad values in {bad}, and it is told: {verdict.statement}"
+        skips_said = "looked into" in verdict.statement or "left out" in verdict.statement
+        unseen = [call.who for call in self.calls if not call.judged and not (call.skipped and skips_said)]
+        if unseen:
+            return f"nobody has judged {unseen}, and it is told: {verdict.statement}"
+        return "" if self.calls else f"nothing was called, and it is told: {verdict.statement}"

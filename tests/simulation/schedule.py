@@ -1,0 +1,106 @@
+"""What a seed stands for: the shape of a job, and what goes wrong in it, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from gpuwatch.core.recorder.layout import Field
+
+IN_A_CALL = (
+    "bad",
+    "bad, late",
+    "late",
+    "fault",
+    "detach",
+    "compiled",
+    "rows lost",
+    "exit in a forward",
+    "kill",
+    "raise",
+    "warn",
+    "full log",
+    "thread",
+    "exec",
+    "child",
+    "hooks cleared",
+)
+"""Happen at one call of one rank in one attempt."""
+AT_THE_START = ("no recorder", "hooks failed", "never started")
+"""Happen to one rank in one attempt before its first call."""
+AROUND = (
+    "agent dies",
+    "agent dies for good",
+    "connection lost",
+    "collector dies",
+    "node never comes",
+    "head damaged",
+    "log damaged",
+    "store damaged",
+    "ring damaged",
+)
+"""Happen to a node, the collector, or a file, at any step."""
+NEEDS = {"full log": "FAULTS", "log damaged": "FAULTS", "thread": "CALLS_LEFT_OUT"}
+"""Fields of a recorder's head without which nobody can know of it."""
+NOT_YET = frozenset({"exec", "child", "hooks cleared", "restart"})
+"""Told falsely clean today. Take a name out of here once it is not."""
+
+
+@dataclass
+class Schedule:
+    """Drawn from a seed. `draw` goes on to order the steps."""
+
+    seed: int
+    only: tuple[str, ...] = ()
+    """Draw these alone."""
+    draw: Random = field(init=False)
+    nodes: list[int] = field(init=False)
+    """Ranks of each."""
+    attempts: int = field(init=False)
+    batches: int = field(init=False)
+    calls: int = field(init=False)
+    """Of each batch."""
+    every: int = field(init=False)
+    in_calls: dict[tuple[int, int, int], str] = field(init=False)
+    """(attempt, rank, number of the call) -> what happens there"""
+    at_start: dict[tuple[int, int], str] = field(init=False)
+    """(attempt, rank) -> what"""
+    around: list[tuple[int, str]] = field(init=False)
+    """(step, what)"""
+
+    def __post_init__(self) -> None:
+        draw = self.draw = Random(self.seed)
+        self.nodes = draw.choice([[1], [2], [3], [1, 1], [2, 1]])
+        self.attempts = 2 if draw.random() < 0.25 and is_drawn("restart") else 1
+        self.batches = draw.randint(1, 3)
+        self.calls = draw.randint(1, 3)
+        self.every = 2 if draw.random() < 0.1 else 1
+        self.in_calls, self.at_start, self.around = {}, {}, []
+        for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
+            self._inject(draw)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.nodes)
+
+    @property
+    def injected(self) -> list[str]:
+        """All that goes wrong."""
+        restart = ["restart"] if self.attempts > 1 else []
+        return [*self.in_calls.values(), *self.at_start.values(), *(what for _, what in self.around), *restart]
+
+    def _inject(self, draw: Random) -> None:
+        kinds = [kind for kind in (*IN_A_CALL, *AT_THE_START, *AROUND) if is_drawn(kind)]
+        kind = draw.choice([kind for kind in kinds if kind in self.only] or kinds)
+        place = draw.randrange(self.attempts), draw.randrange(self.world_size)
+        if kind in IN_A_CALL:
+            self.in_calls[(*place, draw.randrange(self.batches * self.calls))] = kind
+        elif kind in AT_THE_START:
+            self.at_start[place] = kind
+        else:
+            self.around.append((draw.randrange(60), kind))
+
+
+def is_drawn(kind: str) -> bool:
+    """Whether gpuwatch can know of it."""
+    return kind not in NOT_YET and NEEDS.get(kind, "MAGIC") in Field.__members__

@@ -1,0 +1,246 @@
+"""A rank of a simulated job: a real recorder, written as the worker's hooks write it, without torch.
+
+What the hooks do when they leave a call out is written here once more. Where theirs changes, this changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.records import (
+    Anomaly,
+    Fault,
+    ModuleDef,
+    NotLookedInto,
+    RootDef,
+    ScriptError,
+    ScriptExit,
+    SlotDef,
+    Warned,
+    Where,
+)
+from gpuwatch.core.values import PENDING, Encoding, NonFinite
+
+from .oracle import Call, Oracle
+from .schedule import Schedule
+
+FLOAT32 = Encoding.FLOAT32 << 8
+MOST_FAULTS = 20
+"""After which the hooks are removed (worker/hooks/forward.py)."""
+
+
+class Worker:
+    """One rank in one attempt. `life` is its script; each `yield` is a place where the others may go on."""
+
+    def __init__(self, folder: Path, schedule: Schedule, oracle: Oracle, rank: int, attempt: int) -> None:
+        self.rank = rank
+        self.attempt = attempt
+        self.code: int | None = None
+        """What its process has ended with."""
+        self.path = folder / file_name(rank, attempt)
+        self._schedule = schedule
+        self._oracle = oracle
+        self._writer: RecorderWriter | None = None
+        self._watched = False
+        self._late: list[tuple[int, Call, Where, int]] = []
+        """(where its number comes to, ...) of the calls that are not judged yet."""
+        self._at = Where(rank, attempt)
+
+    def life(self) -> Iterator[None]:
+        """The script."""
+        schedule = self._schedule
+        start = schedule.at_start.get((self.attempt, self.rank), "")
+        if start == "never started":
+            self._oracle.call(f"{self._who}, never started")
+            self.code = 1
+            return
+        if start != "no recorder":
+            self._open(start)
+        yield
+        number = 0
+        for batch in range(schedule.batches):
+            skipped = batch % schedule.every != 0
+            page = self._begin_batch(batch, skipped)
+            yield
+            for module in range(schedule.calls):
+                what = schedule.in_calls.get((self.attempt, self.rank, number), "")
+                number += 1
+                self._call(what, module, skipped)
+                if self.code is not None:
+                    return
+                yield
+                self._numbers_come()
+            if self._writer is not None and self._watched and page is not None:
+                self._writer.end_page(page)
+                self._writer.fields[Field.STEP] += 1
+                self._enter(RankPhase.SCRIPT)
+            yield
+        self._numbers_come()
+        self._end()
+
+    def stop(self, code: int) -> None:
+        """It is ended from outside."""
+        if self.code is None:
+            self.code = code
+            for _, call, _, _ in self._late:
+                call.judged = False
+
+    def close(self) -> None:
+        """Unmap the recorder."""
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self.rank}, attempt {self.attempt}"
+
+    def _open(self, start: str) -> None:
+        size = self._schedule.world_size
+        writer = self._writer = RecorderWriter(
+            self.path,
+            rank=self.rank,
+            local_rank=self.rank,
+            world_size=size,
+            attempt=self.attempt,
+            log_bytes=16 << 10,
+            segments=3,
+        )
+        if start == "hooks failed":
+            writer.fields[Field.HOOKS] = HooksState.FAILED
+            writer.append(Fault(self._at, "attach", "RuntimeError: no hooks"))
+        else:
+            writer.fields[Field.HOOKS] = HooksState.ATTACHED
+            self._watched = True
+        writer.append(RootDef(0, "Net"), name=True)
+        for module in range(self._schedule.calls):
+            writer.append(ModuleDef(module, 0, f"layer{module}", "Linear"), name=True)
+            writer.append(SlotDef(module, module, "output"), name=True)
+        self._enter(RankPhase.SCRIPT)
+
+    def _enter(self, phase: RankPhase) -> None:
+        if self._writer is not None:
+            self._writer.fields[Field.PHASE] = phase
+
+    def _begin_batch(self, batch: int, skipped: bool) -> Any:
+        writer = self._writer
+        if writer is None or not self._watched:
+            self._at = Where(self.rank, self.attempt, batch=batch)
+            return None
+        if skipped:
+            writer.fields[Field.BATCHES_SKIPPED] += 1
+            writer.fields[Field.BATCH] = batch
+            self._at = Where(self.rank, self.attempt, batch, batch, "Net")
+            return None
+        page = writer.begin_page(0, batch, batch)
+        self._at = Where(self.rank, self.attempt, batch, batch, "Net", page.number, batch)
+        self._enter(RankPhase.FORWARD)
+        return page
+
+    # -- calls --------------------------------------------------------------------------------------------------
+
+    def _call(self, what: str, module: int, skipped: bool) -> None:
+        call = self._oracle.call(f"{self._who}, batch {self._at.batch}, layer{module}", bad=what.startswith("bad"))
+        writer = self._writer
+        if what in ("exit in a forward", "kill", "raise"):
+            self._fall(what, module)
+        elif what == "exec":
+            self._watched = False
+            self._writer = None  # the file stays as it is
+            self._execed = True
+        elif what == "child":
+            self._oracle.call(f"a child of {self._who}", bad=True)
+        if self.code is not None or writer is None or not self._watched:
+            return
+        if what == "thread":
+            self._oracle.call(f"a second thread of {self._who}", bad=True)
+            fields: Any = Field
+            writer.fields[fields.CALLS_LEFT_OUT] += 1
+            writer.fields[fields.LEFT_OUT_PAGE] = self._at.page
+        elif what == "full log":
+            while writer.append(Warned(self._at, "underflow", f"layer{module}", "Linear", "forward", "o", "float32")):
+                pass
+        elif what in ("fault", "detach"):
+            self._fail(MOST_FAULTS if what == "detach" else 1)
+            return
+        elif what == "compiled":
+            writer.append(NotLookedInto(self._at, f"layer{module}", "Linear", around=False))
+            return
+        elif what == "rows lost":
+            writer.fields[Field.ROWS_LOST] += 1
+            return
+        elif what == "hooks cleared":
+            self._watched = False
+            return
+        elif what == "warn":
+            writer.append(Warned(self._at, "near overflow", f"layer{module}", "Linear", "forward", "o", "float32"))
+        if skipped:  # the root's output alone is read: a bad value of within is taken to reach it
+            call.skipped = True
+            if call.bad:
+                self._alarm(call, self._at, module)
+            return
+        self._record(call, module, late="late" in what)
+
+    def _record(self, call: Call, module: int, late: bool) -> None:
+        writer = self._writer
+        assert writer is not None
+        number = (0, 0, PENDING) if late else _numbers(call)
+        value = writer.value(*number)
+        place = writer._values_at + writer.value_position * layout.VALUE.size
+        writer.frame(module, layout.NOTHING, 0, 0, self._at.seq, [(module, value, layout.NOTHING, 1, 0, 0)])
+        if late:
+            self._late.append((place, call, self._at, module))
+        else:
+            self._judge(call, self._at, module)
+
+    def _judge(self, call: Call, at: Where, module: int) -> None:
+        call.judged = True
+        if call.bad:
+            self._alarm(call, at, module)
+
+    def _alarm(self, call: Call, at: Where, module: int) -> None:
+        assert self._writer is not None
+        call.judged = True
+        anomaly = Anomaly(at, module, f"layer{module}", "Linear", "forward", "output", "+inf", "float32")
+        self._writer.append(anomaly)
+
+    def _numbers_come(self) -> None:
+        """Of the device, once in a while."""
+        if self._writer is None or self._schedule.draw.random() < 0.5:
+            return
+        for place, call, at, module in self._late:
+            layout.VALUE.pack_into(self._writer.view, place, *_numbers(call))
+            self._judge(call, at, module)
+        self._late.clear()
+
+    def _fail(self, times: int) -> None:
+        assert self._writer is not None
+        for _ in range(times):
+            self._writer.append(Fault(self._at, "forward hook", "RuntimeError: ours"))
+        if times == MOST_FAULTS:
+            states: Any = HooksState
+            self._writer.fields[Field.HOOKS] = getattr(states, "DETACHED", HooksState.ATTACHED)
+            self._watched = False
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _fall(self, how: str, module: int) -> None:
+        writer = self._writer
+        if how == "raise" and writer is not None:
+            writer.append(ScriptError(self._at, "ValueError", "boom", "Traceback", f"layer{module}"))
+            self._enter(RankPhase.RAISED)
+        self.code = {"raise": 1, "kill": -9}.get(how, 0)
+
+    def _end(self) -> None:
+        self.code = 0
+        if self._writer is not None:
+            self._writer.append(ScriptExit(self._at, 0))
+            self._enter(RankPhase.FINISHED)
+
+
+def _numbers(call: Call) -> tuple[int, int, int]:
+    return (0, 0x7F800000, FLOAT32 | NonFinite.POSINF) if call.bad else (0x3F800000, 0x3F800000, FLOAT32)
