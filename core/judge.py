@@ -19,11 +19,11 @@ Recorded, and no alarm:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
 from .frames import Frame, Mark, Page, Row, is_inside
-from .records import Anomaly, LookedAgain, OptimizerStep, Where
+from .records import Anomaly, LookedAgain, Moment, OptimizerStep, Where
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
@@ -272,6 +272,7 @@ def anomaly_at(
     cause: str = "",
     optimizer: OptimizerStep | None = None,
     again: LookedAgain | None = None,
+    moments: Sequence[Moment] = (),
 ) -> Anomaly:
     """The event for one row of a frame, at a place in the run."""
     return Anomaly(
@@ -291,4 +292,5 @@ def anomaly_at(
         collectives=frame.collectives,
         optimizer=optimizer,
         again=again,
+        moments=list(moments),
     )

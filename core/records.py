@@ -63,7 +63,7 @@ Definition = RootDef | ModuleDef | SlotDef | ShapeDef
 
 
 class Where(msgspec.Struct, frozen=True):
-    """A place in the run. `seq` counts the collectives that the rank had issued on the default process group.
+    """A place in the run. `seq` counts what the rank had issued on all its process groups, messages too.
 
     -1 is unknown: no batch has begun, or there is no process group. `time_ns` is the host's own clock.
     """
@@ -77,7 +77,28 @@ class Where(msgspec.Struct, frozen=True):
     seq: int = -1
     time_ns: int = 0
     clock: dict[str, int] = {}
-    """Name of a process group -> collectives that the rank had issued on it."""
+    """Name of a process group -> collectives that the rank had issued on it; -1: it counts nothing."""
+    sent: dict[str, dict[int, int]] = {}
+    """Name of a process group -> rank of the peer (-1: not known) -> sends that the rank had begun."""
+    received: dict[str, dict[int, int]] = {}
+    """Likewise the receives that had come to their end."""
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives the rank had issued on all groups that count; -1 if that is not known.
+
+        Sums of two ranks can stand beside each other, and put nothing in order.
+        """
+        return sum(max(0, count) for count in self.clock.values()) if self.clock else self.seq
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """What a rank had issued when its frames had the number `seq`: see Where."""
+
+    seq: int
+    clock: dict[str, int] = {}
+    sent: dict[str, dict[int, int]] = {}
+    received: dict[str, dict[int, int]] = {}
 
 
 class OptimizerStep(msgspec.Struct, frozen=True):
@@ -180,6 +201,8 @@ class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
     """Of a weight that was found non-finite after a step: whose step it was, if that is known."""
     again: LookedAgain | None = None
     """What a second look at the module has found. Only a rank's first alarm has it."""
+    moments: list[Moment] = []
+    """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
 
 
 class Warned(msgspec.Struct, frozen=True, tag="warned"):

@@ -39,7 +39,7 @@ class Overflows:
         known = [found for (number, _), found in self._seen.items() if number == attempt and found is not None]
         if not known:
             return f"{ranks_text(ranks)} saw an overflow, and where is unknown"
-        first = min(known, key=lambda anomaly: (anomaly.where.batch, anomaly.where.seq, anomaly.where.rank))
+        first = min(known, key=lambda anomaly: (anomaly.where.batch, anomaly.where.collectives, anomaly.where.rank))
         module = module_text(first.module, first.cls)
         place = f"{first.value} in {shown_name(first.role)} of {module}, {first.phase} of batch {first.where.batch}"
         if len(ranks) == 1:

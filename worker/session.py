@@ -13,7 +13,7 @@ from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
 from .peer_failures import is_from_peer_failure
-from .record.collectives import clock, issued
+from .record.collectives import issued, moment
 from .stack_file import answer_with_stacks
 
 if TYPE_CHECKING:
@@ -79,7 +79,16 @@ class Session:
         """The place in the run, for an event."""
         if self.hooks is not None:
             return self.hooks.where()
-        return Where(rank=self.rank, attempt=self.settings.attempt, seq=issued(), time_ns=time.time_ns(), clock=clock())
+        now = moment(issued())
+        return Where(
+            self.rank,
+            self.settings.attempt,
+            seq=now.seq,
+            time_ns=time.time_ns(),
+            clock=now.clock,
+            sent=now.sent,
+            received=now.received,
+        )
 
     def settle(self) -> bool:
         """The script has ended: wait a moment for the last numbers of the device. Never raises.

@@ -30,7 +30,9 @@ def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Casc
             continue
         error = own_error(rank)
         if error is not None:
-            found.append(Cascade(rank.rank, f"raised {error.error} after {max(error.where.seq, 0)} collectives"))
+            found.append(
+                Cascade(rank.rank, f"raised {error.error} after {max(error.where.collectives, 0)} collectives")
+            )
         elif rank.exit is not None and rank.exit.code not in (0, None):
             how = f"was stopped by {facts.starter}" if rank.exit.by == "torchrun" else f"ended with {rank.exit.code}"
             found.append(Cascade(rank.rank, f"{how} {doing(rank.exit)}"))

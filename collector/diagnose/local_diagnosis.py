@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...core.frames import Frame, Page, Row, module_text
-from ...core.records import Anomaly, LookedAgain, split_label
+from ...core.records import Anomaly, LookedAgain, Moment, Where, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
@@ -51,6 +51,9 @@ class LocalDiagnosis:
     sure: bool = True
     """False: the page leaves another explanation open."""
     clock: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, dict[int, int]] = field(default_factory=dict)
+    received: dict[str, dict[int, int]] = field(default_factory=dict)
+    """What the rank had issued then: see core.records.Where."""
     at: tuple[str, str, str] = ("", "", "")
     """(module, class, role) of the row that shows the value. `module` is where it was made."""
     turned: tuple[str, str] | None = None
@@ -109,6 +112,9 @@ def diagnosis_of_row(
 ) -> LocalDiagnosis:
     """A diagnosis about one row of a page."""
     again = anomaly.again
+    # a frame carries the number at its call's end; the value was seen before that
+    seq = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
+    then = _issued_then(anomaly, seq)
     return LocalDiagnosis(
         rank=page.rank,
         attempt=page.attempt,
@@ -123,18 +129,24 @@ def diagnosis_of_row(
         value=name_of(NonFinite(row.flags)),
         dtype=row.dtype,
         shape=tuple(row.shape) if row.shape is not None else None,
-        # a frame carries the number at its call's end; the value was seen before that
-        seq=min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1),
+        seq=seq,
         frame=frame.index,
         between=between,
         sure=sure and not (source == "made" and again is not None and (again.changed or again.threads)),
-        clock=anomaly.where.clock,
+        clock=then.clock,
+        sent=then.sent,
+        received=then.received,
         at=(frame.module, frame.cls, row.role),
         turned=turned,
         seen_in=frame.phase,
         cause=anomaly.cause,
         notes=(*notes, *_of_scale(anomaly, phase), *_of_threads(again), *around(anomaly)),
     )
+
+
+def _issued_then(anomaly: Anomaly, seq: int) -> Moment | Where:
+    """What the rank had issued at its number `seq`; if nobody knows that, when the alarm was raised."""
+    return next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
 
 
 def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
@@ -187,6 +199,8 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         frame=anomaly.frame,
         from_page=False,
         clock=anomaly.where.clock,
+        sent=anomaly.where.sent,
+        received=anomaly.where.received,
         at=(anomaly.module, anomaly.cls, anomaly.role),
         seen_in=anomaly.phase,
         cause=anomaly.cause,

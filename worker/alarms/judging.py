@@ -22,6 +22,7 @@ from ...core.records import Absorbed, Anomaly, Fault, Ignored, LookedAgain, Opti
 from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
+from ..record.collectives import moments
 from ..record.progress import Progress
 from ..record.rows import COUNT_EVERY, Rows
 from .page_filter import frames_to_judge
@@ -31,6 +32,7 @@ _T = TypeVar("_T")
 _MAX_ANOMALIES = 64
 _MAX_WARNED = 256
 _MAX_SCALED = 4096
+_MAX_MOMENTS = 128
 
 
 class NonFiniteRow(NamedTuple):
@@ -238,7 +240,16 @@ class Judging:
         if not self._anomalies:
             self.first_alarmed = bad.page.number
             again = self._asked("a second look", where, self.look_again, bad)
-        anomaly = anomaly_at(where, bad.frame, bad.row, aborts=self.aborts, cause=cause, optimizer=stepped, again=again)
+        anomaly = anomaly_at(
+            where,
+            bad.frame,
+            bad.row,
+            aborts=self.aborts,
+            cause=cause,
+            optimizer=stepped,
+            again=again,
+            moments=moments(_MAX_MOMENTS, where.seq) if not self._anomalies else (),
+        )
         self._anomalies += 1
         if self._anomalies <= _MAX_ANOMALIES:
             self._recorder.append(anomaly)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...core.recorder.group_table import OPERATIONS
+from ..record.collectives import count_with
 from ..record.group_table import GroupCall, GroupTable, Place, described
 from .native_writer import difference
 
@@ -95,25 +96,26 @@ class Collectives:
         if module is None:
             return
         self._groups.shows = True
+        count_with(self._groups)
         self._groups.native = self._writer(module.ProcessGroup) if self._native else None
         for method in METHODS:
             self._replace(module.ProcessGroup, method)
         self._replace(module.Work, WAIT)
 
-    def detach(self) -> None:
+    def detach(self, failed: bool = False) -> None:
         """Put back what was there. A method that somebody else has replaced since stays.
 
-        What the table shows would grow old: it is taken away.
+        What the table shows would grow old: it is taken away. `failed`: and the rank goes on.
         """
         for owner, name, before, ours in reversed(self._replaced):
             if owner.__dict__.get(name) is ours:
                 setattr(owner, name, before)
         self._replaced = []
-        self._groups.clear()
+        self._groups.clear(failed)
 
     def _fault(self, error: Exception) -> None:
         """One error of ours is enough: this rank then shows nothing of its communication, rather than half of it."""
-        self.detach()
+        self.detach(failed=True)
         self._on_fault("collectives", error)
 
     def _writer(self, group: Any) -> Any:
@@ -129,6 +131,8 @@ class Collectives:
                 counter=group.__dict__["_get_sequence_number_for_group"],
                 describe=described,
                 find_slot=self._groups.slot_of,
+                message_begun=self._groups.message_begun,
+                message_received=self._groups.message_received,
                 on_fault=self._fault,
                 exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
             )

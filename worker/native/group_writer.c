@@ -176,7 +176,7 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     recent[2] = new.elements;
     move(fields, number, GROUP_ISSUING, number);
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number};
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE};
     return 1;
 }
 
@@ -195,8 +195,13 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
     fields[G_P2P_ELEMENTS] = new.elements;
     move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number);
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number};
-    return 1;
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE};
+    if (self->message_begun == NULL) /* the interpreter ends, and has cleared this object */
+        return 1;
+    PyObject *source = PyObject_CallFunction(self->message_begun, "iLL", new.slot, (long long)operation, (long long)peer);
+    const int good = source != NULL && integer_from(source, &place->source);
+    Py_XDECREF(source);
+    return good ? 1 : -1;
 }
 
 /* -- works ------------------------------------------------------------------------------------------------------ */
@@ -277,7 +282,11 @@ int ended(GroupWriter *self, const Place *place)
         fields[G_ENDED] = place->number;
     publish(&fields[G_STATE], 0);
     PyBuffer_Release(&memory);
-    return 1;
+    if (place->source == NO_MESSAGE || self->message_received == NULL)
+        return 1;
+    PyObject *done = PyObject_CallFunction(self->message_received, "iL", place->slot, (long long)place->source);
+    Py_XDECREF(done);
+    return done != NULL ? 1 : -1;
 }
 
 int failed(GroupWriter *self, const Place *place)

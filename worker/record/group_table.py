@@ -27,6 +27,7 @@ _ISSUING, _WAITING, _FAILED = int(GroupPhase.ISSUING), int(GroupPhase.WAITING), 
 _MOVE_AT, _P2P, _RING_MASK = 8 * GroupField.BEGUN, int(GroupField.P2P), table.RECENT - 1
 _BEGUN, _STATE, _ENDED = int(GroupField.BEGUN), int(GroupField.STATE), int(GroupField.ENDED)
 _COUNTED, _SINCE, _WAITED = int(GroupField.COUNTED), int(GroupField.SINCE_NS), int(Field.WAITED_NS)
+_SEND = table.OPERATIONS.index("send")
 _MOST_PENDING = 1024
 """Operations that nobody waits for are forgotten beyond so many."""
 
@@ -44,7 +45,7 @@ class GroupCall(IntEnum):
 class Slot:
     """One group's place in the table."""
 
-    __slots__ = ("at", "field", "group")
+    __slots__ = ("at", "field", "group", "name", "number", "ranks")
 
     def __init__(self, group: Any, number: int) -> None:
         self.group = weakref.ref(group)
@@ -52,10 +53,19 @@ class Slot:
         """Offset in the recorder, in bytes."""
         self.field = number * GROUP_BYTES // 8
         """The same in the table's integers."""
+        self.number = number
+        self.name = str(group.group_name)
+        self.ranks: list[int] = []
+        """The members, in the order of their ranks within the group."""
 
 
-Place = tuple[Slot, int]
-"""A slot, and the number of an operation in it."""
+Messages = dict[str, dict[int, int]]
+"""Name of a group -> rank of the peer in the job (ANYONE: it is not known) -> how many."""
+Place = tuple[Slot, int, int]
+"""A slot, the number of an operation in it, and whose message it receives (rank of the group, ANYONE, NO_MESSAGE)."""
+ANYONE = -1
+NO_MESSAGE = -2
+"""It is no receive."""
 
 
 def described(tensor: Any) -> tuple[int, int]:
@@ -78,11 +88,56 @@ class GroupTable:
         """Whether operations are noted. Else the table stays empty: a number that does not move would be wrong."""
         self.native: Any = None
         """The GroupWriter; None if the methods below write the operations."""
-        self._pending: dict[int, tuple[Any, Slot, int]] = {}
-        """id of a work -> (weak reference, slot, number)"""
+        self._pending: dict[int, tuple[Any, Place]] = {}
+        """id of a work -> (weak reference, place)"""
+        self._sent: dict[tuple[int, int], int] = {}
+        """(slot, rank of the group) -> sends begun"""
+        self._received: dict[tuple[int, int], int] = {}
+        """(slot, rank of the group) -> receives that have come to their end"""
+        self.received = 0
+        """In all groups that this process has been in."""
+        self._beside: dict[str, int] = {}
+        """Name of a group -> what its own counter has counted and is no collective, when the table was taken away."""
+        self._failed = False
 
-    def clear(self) -> None:
-        """Show nothing any more. In a process that was forked, nothing: the table is its parent's."""
+    def count_of(self, group: Any) -> int:
+        """How many collectives were issued on a group; -1 if that is not known. Sends and receives are none.
+
+        RuntimeError: its backend counts nothing.
+        """
+        counted = int(group._get_sequence_number_for_group())
+        if self._failed:
+            return -1
+        if not self.shows:
+            return counted - self._beside.get(str(group.group_name), 0)
+        slot = self.slot_of(group)
+        if slot is None:
+            return -1
+        fields, field = self._fields, slot.field
+        return int(fields[field + _BEGUN]) + max(0, counted - int(fields[field + _COUNTED]))
+
+    def messages(self) -> tuple[Messages, Messages]:
+        """(sends begun, receives that have come to their end)."""
+        return self._by_peer(self._sent), self._by_peer(self._received)
+
+    def _by_peer(self, counts: dict[tuple[int, int], int]) -> Messages:
+        slots = {slot.number: slot for slot in self._slots.values() if slot is not None}
+        found: Messages = {}
+        for (number, member), count in counts.items():
+            slot = slots.get(number)
+            if slot is not None:
+                peer = slot.ranks[member] if 0 <= member < len(slot.ranks) else ANYONE
+                found.setdefault(slot.name, {})[peer] = count
+        return found
+
+    def clear(self, failed: bool = False) -> None:
+        """Show nothing any more. In a process that was forked, nothing: the table is its parent's.
+
+        `failed`: this rank goes on communicating, and nobody tells its collectives from its messages.
+        """
+        self._failed = self._failed or failed
+        if self.shows and not self._failed:
+            self._beside = self._counted_beside()
         self.shows = False
         self._slots = {}
         self._pending = {}
@@ -117,6 +172,9 @@ class GroupTable:
         self._slots[key] = None
         if number is not None:
             slot = Slot(group, number)
+            for counts in (self._sent, self._received):
+                for key in [key for key in counts if key[0] == number]:
+                    del counts[key]
             try:
                 self._write_slot(slot, group)
             except RuntimeError:  # a backend without the counter
@@ -147,7 +205,7 @@ class GroupTable:
         place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
         _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements)
         _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
-        return slot, number
+        return slot, number, NO_MESSAGE
 
     def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int) -> Place | None:
         """A send or a receive begins."""
@@ -161,36 +219,37 @@ class GroupTable:
         dtype, fields[at + 2] = described(tensor)
         fields[at + 1] = _what_of(operation, dtype, peer)
         _pack_move(self._view, slot.at + _MOVE_AT, fields[slot.field + _BEGUN], _ISSUING, -number, _now())
-        return slot, -number
+        return slot, -number, self.message_begun(slot.number, operation, peer)
 
     def waits_for(self, work: Any) -> Place | None:
         """The rank begins to wait for a work. None if it is not known which one that is."""
         entry = self._pending.pop(id(work), None)
         if entry is None or entry[0]() is not work:
             return None
-        _, slot, number = entry
+        slot, number, _ = place = entry[1]
         _pack_move(self._view, slot.at + _MOVE_AT, self._fields[slot.field + _BEGUN], _WAITING, number, _now())
-        return slot, number
+        return place
 
     def issued(self, place: Place, work: Any) -> None:
         """The call that began an operation has returned `work`, which somebody may wait for."""
-        slot, number = place
-        self._fields[slot.field + _STATE] = 0
+        self._fields[place[0].field + _STATE] = 0
         if work is not None:
             pending = self._pending
             if len(pending) > _MOST_PENDING:
                 self._pending = pending = {}
-            pending[id(work)] = weakref.ref(work), slot, number
+            pending[id(work)] = weakref.ref(work), place
 
     def ended(self, place: Place) -> None:
         """The wait has come to its end on this rank, as far as the host can see."""
-        slot, number = place
+        slot, number, source = place
         at = slot.field
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]
         fields[at + _STATE] = 0
         if number > fields[at + _ENDED]:
             fields[at + _ENDED] = number
+        if source != NO_MESSAGE:
+            self.message_received(slot.number, source)
 
     def failed(self, place: Place) -> None:
         """The call or the wait has raised."""
@@ -200,17 +259,43 @@ class GroupTable:
         """The group's own counter may have counted what is no collective, or a collective by its messages."""
         self._fields[place[0].field + _COUNTED] = group._get_sequence_number_for_group()
 
+    # -- messages: what worker/native/group_writer.c calls as well ----------------------------------------------
+
+    def message_begun(self, slot: int, operation: int, peer: int) -> int:
+        """Count a send. Returns whose message it receives, for `message_received`."""
+        if operation != _SEND:
+            return peer
+        self._sent[slot, peer] = self._sent.get((slot, peer), 0) + 1
+        return NO_MESSAGE
+
+    def message_received(self, slot: int, source: int) -> None:
+        """A receive has come to its end."""
+        self.received += 1
+        if source != ANYONE:
+            self._received[slot, source] = self._received.get((slot, source), 0) + 1
+
     # -- slots --------------------------------------------------------------------------------------------------
 
     def _write_slot(self, slot: Slot, group: Any) -> None:
         self._view[slot.at : slot.at + GROUP_BYTES] = bytes(GROUP_BYTES)
         module = _modules["torch.distributed.distributed_c10d"]
-        ranks = [int(rank) for rank in module._world.pg_group_ranks.get(group, {})]
+        places = module._world.pg_group_ranks.get(group, {})
+        ranks = [int(rank) for rank in places]
+        slot.ranks = [int(rank) for rank in sorted(places, key=places.__getitem__)]
         self._write_text(slot.at + table.NAME_AT, table.NAME_BYTES, str(group.group_name))
         self._write_text(slot.at + table.MEMBERS_AT, table.MEMBERS_BYTES, table.members_text(sorted(ranks)))
         self._fields[slot.field + GroupField.SIZE] = group.size()
         self._count_unseen(slot, group._get_sequence_number_for_group())
         self._fields[slot.field + GroupField.USED] = 1
+
+    def _counted_beside(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for slot in self._slots.values():
+            group = slot.group() if slot is not None else None
+            if slot is not None and group is not None:
+                with suppress(RuntimeError, ValueError):  # the group is destroyed, the recorder closed
+                    found[slot.name] = int(group._get_sequence_number_for_group()) - self.count_of(group)
+        return found
 
     def _write_text(self, at: int, most: int, text: str) -> None:
         data = text.encode("utf-8", "replace")[:most]

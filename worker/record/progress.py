@@ -9,7 +9,7 @@ from ...core.recorder.layout import Field, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.records import Where
 from ...core.settings import WorkerSettings
-from .collectives import clock, issued
+from .collectives import issued, moment
 from .group_table import GroupTable
 from .recorder_lock import RecorderLock
 from .roots import RootInfo
@@ -39,6 +39,7 @@ class Progress:
         """The place in the run, for an event: now, or that of `page` of the root labelled `root`."""
         label = root if root is not None else self.root.label if self.root is not None else ""
         current = page or (self.root.page if self.root is not None else None)
+        now = moment(issued())
         return Where(
             rank=self.rank,
             attempt=self.settings.attempt,
@@ -46,16 +47,16 @@ class Progress:
             batch=current.batch if current is not None else self.batch,
             root=label,
             page=current.number if current is not None else -1,
-            seq=issued(),
+            seq=now.seq,
             time_ns=time.time_ns(),
-            clock=clock(),
+            clock=now.clock,
+            sent=now.sent,
+            received=now.received,
         )
 
     def where_of(self, page: OpenPage, frame: Frame) -> Where:
         """The place in the run of a frame, which may be some batches old."""
-        counts = clock()
-        if frame.seq != issued():  # collectives were issued since: a frame holds only the sum over all groups
-            counts = dict.fromkeys(counts, frame.seq) if len(counts) == 1 and frame.seq >= 0 else {}
+        then = moment(frame.seq)
         return Where(
             rank=self.rank,
             attempt=self.settings.attempt,
@@ -65,7 +66,9 @@ class Progress:
             page=page.number,
             seq=frame.seq,
             time_ns=time.time_ns(),
-            clock=counts,
+            clock=then.clock,
+            sent=then.sent,
+            received=then.received,
         )
 
     def begin_page(self, root: RootInfo) -> OpenPage:

@@ -119,7 +119,7 @@ def _fewer(one: _Ended, other: _Ended) -> bool:
 
 
 def _is_less(mine: dict[_Group, int], theirs: dict[_Group, int]) -> bool:
-    common = mine.keys() & theirs.keys()
+    common = [group for group in mine.keys() & theirs.keys() if min(mine[group], theirs[group]) >= 0]
     return any(mine[group] < theirs[group] for group in common) and not any(
         mine[group] > theirs[group] for group in common
     )

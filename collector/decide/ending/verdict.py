@@ -134,7 +134,7 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
                 if rank.exit is not None
             ),
             *(
-                f"rank {rank.rank}, after {error.where.seq} collectives: {first_line(error.message)}"
+                f"rank {rank.rank}, after {error.where.collectives} collectives: {first_line(error.message)}"
                 for rank in victims
                 if (error := own_error(rank)) is not None
             ),

@@ -12,7 +12,7 @@ from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
 from ..own_faults import doubts_about
 from ..words import found_text, place_of, ranks_text
-from .order import before
+from .order import Order, reason
 from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
 from .words import is_alike
 
@@ -23,6 +23,7 @@ def evidence_of(
     facts: RunFacts,
     first: LocalDiagnosis,
     diagnoses: list[LocalDiagnosis],
+    order: Order,
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
 ) -> tuple[str, list[str]]:
@@ -43,14 +44,16 @@ def evidence_of(
     doubts += _unsettled(facts, first, diagnoses)
     if first.source == "outside" and first.phase == "backward":
         doubts += _of_stages(facts, first)
-    later = [other for other in diagnoses if before(first, other)]
+    later = [other for other in diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
-        when = f", after {diagnosis.seq} collectives against {first.seq}" if first.seq >= 0 else ""
-        lines.append(f"rank {diagnosis.rank} first saw one later: batch {diagnosis.batch}, {place_of(diagnosis)}{when}")
+        when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
+        lines.append(f"rank {diagnosis.rank} first saw one later: {when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
-    for diagnosis in [other for other in diagnoses if other.rank not in known][:_MAX_LINES]:
+    others = [other for other in diagnoses if other.rank not in known]
+    lines += _of_silent_groups(order) if others or concurrent else []
+    for diagnosis in others[:_MAX_LINES]:
         lines.append(
             f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
         )
@@ -64,6 +67,14 @@ def evidence_of(
                 f"abs max {format_number(wild.row.abs_max).strip()}, against {wild.against}"
             )
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+
+
+def _of_silent_groups(order: Order) -> list[str]:
+    silent = order.silent_groups()
+    if not silent:
+        return []
+    several = f"groups {', '.join(silent)} count" if len(silent) > 1 else f"group {silent[0]} counts"
+    return [f"process {several} no collectives, or not those alone: no ranks were put in order by that"]
 
 
 def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:

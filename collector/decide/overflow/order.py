@@ -1,33 +1,151 @@
-"""Which of two ranks' diagnoses came first. Clocks of hosts are not compared.
+"""Which of the ranks' diagnoses came first. Clocks of hosts are not compared. Pure.
 
-Ranks share their collectives. The rank that had issued fewer of them on a common group was earlier: the value cannot
-have come to it through a collective that it had not yet issued. Between two matching collectives nothing puts two ranks
-in order.
+A value crosses from one rank to another in a collective or in a message only. Collectives cut the order of a group's
+members: the rank that had issued fewer of them was earlier, as the value cannot have come to it through one that it had
+not yet issued. A message is an edge between two ranks: if one had received more than the other had sent by its own
+diagnosis, one of the messages was sent after it. Messages are counted for each pair of ranks, and are in no sum.
+
+What neither puts in order is concurrent.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy
+
 from ...diagnose.local_diagnosis import LocalDiagnosis
+from ..words import ranks_text
+
+_UNKNOWN_PEER = -1
 
 
 def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
-    """Whether `left` was certainly earlier than `right`."""
-    common = left.clock.keys() & right.clock.keys()
-    if common:
-        fewer = any(left.clock[group] < right.clock[group] for group in common)
-        more = any(left.clock[group] > right.clock[group] for group in common)
-        if fewer or more:
-            return fewer and not more
-        # The value may have been made earlier than it was seen. The count of one group can be compared, a sum cannot.
-        return len(left.clock) == len(right.clock) == 1 and 0 <= left.seq < right.seq
-    if left.clock and right.clock:
-        return False
-    if left.seq < 0 and right.seq < 0:  # no process group: only steps and batches put ranks in order
-        return (left.step, left.batch) < (right.step, right.batch)
-    return left.seq < right.seq
+    """Whether `left` was certainly earlier than `right`, by what these two ranks have passed to each other."""
+    return Order([left, right]).before(left, right)
 
 
 def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
     """The diagnoses that none came before. If they form a ring, all of them."""
-    first = [one for one in diagnoses if not any(before(other, one) for other in diagnoses)]
-    return first or diagnoses
+    return Order(diagnoses).earliest()
+
+
+class Order:
+    """The strict partial order of some diagnoses, one of each rank. It is transitive: over a third rank as well."""
+
+    def __init__(self, diagnoses: list[LocalDiagnosis]) -> None:
+        self._diagnoses = diagnoses
+        self._place = {_key(one): place for place, one in enumerate(diagnoses)}
+        leads = _message_edges(diagnoses, self._place)
+        cuts = _cuts(diagnoses)
+        leads |= cuts & ~cuts.T & ~leads.T  # a message that came is more than a collective that others issue later
+        self._reached = _closure(leads)
+
+    def before(self, left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
+        """Whether `left` was certainly earlier than `right`. Both are of a rank with a diagnosis in this order."""
+        mine, theirs = self._place[_key(left)], self._place[_key(right)]
+        return self._is_before(mine, theirs)
+
+    def earliest(self) -> list[LocalDiagnosis]:
+        """The diagnoses that none came before."""
+        places = range(len(self._diagnoses))
+        return [self._diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
+
+    def silent_groups(self) -> list[str]:
+        """Names of the process groups that count nothing, and so put no ranks in order. Several ranks are in each."""
+        ranks: defaultdict[str, int] = defaultdict(int)
+        for one in self._diagnoses:
+            for group, count in one.clock.items():
+                ranks[group] += count < 0
+        return sorted(group for group, number in ranks.items() if number > 1)
+
+    def _is_before(self, mine: int, theirs: int) -> bool:
+        return bool(self._reached[mine] >> theirs & 1) and not self._reached[theirs] >> mine & 1
+
+
+def reason(first: LocalDiagnosis, later: LocalDiagnosis) -> str:
+    """What shows that `later` came after `first`, with a comma before it; "" if a third rank puts them in order."""
+    mine, theirs = _clock(first), _clock(later)
+    for group in sorted(mine.keys() & theirs.keys()):
+        if 0 <= mine[group] < theirs[group]:
+            return f", after {theirs[group]} collectives against {mine[group]}"
+    for group, received, sent in _messages(first, later):
+        if received > sent:
+            return f", after it had received message {sent + 1} of {ranks_text([first.rank])} (process group {group})"
+    if not mine and not theirs and first.seq >= 0:
+        return f", after {later.seq} collectives against {first.seq}"
+    return ""
+
+
+def _key(one: LocalDiagnosis) -> tuple[int, int]:
+    return one.attempt, one.rank
+
+
+def _clock(one: LocalDiagnosis) -> dict[str, int]:
+    """Collectives by group, of the groups that count."""
+    return {group: count for group, count in one.clock.items() if count >= 0}
+
+
+def _tie_break(one: LocalDiagnosis) -> int:
+    """The value may have been made earlier than it was seen. The count of one group can be compared, a sum cannot."""
+    alone = len(one.clock) == 1 and not one.sent and not one.received
+    return one.seq if alone else -1
+
+
+def _messages(sender: LocalDiagnosis, receiver: LocalDiagnosis) -> Iterator[tuple[str, int, int]]:
+    """(group, how many messages of `sender` had been received, how many `sender` had sent) where both are known."""
+    for group, peers in receiver.received.items():
+        sent = sender.sent.get(group, {})
+        if sender.clock.get(group, -1) >= 0 and _UNKNOWN_PEER not in sent:
+            yield group, peers.get(sender.rank, 0), sent.get(receiver.rank, 0)
+
+
+def _message_edges(diagnoses: list[LocalDiagnosis], place: dict[tuple[int, int], int]) -> numpy.ndarray:
+    found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
+    for mine, receiver in enumerate(diagnoses):
+        for peer in {peer for peers in receiver.received.values() for peer in peers}:
+            theirs = place.get((receiver.attempt, peer))
+            if theirs is not None and theirs != mine:
+                messages = _messages(diagnoses[theirs], receiver)
+                found[theirs, mine] = any(received > sent for _, received, sent in messages)
+    return found
+
+
+def _cuts(diagnoses: list[LocalDiagnosis]) -> numpy.ndarray:
+    """Who had issued fewer collectives than whom on a common group."""
+    found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
+    members: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for place, one in enumerate(diagnoses):
+        for group, count in _clock(one).items():
+            members[group].append((place, count, _tie_break(one)))
+        if not one.clock:
+            for other_place, other in enumerate(diagnoses):
+                found[place, other_place] = _is_earlier_by_sum(one, other)
+                found[other_place, place] = _is_earlier_by_sum(other, one)
+    for entries in members.values():
+        places, counts, ties = (column[:, None] for column in numpy.array(entries).T)
+        fewer = (ties >= 0) & (ties < ties.T) & (counts == counts.T) | (counts < counts.T)
+        found[places, places.T] |= fewer
+    return found
+
+
+def _is_earlier_by_sum(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
+    """Where the groups of one of them are not known."""
+    if left.seq < 0 and right.seq < 0:  # no process group: only steps and batches put ranks in order
+        return (left.step, left.batch) < (right.step, right.batch)
+    known = left if left.clock else right
+    if len(known.clock) > 1 or known.sent or known.received:
+        return False
+    return left.seq < right.seq
+
+
+def _closure(leads: numpy.ndarray) -> list[int]:
+    """For each row the columns that it reaches, as bits."""
+    reached = [int.from_bytes(row.tobytes(), "little") for row in numpy.packbits(leads, axis=1, bitorder="little")]
+    for via, further in enumerate(reached):
+        if further:
+            for row, bits in enumerate(reached):
+                if bits >> via & 1:
+                    reached[row] = bits | reached[via]
+    return reached

@@ -9,7 +9,7 @@ from ...facts.facts import RunFacts
 from ..verdict_model import Concurrent, Verdict
 from ..words import COMPILED, cascade_of, found_text, seen_in
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
-from .order import before, earliest
+from .order import Order
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
@@ -25,14 +25,15 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         return None
     first_attempt = min(diagnosis.attempt for diagnosis in diagnoses)
     diagnoses = sorted((d for d in diagnoses if d.attempt == first_attempt), key=lambda d: d.rank)
-    level = earliest(diagnoses)
+    order = Order(diagnoses)
+    level = order.earliest()
     tier = next(found for tier in _TIERS if (found := [d for d in level if d.source in tier]))
     first = tier[0]
     if first.source == "reduced":
         return of_reduced(facts, tier, diagnoses)
     alone = len(tier) == 1
     if first.source == "skipped":
-        return _skipped(facts, tier, diagnoses) if alone else _unknown(tier)
+        return _skipped(facts, tier, diagnoses, order) if alone else _unknown(tier)
     if first.source == "received" or (not alone and all(d.source in ("weight", "unread", "carried") for d in tier)):
         return _unknown(tier)
     rest = tier[1:]
@@ -49,7 +50,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     )
     if odd is not None and odd.certain:
         first = _of_weight(first, odd)
-    return _named(facts, first, rest, diagnoses, odd)
+    return _named(facts, first, rest, diagnoses, order, odd)
 
 
 def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:
@@ -65,10 +66,11 @@ def _named(
     first: LocalDiagnosis,
     rest: list[LocalDiagnosis],
     diagnoses: list[LocalDiagnosis],
+    order: Order,
     odd: OddWeight | None,
 ) -> Verdict:
     host = facts.host(facts.ranks[first.attempt, first.rank])
-    certainty, evidence = evidence_of(facts, first, diagnoses, rest, odd)
+    certainty, evidence = evidence_of(facts, first, diagnoses, order, rest, odd)
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
@@ -102,12 +104,12 @@ def _named(
     )
 
 
-def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
+def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], order: Order) -> Verdict:
     """The rank is known. What happened in it is not: its batch was skipped."""
     first = tier[0]
     host = facts.host(facts.ranks[first.attempt, first.rank])
     evidence = [f"rank {first.rank}, batch {first.batch}: {found_text(first)}"]
-    evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not before(first, d)])
+    evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not order.before(first, d)])
     return overflow_at(
         first,
         **whose(facts, first),

@@ -34,7 +34,7 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
             last = 1 if event is rank.exit else 0
             found.append(
                 (
-                    (where.attempt, where.seq, last),
+                    (where.attempt, where.collectives, last),
                     TimelineEntry(
                         utc(where.time_ns / 1e9),
                         rank.rank,
@@ -42,7 +42,7 @@ def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
                         text,
                         where.step,
                         where.batch,
-                        where.seq,
+                        where.collectives,
                         kind,
                     ),
                 )

@@ -12,9 +12,11 @@
 
 /* memory: the recorder's map. tensor, parameter, group: torch's classes. counter: the group's method that returns its own
    sequence number. describe(tensor) -> (code of the dtype, elements), of any tensor. find_slot(group): a group that is not
-   known yet gets its slot there, with `enter`; or none. on_fault(exception). */
+   known yet gets its slot there, with `enter`; or none. message_begun(slot, operation, peer) -> whose message it receives.
+   message_received(slot, whose). on_fault(exception). */
 #define EACH_GROUP_PART(DO) \
-    DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) DO(on_fault)
+    DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) \
+    DO(message_begun) DO(message_received) DO(on_fault)
 
 /* Who holds a slot of the table. `group` is only compared: `ref` tells whether it is still the same one. */
 typedef struct {
@@ -22,10 +24,13 @@ typedef struct {
     int64_t holders; /* how many groups have held this slot */
 } GroupSlot;
 
+enum { NO_MESSAGE = -2 }; /* as in worker/record/group_table.py: it is no receive */
+
 /* An operation in the table. */
 typedef struct {
     int slot;
     int64_t holders, number;
+    int64_t source; /* whose message it receives; NO_MESSAGE */
 } Place;
 
 /* A work that somebody may wait for. `work` is only compared. */
