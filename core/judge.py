@@ -11,10 +11,9 @@ Recorded, and no alarm:
   row. If the input was finite when it was last seen, the call has changed it in place, and it is an alarm.
 - a gradient that a GradScaler looks at before it is used.
 - what a rule of the user's covers, and the same tensor in the calls that pass it on.
-- nan that a call makes of a mask of -inf, for as long as the calls around it have not returned. If the call around it
-  returns something finite, the nan is absorbed: a softmax over rows that are masked whole, and a `masked_fill` behind
-  it. If that call, or another one inside of it, returns a nan that this one explains, it is an alarm where it was made.
-  An inf, or a nan out of finite numbers, is an alarm at once.
+- a bad value that a call returns, for as long as the calls around it have not returned. If it leads to what the model
+  returns, it is an alarm where it was made. If a call around it returns something that cannot come of it, it was
+  absorbed: a softmax over rows that are masked whole, and a `masked_fill` behind it (bad_values.py).
 """
 
 from __future__ import annotations
@@ -22,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
-from .frames import Frame, Mark, Page, Row, is_inside
+from .bad_values import BadValue, BadValues
+from .frames import Frame, Mark, Page, Row
 from .records import Anomaly, LookedAgain, Moment, OptimizerStep, Where
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 
-_FORWARDS = ("forward", "recompute")
-_INFINITE = NonFinite.POSINF | NonFinite.INF
+FORWARDS = ("forward", "recompute")
+"""Phases in which calls are made, each within another one."""
 EXPECTED = Mark.IGNORED | Mark.SCALED
 
 
@@ -54,22 +54,8 @@ class Judgement(NamedTuple):
     """(`near overflow`, `underflow`, or `zero` for a gradient that is exactly zero, row)"""
     of: Frame | None = None
     """The frame of the alarm, where that is an earlier one than the frame that was judged."""
-    absorbed: tuple[MaskNan, ...] = ()
-    """What this call around them has taken away."""
-
-
-class MaskNan(NamedTuple):
-    """A nan that a call has made of a mask of -inf, or has passed on."""
-
-    frame: Frame
-    row: Row
-    made: MaskNan | None = None
-    """Where it was made, if this call has only passed it on."""
-
-    @property
-    def maker(self) -> MaskNan:
-        """The nan of the call that made it."""
-        return self.made or self
+    absorbed: tuple[BadValue, ...] = ()
+    """What this call has taken away that calls inside of it have returned."""
 
 
 _NOTHING: frozenset[int] = frozenset()
@@ -103,18 +89,14 @@ def judge(
 class PageSoFar:
     """What the frames of a page have shown, in the order in which they were written. A fold around `judge`."""
 
-    __slots__ = ("masked", "returned", "waived")
+    __slots__ = ("_at_once", "bad", "returned", "waived")
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
+        """A bad value is an alarm in the call that has made it, whatever becomes of it: `--sync`."""
         self.waived: set[int] = set()
         self.returned: set[int] = set()
-        self.masked: list[MaskNan] = []
-        """What is undecided: the calls around these have not returned."""
-
-    @property
-    def undecided_depth(self) -> int:
-        """Depth of the deepest call whose nan is undecided: a frame no deeper may be around it. -1: there is none."""
-        return max((nan.frame.depth for nan in self.masked), default=-1)
+        self.bad = BadValues()
 
     def judge(self, frame: Frame, limits: Limits = NO_LIMITS) -> Judgement:
         """Judge the next frame."""
@@ -124,41 +106,28 @@ class PageSoFar:
                 self.returned.add(row.value)
                 if row.mark & Mark.IGNORED:
                     self.waived.add(row.value)
-        return self._with_masks(frame, found) if self.masked or found.alarm is not None else found
+        return self._decided(frame, found) if self.bad.undecided or found.alarm is not None else found
 
-    def _with_masks(self, frame: Frame, found: Judgement) -> Judgement:
-        """The judgement, once it is known what has become of the nan that masks made."""
-        if frame.phase not in _FORWARDS:
-            return found
-        ended: list[MaskNan] = []
-        if frame.outputs:  # a call that raised has returned nothing
-            ended = [nan for nan in self.masked if is_inside(nan.frame, frame)]
-            self.masked = [nan for nan in self.masked if not is_inside(nan.frame, frame)]
+    def end(self) -> Judgement:
+        """No call of this forward returns any more: the alarm, if one is undecided."""
+        return _with(Judgement(), self.bad.end())
+
+    def _decided(self, frame: Frame, found: Judgement) -> Judgement:
+        """The judgement, once it is known what has become of what the calls have returned."""
+        if frame.phase not in FORWARDS:
+            bad = self.bad.end()  # it came before
+            return _with(found, bad) if bad is not None else found
         alarm = found.alarm
-        if alarm is None:
-            if any(row.flags & ~NonFinite.NEGINF for row in frame.outputs):
-                return found  # a rule of the user's covers it
-            return found._replace(absorbed=tuple(nan for nan in ended if nan.made is None))
-        if alarm.role_kind is not RoleKind.OUTPUT or not alarm.flags & NonFinite.NAN:
-            return found
-        if ended:
-            return found._replace(alarm=ended[0].maker.row, of=ended[0].maker.frame)
-        return self._handed_on(frame, alarm, found)
+        if alarm is not None and all(row.finite for row in frame.outputs):
+            return found  # a weight
+        bad, taken = self.bad.returns(frame, alarm)
+        if bad is None and self._at_once:
+            bad = self.bad.end()
+        return _with(found, bad)._replace(absorbed=taken)
 
-    def _handed_on(self, frame: Frame, alarm: Row, found: Judgement) -> Judgement:
-        """A nan was returned by a call inside of which no mask has become nan."""
-        bad = [row for row in frame.inputs if row.flags]
-        nan = [row for row in bad if row.flags != NonFinite.NEGINF]
-        if not bad or any(row.flags & _INFINITE for row in frame.outputs):
-            return found
-        passed_on = [known for known in self.masked for row in nan if row.value == known.row.value >= 0]
-        if nan and not self.masked:
-            return found
-        if len(passed_on) == len(nan) and (frame.parent is not None or frame.phase == "recompute"):
-            self.masked.append(MaskNan(frame, alarm, passed_on[0].maker if passed_on else None))
-            return found._replace(alarm=None)
-        first = passed_on[0].maker if passed_on else self.masked[0].maker if nan else None
-        return found._replace(alarm=first.row, of=first.frame) if first is not None else found
+
+def _with(found: Judgement, bad: BadValue | None) -> Judgement:
+    return found._replace(alarm=bad.row, of=bad.frame) if bad is not None else found._replace(alarm=None)
 
 
 def is_argument(row: Row) -> bool:
@@ -239,7 +208,8 @@ def first_alarm(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:
         found = page.judge(frame)
         if found.alarm is not None:
             return found.of or frame, found.alarm
-    return None
+    found = page.end()
+    return (found.of, found.alarm) if found.of is not None and found.alarm is not None else None
 
 
 def first_expected_gradient(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:

@@ -223,11 +223,6 @@ MASK_NAN = {
         0,
     ),
     "inf out of a mask": ([_call("attn.exp", row("input[0]", NEGINF), row("output", POSINF))], "output", 0),
-    "nan out of finite numbers, taken away": (
-        [_call("attn.log", row("input[0]"), row("output", NAN)), ATTENTION],
-        "output",
-        0,
-    ),
     "the call around it raised": ([MASKED, _call("attn", row("input[0]"), depth=1, parent="")], None, 0),
     "a compiled region counts depth from its own start": (
         [MASKED, _call("attn", row("input[0]"), row("output", NAN), depth=2, parent="")],
@@ -241,6 +236,7 @@ MASK_NAN = {
 def test_nan_out_of_a_mask_is_decided_by_the_call_around_it(frames, alarm, absorbed):
     so_far = PageSoFar()
     judged = [(frame, so_far.judge(frame)) for frame in frames]
+    judged.append((frames[-1], so_far.end()))
     alarms = [(found.of or frame, found.alarm) for frame, found in judged if found.alarm is not None]
 
     if alarm is None:
@@ -251,6 +247,67 @@ def test_nan_out_of_a_mask_is_decided_by_the_call_around_it(frames, alarm, absor
         assert (alarms[0][0], alarms[0][1].role) == alarm
     assert [nan.frame.module for _, found in judged for nan in found.absorbed] == ["attn.softmax"] * absorbed
     assert first_alarm(frames) == (alarms[0] if alarms else None)
+
+
+LOG = _call("attn.log", row("input[0]"), row("output", NAN, value=5))
+EXP = _call("attn.exp", row("input[0]"), row("output", POSINF, value=5))
+BLOCK = _call("block", row("input[0]"), row("output"), depth=1, parent="")
+NAN_ROOT = _call("", row("input[0]"), row("output", NAN), depth=0, parent=None)
+INF_ROOT = _call("", row("input[0]"), row("output", POSINF), depth=0, parent=None)
+INF_ATTENTION = _call("attn", row("input[0]"), row("output", POSINF, value=9), depth=1, parent="")
+NOTHING_TOLD = _call("attn", row("input[0]"), Row("output", None, None, False, False, False, "", None, "not_a_tensor"), depth=1, parent="")
+RAISED = _call("attn", row("input[0]"), depth=1, parent="")
+HANDED_LATER = _call("late", row("input[0]", NAN, value=5), row("output", NAN, value=11), depth=1, parent="")
+GRADIENT = _call("attn.log", row("grad weight", NAN), depth=0, parent=None, phase="backward")
+AGAIN = _call("attn.log", *LOG.rows, depth=0, parent=None, phase="recompute")
+IN_OTHER_BLOCK = _call("block.exp", row("input[0]"), row("output", POSINF, value=15), parent="block")
+INF_BLOCK = _call("block", row("input[0]"), row("output", POSINF), depth=1, parent="")
+ASKED_ABOUT = Frame(3, 0, "after it", "detect_overflow", "forward", [row("output", NAN)], depth=2, parent="attn")
+
+LEADS_TO = {
+    "the call around it takes it away": ([LOG, ATTENTION, ROOT], None, ["attn.log"]),
+    "the model returns it": ([LOG, _call("attn", row("output", NAN), depth=1, parent=""), NAN_ROOT], LOG, []),
+    "it becomes nan on its way": ([EXP, INF_ATTENTION, NAN_ROOT], EXP, []),
+    "the root takes it away": ([EXP, INF_ATTENTION, ROOT], None, ["attn.exp"]),
+    "a nan never becomes an inf": ([LOG, INF_ATTENTION, INF_ROOT], INF_ATTENTION, ["attn.log"]),
+    "another branch is finite": ([EXP, INF_ATTENTION, BLOCK, INF_ROOT], EXP, []),
+    "another branch has its own": ([LOG, ATTENTION, IN_OTHER_BLOCK, INF_BLOCK, INF_ROOT], IN_OTHER_BLOCK, ["attn.log"]),
+    "what the call around it returns cannot be read": ([LOG, NOTHING_TOLD, ROOT], None, ["attn.log"]),
+    "nor what is around that": ([LOG, NOTHING_TOLD, NAN_ROOT], LOG, []),
+    "the call around it raised, and so did the root": ([LOG, RAISED, _call("", depth=0, parent=None)], LOG, []),
+    "the root was not heard of": ([LOG], LOG, []),
+    "a later call is handed it, and returns it": ([LOG, ATTENTION, HANDED_LATER, NAN_ROOT], LOG, ["attn.log"]),
+    "a later call is handed it, and the root takes it away": (
+        [LOG, ATTENTION, HANDED_LATER, ROOT],
+        None,
+        ["attn.log", "attn.log"],
+    ),
+    "its gradient is bad": ([LOG, ATTENTION, ROOT, GRADIENT], GRADIENT, ["attn.log"]),
+    "a backward begins before it is decided": ([LOG, GRADIENT], LOG, []),
+    "taken away, and a part of the forward is run again": ([LOG, ATTENTION, ROOT, AGAIN], None, ["attn.log"]),
+    "only when it is run again": ([ROOT, AGAIN], AGAIN, []),
+    "the script asked about it": ([ASKED_ABOUT, ATTENTION, ROOT], ASKED_ABOUT, []),
+}
+
+
+@pytest.mark.parametrize(("frames", "alarm", "taken"), LEADS_TO.values(), ids=LEADS_TO)
+def test_a_bad_value_is_an_alarm_where_it_leads_to_what_the_model_returns(frames, alarm, taken):
+    so_far = PageSoFar()
+    judged = [(frame, so_far.judge(frame)) for frame in frames]
+    judged.append((frames[-1], so_far.end()))
+
+    found = [found.of or frame for frame, found in judged if found.alarm is not None]
+    assert found[:1] == ([alarm] if alarm is not None else [])
+    assert [bad.frame.module for _, found in judged for bad in found.absorbed] == taken
+    first = first_alarm(frames)
+    assert (first[0] if first is not None else None) == alarm
+
+
+def test_with_sync_a_bad_value_is_an_alarm_at_once():
+    so_far = PageSoFar(at_once=True)
+
+    assert so_far.judge(LOG).alarm is not None
+    assert so_far.judge(ATTENTION).absorbed == ()
 
 
 def test_what_a_rule_covers_is_hidden_and_passing_it_on_is_no_alarm():

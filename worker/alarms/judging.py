@@ -14,7 +14,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
 from ...core.frames import Frame, Mark, Row, module_text
-from ...core.judge import Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
+from ...core.judge import FORWARDS, Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
@@ -46,10 +46,12 @@ class NonFiniteRow(NamedTuple):
 class _PageJudged:
     """How far a page has been judged."""
 
-    __slots__ = ("alarmed", "next", "so_far", "suspicious")
+    __slots__ = ("alarmed", "forward_ended", "next", "so_far", "suspicious")
 
-    def __init__(self) -> None:
-        self.so_far = PageSoFar()
+    def __init__(self, at_once: bool) -> None:
+        self.so_far = PageSoFar(at_once=at_once)
+        self.forward_ended = False
+        """No call of its forward returns any more."""
         self.alarmed = False
         """The page has its anomaly. Later alarms of the same batch are consequences of it."""
         self.next = 0
@@ -68,6 +70,7 @@ class Judging:
         self._fields = progress.fields
         self._rows = rows
         self._own = OwnPages(progress.recorder)
+        self._sync = settings.sync
         self._limits = Limits(settings.near_overflow, settings.underflow_share)
         self.aborts = settings.on_overflow == "abort"
         """An overflow ends the job."""
@@ -108,7 +111,10 @@ class Judging:
 
     def suspects(self, page: OpenPage) -> bool:
         """Whether every further frame of a page must be judged."""
-        return page.judged is not None and (_judged(page).suspicious or bool(_judged(page).so_far.masked))
+        if page.judged is None:
+            return False
+        judged = self._judged(page)
+        return judged.suspicious or bool(judged.so_far.bad.undecided)
 
     def judge(self, page: OpenPage, index: int) -> None:
         """Judge the notable frame `index`: now, or when the outstanding numbers of its page have arrived."""
@@ -116,17 +122,35 @@ class Judging:
             self._to_judge.add(page.number)
             self.collect()
             return
-        if _judged(page).so_far.masked:  # a frame that the native writer wrote since may decide about it
-            self._advance(page, everything=True)
+        judged, frame = self._judged(page), self._own.frame(page, index)
+        if frame is None:
             return
-        frame = self._own.frame(page, index)
-        if frame is not None:
-            self._judge(page, _judged(page), frame)
+        if not judged.so_far.bad.undecided:
+            self._judge(page, judged, frame)
+        elif self._sync or frame.phase not in FORWARDS:
+            self._advance(page, everything=True)  # frames that the native writer wrote since come first
+        # else it is judged when the forward returns, after the frames in front of it
 
     def forward_ends(self, page: OpenPage) -> None:
-        """Judge the frames that the native writer wrote after a notable one: they may show the same values again."""
-        if self.suspects(page) and page.number not in self._late:
-            self._advance(page, everything=True)
+        """A forward, or a part of one that is run again, has returned or raised: nothing of it is undecided any more.
+
+        The native writer has written frames after a notable one: they may show the same values again.
+        """
+        late = page.number in self._late
+        if page.judged is None and not late:
+            return
+        judged = self._judged(page)
+        judged.forward_ended = True
+        if not late:
+            if self.suspects(page):
+                self._advance(page, everything=True)
+            self._decide(page, judged)
+
+    def _decide(self, page: OpenPage, judged: _PageJudged) -> None:
+        """What is undecided leads somewhere, as far as can be known."""
+        found = judged.so_far.end() if judged.forward_ended else None
+        if found is not None and found.alarm is not None and found.of is not None:
+            self.alarm(NonFiniteRow(page, found.of, found.alarm))
 
     def judge_again(self, page: OpenPage, index: int) -> Judgement:
         """Judge one frame by itself, without recording anything. Its numbers must have arrived."""
@@ -142,6 +166,13 @@ class Judging:
             for row in frame.weights
             if row.finite and row.abs_min is not None and row.abs_max is not None
         }
+
+    def _judged(self, page: OpenPage) -> _PageJudged:
+        judged = page.judged
+        if judged is None:
+            judged = page.judged = _PageJudged(self._sync)
+        assert isinstance(judged, _PageJudged)
+        return judged
 
     def collect(self) -> bool:
         """Judge the frames whose numbers have arrived. True when no number is outstanding. Does not wait."""
@@ -163,13 +194,15 @@ class Judging:
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)
-                _judged(self._late[number]).suspicious = True
+                self._judged(self._late[number]).suspicious = True
         self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
         arrived = {number for number in self._late if not buffer.pending(number)}
         for number in sorted(self._to_judge):
             page = self._late.get(number)
             if page is not None:
                 self._advance(page, everything=number in arrived)
+                if number in arrived:
+                    self._decide(page, self._judged(page))
         for number in arrived:
             del self._late[number]
         self._to_judge &= self._late.keys()
@@ -188,15 +221,26 @@ class Judging:
 
         `everything`: no number of the page is outstanding, so those that are still missing were lost.
         """
-        judged = _judged(page)
-        notable, arguments = self._rows.notable.rows, self._rows.argument_slots
-        undecided = judged.so_far.undecided_depth
-        found, end = frames_to_judge(self._own, page, judged.next, notable, arguments, undecided, everything=everything)
-        for index in found:
-            frame = self._own.frame(page, index)
-            if frame is not None:
+        judged = self._judged(page)
+        bad = judged.so_far.bad
+        around_is_known = False
+        while not around_is_known:
+            around_is_known = True
+            found, end = self._to_be_judged(page, judged, everything=everything)
+            for index in found:
+                frame = self._own.frame(page, index)
+                if frame is None:
+                    continue
                 self._judge(page, judged, frame)
+                if any(each.within is frame for each in bad.undecided) and all(row.finite for row in frame.outputs):
+                    around_is_known = False  # what it returned says nothing: the call around it decides
+                    break
         judged.next = max(judged.next, end)
+
+    def _to_be_judged(self, page: OpenPage, judged: _PageJudged, *, everything: bool) -> tuple[list[int], int]:
+        undecided = {each.within.index for each in judged.so_far.bad.undecided}
+        notable, arguments = self._rows.notable.rows, self._rows.argument_slots
+        return frames_to_judge(self._own, page, judged.next, notable, arguments, undecided, everything=everything)
 
     def _judge(self, page: OpenPage, judged: _PageJudged, frame: Frame) -> None:
         judged.next = frame.index + 1
@@ -212,10 +256,10 @@ class Judging:
             self._warn(kind, page, frame, row)
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
-        for nan in found.absorbed:
-            self._absorb(NonFiniteRow(page, nan.frame, nan.row), frame)
+        for bad in found.absorbed:
+            self._absorb(NonFiniteRow(page, bad.frame, bad.row), frame)
         if found.alarm is not None:
-            if frame.phase == "optimizer" and not judged.alarmed:
+            if frame.phase == "optimizer" and found.of is None and not judged.alarmed:
                 where = self._progress.where_of(page, frame)
                 self._asked("the weights of a step", where, self.on_bad_weight, page, frame, found.alarm.role)
             self.alarm(NonFiniteRow(page, found.of or frame, found.alarm))
@@ -224,7 +268,7 @@ class Judging:
 
     def alarm(self, bad: NonFiniteRow, cause: str = "") -> None:
         """Record the first alarm of a page, and no later one."""
-        judged = _judged(bad.page)
+        judged = self._judged(bad.page)
         if judged.alarmed:
             return
         judged.alarmed = True
@@ -342,14 +386,6 @@ class Judging:
                 row.subnormals,
             )
         )
-
-
-def _judged(page: OpenPage) -> _PageJudged:
-    judged = page.judged
-    if judged is None:
-        judged = page.judged = _PageJudged()
-    assert isinstance(judged, _PageJudged)
-    return judged
 
 
 _LAUNCHED = (

@@ -5,7 +5,7 @@ A page of a transformer has thousands of rows, and a mask of -inf in nearly ever
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import numpy
@@ -15,22 +15,29 @@ from ...core.recorder.layout import SegmentField
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.tables import FRAMES, ROWS, VALUES
 from ...core.recorder.writer import OpenPage
-from ...core.values import PENDING, NonFinite
+from ...core.values import PENDING
 
 Mask = Callable[[Any, Any, Any], Any]
 """(dtype codes, high, meta), arrays of one length -> an array of bool."""
 
 
 def frames_to_judge(
-    own: OwnPages, page: OpenPage, start: int, notable: Mask, arguments: Any, undecided: int = -1, *, everything: bool
+    own: OwnPages,
+    page: OpenPage,
+    start: int,
+    notable: Mask,
+    arguments: Any,
+    undecided: Set[int] = frozenset(),
+    *,
+    everything: bool,
 ) -> tuple[list[int], int]:
     """(indices of the frames from `start` on with a notable row, index of the first frame that was not looked at).
 
     That is the first frame with a number that is on its way, unless `everything` that comes is there. `arguments` is an
     array of bool by slot: a row of one of these is never notable by itself.
 
-    The call around one with a nan is found as well, finite or not: it decides about a nan that a mask has made. For the
-    same reason every frame is found that is no deeper than `undecided`: an earlier nan of that depth is undecided.
+    The call around one with a bad value is found as well, finite or not: it decides what becomes of that. `undecided`
+    are the indices of earlier frames with such a value.
     """
     segments = list(own.segments(page))
     values = _values(own, segments)
@@ -40,9 +47,10 @@ def frames_to_judge(
     for head, at in segments:
         base, count = head[SegmentField.FRAME_BASE], head[SegmentField.FRAMES]
         skip = max(0, start - base)
+        frames = own.table(at + layout.FRAMES_AT, FRAMES, count)
         if skip >= count:
+            _around(frames, numpy.isin(frames["index"], list(undecided)), waiting)
             continue
-        frames = own.table(at + layout.FRAMES_AT, FRAMES, count)[skip:]
         rows = own.table(at + layout.ROWS_AT, ROWS, head[SegmentField.ROWS])
         stats = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]
         pending = stats["meta"] == PENDING
@@ -52,11 +60,15 @@ def frames_to_judge(
         sums = numpy.concatenate(([0], numpy.cumsum(interesting))), numpy.concatenate(([0], numpy.cumsum(pending)))
         first, last = frames["first"].astype(numpy.int64), (frames["first"] + frames["count"]).astype(numpy.int64)
         has = sums[0][last] > sums[0][first]
-        nans = numpy.concatenate(([0], numpy.cumsum(interesting & ((stats["meta"] & NonFinite.NAN) != 0))))
-        has |= _around(frames, nans[last] > nans[first], waiting)
-        has |= frames["depth"] <= undecided
+        flagged = interesting & ((stats["meta"] & 0xFF) != 0)
+        flagged = numpy.concatenate(([0], numpy.cumsum(flagged)))
+        bad = (flagged[last] > flagged[first]) & (numpy.arange(count) >= skip)
+        if undecided:
+            bad |= numpy.isin(frames["index"], list(undecided))
+        has |= _around(frames, bad, waiting)
+        has = has[skip:]
         if not everything:
-            waits = numpy.flatnonzero(sums[1][last] > sums[1][first])
+            waits = numpy.flatnonzero((sums[1][last] > sums[1][first])[skip:])
             if len(waits):
                 has = has[: waits[0]]
                 return found + [base + skip + int(place) for place in numpy.flatnonzero(has)], base + skip + int(

@@ -202,6 +202,8 @@ class Hooks:
             self._graphs.take()
             for root in self._roots.infos():
                 self._graphs.batch_ends(root)
+                if root.page is not None:
+                    self.judging.forward_ends(root.page)
             self._recorder.pause_page()
             if self._cost is not None:
                 cost = self._cost.result(self.progress.where())
@@ -423,6 +425,8 @@ class Hooks:
         else:
             self._graphs.take()
             self._graphs.batch_ends(root)
+            if root.page is not None:
+                self.judging.forward_ends(root.page)  # an interrupt may have ended it without its hooks
             self.judging.collect()
             self._gradients.batch_begins()
             if self._first_root is None:
@@ -521,10 +525,11 @@ class Hooks:
             page = self._recorder.page
             self._recorder.pause_page()
             self.rows.flush()
+            if page is not None:
+                self.judging.forward_ends(page)
             self.judging.collect()
             self._gradients.let_go()
             if page is not None:
-                self.judging.forward_ends(page)
                 if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
                     self._record_inputs(args, kwargs)
             if self._calls is not None and not raised:
