@@ -41,15 +41,19 @@ class Shown(NamedTuple):
 
     handed: Mapping[str, int]
     returned: Mapping[str, int]
+    """Without those that a call inside of it has returned, or that it was handed."""
 
 
 def shown_in(frames: Iterable[Frame]) -> Shown:
     """Counts what frames show."""
     handed: Counter[str] = Counter()
     returned: Counter[str] = Counter()
-    for frame in frames:
+    known: set[int] = set()
+    for frame in sorted(frames, key=lambda frame: frame.index):
         handed[frame.module] += sum(row.kind not in _NO_TENSORS for row in frame.inputs)
-        returned[frame.module] += sum(row.kind not in _NO_TENSORS for row in frame.outputs)
+        known.update(row.value for row in frame.inputs if row.value >= 0)
+        returned[frame.module] += sum(row.kind not in _NO_TENSORS and row.value not in known for row in frame.outputs)
+        known.update(row.value for row in frame.outputs if row.value >= 0)
     return Shown(handed, returned)
 
 
@@ -81,7 +85,8 @@ def sources_now(
     still = [(info, info.first_node, end) for info in running[::-1] if (info.id, info.first_node) not in closed]
     whole = GraphCalls(calls.page)
     whole.calls = [*calls.calls, *still]
-    return _Sources(whole, [tensor.grad_fn], shown, handed).of(tensor.grad_fn)
+    exact = Shown({}, shown.returned)  # what this call and those around it were handed is known
+    return _Sources(whole, [tensor.grad_fn], exact, handed).of(tensor.grad_fn)
 
 
 def sources_later(row: Row, module: str, graph: Graph, shown: Shown) -> list[OwnCode]:
@@ -105,12 +110,18 @@ class _Sources:
                 self._left.setdefault(made.info.name, set()).add(root)
         for user, used in _edges(roots, frozenset()):
             self._add(user, used)
-        several = ((self._left, shown.returned), (self._entered, shown.handed))
         self._shown = set(handed)
-        for nodes_of, counts in several:
-            for name, nodes in nodes_of.items():
-                if len(nodes) <= counts.get(name, 0):
-                    self._shown |= nodes
+        for name, nodes in self._left.items():
+            if len(nodes) <= shown.returned.get(name, 0):
+                self._shown |= nodes
+        for name, nodes in self._entered.items():
+            if len(nodes) <= shown.handed.get(name, 0):
+                self._shown |= {node for node in nodes if self._is_of_caller(node, name)}
+
+    def _is_of_caller(self, node: Any, module: str) -> bool:
+        """Whether the own code of a module around made a node, as it makes what it hands to a call."""
+        made = self._call(node)
+        return made is None or made.info.name == "" or module.startswith(f"{made.info.name}.")
 
     def _add(self, user: Any, used: Any) -> None:
         made, taken = self._call(used), self._call(user)
