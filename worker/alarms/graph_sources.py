@@ -50,10 +50,11 @@ def shown_in(frames: Iterable[Frame]) -> Shown:
     returned: Counter[str] = Counter()
     known: set[int] = set()
     for frame in sorted(frames, key=lambda frame: frame.index):
-        handed[frame.module] += sum(row.kind not in _NO_TENSORS for row in frame.inputs)
-        known.update(row.value for row in frame.inputs if row.value >= 0)
-        returned[frame.module] += sum(row.kind not in _NO_TENSORS and row.value not in known for row in frame.outputs)
-        known.update(row.value for row in frame.outputs if row.value >= 0)
+        given = [row.value for row in frame.inputs if row.kind not in _NO_TENSORS]
+        handed[frame.module] += len(given)
+        made = [row.value for row in frame.outputs if row.kind not in _NO_TENSORS and row.value not in given]
+        returned[frame.module] += sum(value < 0 or value not in known for value in made)
+        known.update(made)
     return Shown(handed, returned)
 
 
