@@ -131,7 +131,7 @@ def test_residual_sums_and_children_are_shown(watch, path, place):
             mask = torch.ones(2, 4)
             x = self.embed(x)
             for block in self.blocks:
-                x = block(x * 1.0, mask=mask)
+                x = block(x, mask=mask)
             return x
 
     watched = watch()
