@@ -149,6 +149,24 @@ class BadWeight(msgspec.Struct, frozen=True):
     dtype: str
 
 
+class OwnCode(msgspec.Struct, frozen=True):
+    """A module whose own code may have made a value."""
+
+    module: str
+    cls: str
+    op: str
+    """The earliest node of autograd's graph that it has made there: `MulBackward0`."""
+
+
+class HeldValue(msgspec.Struct, frozen=True):
+    """An attribute of a module, no parameter and no buffer, that holds a bad value."""
+
+    module: str
+    cls: str
+    name: str
+    value: str
+
+
 class LookedAgain(msgspec.Struct, frozen=True):
     """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
 
@@ -176,6 +194,13 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """Modules were called in another thread within that forward. These calls have no frames."""
     computed: list[str] = []
     """Weights of the module that the script has computed, as for `torch.func.functional_call`."""
+    own_code: list[OwnCode] = []
+    """Modules whose own code lies between the bad value of a forward and what frames show, the earliest first. Empty
+    where autograd's graph does not tell."""
+    own_code_of: str = ""
+    """The role of that value in the alarm's frame."""
+    held: list[HeldValue] = []
+    """Of the whole model. What an attribute holds, no frame shows."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):

@@ -69,7 +69,7 @@ class LocalDiagnosis:
     suspects: tuple[str, ...] = ()
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()
-    """Modules whose own code can have made a gradient."""
+    """Modules whose own code can have made a gradient, or a value that went on by another way than frames show."""
     excluded: tuple[str, ...] = ()
     """What has used a tensor with a bad gradient as well, and cannot have made it: `AddBackward0 of `block``."""
     mask: str = ""
@@ -132,7 +132,7 @@ def diagnosis_of_row(
         seq=seq,
         frame=frame.index,
         between=between,
-        sure=sure and not (source == "made" and again is not None and (again.changed or again.threads)),
+        sure=sure and not (source == "made" and again is not None and _may_be_elsewhere(again, module)),
         clock=then.clock,
         sent=then.sent,
         received=then.received,
@@ -147,6 +147,11 @@ def diagnosis_of_row(
 def _issued_then(anomaly: Anomaly, seq: int) -> Moment | Where:
     """What the rank had issued at its number `seq`; if nobody knows that, when the alarm was raised."""
     return next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
+
+
+def _may_be_elsewhere(again: LookedAgain, module: str) -> bool:
+    """Whether a second look has found what may have made a value in another place than `module`."""
+    return bool(again.changed) or again.threads or any(each.module != module for each in again.held)
 
 
 def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
@@ -170,6 +175,9 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
         return ()
     place = module_text(anomaly.module, anomaly.cls)
     found = [f"buffer {name} of {place} is {value}" for name, value in again.buffers.items()]
+    found += [
+        f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
+    ]
     found += [f"changed since it was last read, by no step that was seen: {text}" for text in again.changed]
     if again.autocast:
         found.append(f"autocast was on: {again.autocast}")

@@ -22,6 +22,7 @@ from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
 from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
 from .step_origin import explain_reduced, explain_step
+from .users import common
 from .weight_timeline import UNSEEN, history_of
 
 _FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
@@ -40,7 +41,8 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
         expected = first_expected_gradient(frames)
         return _of_gradient(page, frames, *expected, anomaly) if expected is not None else from_event(anomaly)
     if first.phase in ("forward", "recompute"):
-        return _Forward(page, Calls.around(frames, first), anomaly, earlier).explain(first)
+        found = _Forward(page, Calls.around(frames, first), anomaly, earlier).explain(first)
+        return _by_another_way(found, page, first, anomaly)
     row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
     if row is None:  # its own rows were lost
         return from_event(anomaly)
@@ -61,6 +63,40 @@ def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomal
         "a GradScaler was to catch it, and the optimizer was called without it: scaler.step(optimizer) skips that step"
     )
     return replace(first, notes=(*first.notes, note))
+
+
+def _by_another_way(found: LocalDiagnosis, page: Page, first: Frame, anomaly: Anomaly) -> LocalDiagnosis:
+    """What autograd's graph says against the place that the frames name as the maker of a value in a forward.
+
+    A value that goes from one module to another by an attribute, a list or a closure is in no frame, so that the module
+    which takes it out looks like its maker. Of several, the one in whose attribute it was found is named.
+    """
+    again = anomaly.again
+    if again is None or found.source != "made" or found.frame != first.index:
+        return found
+    values = {row.role: row.value for row in first.rows}
+    makers = {each.module: each for each in again.own_code}
+    if not makers.keys() - {found.module} or values.get(again.own_code_of) != values.get(found.at[2]):
+        return found
+    holders = makers.keys() & {each.module for each in again.held}
+    own_code = tuple(holders) if len(holders) == 1 else tuple(makers)
+    scope = common(list(own_code))
+    classes = {frame.module: frame.cls for frame in page.frames} | {name: each.cls for name, each in makers.items()}
+    notes = [
+        f"autograd's graph has {each.op} of {module_text(each.module, each.cls)} behind it, and no frame in between"
+        for each in makers.values()
+        if each.module != found.module
+    ]
+    return replace(
+        found,
+        module=scope,
+        cls=classes.get(scope, "?"),
+        role=found.at[2],
+        between=None,
+        sure=False,
+        own_code=own_code,
+        notes=(*found.notes, *notes),
+    )
 
 
 class _Forward:

@@ -32,6 +32,12 @@ class OwnPages:
                 return self._decode(page, at, position)
         return None
 
+    def frames(self, page: OpenPage) -> list[Frame]:
+        """The frames of a page that were not overwritten."""
+        return [
+            self._decode(page, at, position) for head, at in self.segments(page) for position in range(head[_FRAMES])
+        ]
+
     def table(self, at: int, dtype: Any, count: int) -> Any:
         """A table of the file as a NumPy array of records, in place: `count` of `dtype` from offset `at` on."""
         return numpy.frombuffer(self._writer.view, dtype, count, at)

@@ -512,15 +512,43 @@ STEP = [
         "own_clipping.py",
         _found("optimizer", 1, "fc", "Linear", role="grad weight", batch=2),
     ),
+    *(
+        Scenario(
+            name,
+            "own_clipping.py",
+            # all ranks get it, and which rank's code made it no frame shows; no sum of these gradients does
+            _found(
+                "collective", None, module, "Linear", role="grad weight", value=value, batch=2, certainty="supported"
+            ),
+            args=("--fault", fault),
+            statement="(?s)no sum of them gives that value.*normalisation",
+        )
+        for name, fault, module, value in (
+            ("the script's own clipping, on all ranks", "all", "fc", "nan"),
+            ("normalised by 0 tokens before the all-reduce", "tokens", {"fc", "head"}, {"+inf", "nan"}),
+        )
+    ),
     Scenario(
         "all-reduce in float16",
         "half_all_reduce.py",
-        _found("collective", None, "fc", "Linear", role="grad weight", value="+inf", dtype="float16", batch=2),
+        _found(
+            "collective",
+            None,
+            "fc",
+            "Linear",
+            role="grad weight",
+            value="+inf",
+            dtype="float16",
+            batch=2,
+            certainty="established",
+        ),
     ),
     Scenario(
         "DDP's all-reduce in float16",
         "half_comm_hook.py",
-        _found("collective", None, "fc", "Linear", role="grad weight", value="+inf", batch=2),
+        # the gradient is handed on in float32, in which the sum is finite: that it is reduced in float16 no frame shows
+        _found("collective", None, "fc", "Linear", role="grad weight", value="+inf", batch=2, certainty="supported"),
+        statement="reduced in float16",
     ),
 ]
 

@@ -157,6 +157,10 @@ class Judging:
         frame = self._own.frame(page, index)
         return PageSoFar().judge(frame) if frame is not None else Judgement()
 
+    def frames_of(self, page: OpenPage) -> list[Frame]:
+        """The frames of a page that the ring still holds."""
+        return self._own.frames(page)
+
     def weights_up_to(self, page: OpenPage, index: int) -> dict[tuple[str, str], tuple[float, float, int]]:
         """(module, role) -> (abs min, abs max, flags) of the finite weights in the frames of a page up to `index`."""
         frames = [frame for each in range(index + 1) if (frame := self._own.frame(page, each)) is not None]

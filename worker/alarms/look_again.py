@@ -1,24 +1,35 @@
 """Looks at the module of an alarm once more: its weights, its shard of them, its buffers. It waits for the device.
 
+And at what the attributes of all modules hold: a value that one module leaves in an attribute and another takes out
+is in no frame.
+
 A weight is read once per optimizer step, and a script may change it in between. The ranks of FSDP gather a weight from
 all of them, so only a rank's own shard tells whose it is. Called for the first alarm of a rank alone.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...core.frames import RowKind
-from ...core.records import LookedAgain
+from ...core.records import HeldValue, LookedAgain
 from ...core.values import NonFinite, name_of
+from ..record.names import class_of
 from ..stats.tensor_stats import measure
 from ..without_modes import without_modes
 
 _MOST = 8
+_MOST_HELD = 256
+"""Attributes that are measured."""
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Parameters, buffers, modules and hooks."""
+_CONTAINERS = (list, tuple, dict, deque)
 
 
 def look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
@@ -36,7 +47,31 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
         buffers={name: found for name, found in buffers.items() if found not in ("", "finite")},
         autocast=_autocast(module),
         computed=[name for name, each in module._parameters.items() if each is not None and each.grad_fn is not None],
+        held=list(islice(_held(root), _MOST)) if root is not None else [],
     )
+
+
+def _held(root: nn.Module) -> Iterator[HeldValue]:
+    """What the attributes of all modules hold that is nan or +inf. A -inf is a mask's."""
+    for name, module, key, tensor in islice(_attributes(root), _MOST_HELD):
+        found = _found(tensor)
+        if found not in ("", "finite", "-inf"):
+            yield HeldValue(name, class_of(module), key, found)
+
+
+def _attributes(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """(module's name, module, attribute, tensor) of all attributes that are tensors, or hold some in a container."""
+    for name, module in root.named_modules():
+        for key, value in list(vars(module).items()):
+            if key in _OF_TORCH:
+                continue
+            if isinstance(value, torch.Tensor):
+                yield name, module, key, value
+            elif isinstance(value, _CONTAINERS):
+                inside = value.values() if isinstance(value, dict) else value
+                for each in list(islice(inside, _MOST)):
+                    if isinstance(each, torch.Tensor):
+                        yield name, module, key, each
 
 
 def _found(tensor: torch.Tensor) -> str:

@@ -210,9 +210,9 @@ class Gradients:
         try:
             self._progress.times.backward_ends()
             Variable._execution_engine.queue_callback(self._progress.times.reduction_ends)
-            ended, self.graphs = self.graphs, []
-            if not self._judging.collect():
-                self.held = [*(graph for graph in ended if not graph.kept), *self.held]
+            if not self._judging.collect():  # which asks for the graphs of an alarm
+                self.held = [*(graph for graph in self.graphs if not graph.kept), *self.held]
+            self.graphs = []
             self.let_go()
         except Exception as error:
             self._on_fault("end of the backward", error)

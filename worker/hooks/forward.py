@@ -23,13 +23,14 @@ from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, Where
+from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, OwnCode, Where
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.values import NonFinite, decode, name_of
 from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
+from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..alarms.graph_users import Output, graph_users
 from ..alarms.judging import Judging, NonFiniteRow
 from ..alarms.look_again import look_again
@@ -636,6 +637,7 @@ class Hooks:
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
         changed, bad_weight = without_modes(self._changed_weights, bad) if same_step else ([], None)
+        role, own_code = without_modes(self._own_code_of, bad, module)
         return msgspec.structs.replace(
             found,
             optimizer=last,
@@ -645,7 +647,23 @@ class Hooks:
             loss_scale=self._scalers.scale_in_use(),
             bad_weight=bad_weight,
             threads=self._page_with_threads == bad.page.number,
+            own_code=own_code,
+            own_code_of=role,
         )
+
+    def _own_code_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> tuple[str, list[OwnCode]]:
+        """(role, whose own code lies behind it) of the value that explains an alarm of a forward."""
+        page, frame = bad.page, bad.frame
+        row = explaining_row(frame)
+        # compiled code is one node, and the nodes of another thread have numbers of their own
+        if row is None or frame.phase != "forward" or self._around_graphs or self._page_with_threads == page.number:
+            return "", []
+        shown = shown_in(self.judging.frames_of(page))
+        if self._calls is not None and self._recorder.page is page:
+            return row.role, sources_now(row, module, _AFTER, self._calls, self._stack, shown)
+        known = (*self._gradients.graphs, *self._gradients.held)
+        graph = next((graph for graph in known if graph.calls.page == page.number and graph.within is None), None)
+        return row.role, sources_later(row, frame.module, graph, shown) if graph is not None else []
 
     def _graph_of(self, bad: NonFiniteRow) -> list[GraphNode]:
         """What has used the tensor whose gradient is bad; empty for other rows, and where it is not known."""
@@ -860,6 +878,9 @@ class Hooks:
             self._recorder.count_fault(part)
         else:
             self._recorder.append(fault)
+
+
+_AFTER = Hooks._after.__code__
 
 
 def _extremes(numbers: TensorStats) -> tuple[float | None, float | None, int]:

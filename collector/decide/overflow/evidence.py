@@ -126,7 +126,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
             "whether its weights were, nobody has looked"
         ]
     if first.phase == "forward" and first.is_origin:
-        if first.between is not None:
+        if first.between is not None or first.own_code:
             return [f"{where}: no module call before it returned a non-finite value"]
         if first.mask:
             return [

@@ -1,7 +1,8 @@
 """A gradient that was finite when a rank's backward made it, and not when the optimizer got it.
 
-If every rank's own gradient was finite, the sum over the ranks made it, and no rank is at fault. If the optimizers of
-the other ranks got the same gradient finite, the code before this rank's step made it: clipping, unscaling.
+If every rank's own gradient was finite, and their sum is beyond the largest number of the dtype, the sum over the ranks
+made it, and no rank is at fault. If it is not, code that no frame shows made it: clipping, normalisation, a
+communication hook. If the optimizers of the other ranks got the same gradient finite, that code ran on this rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ..own_faults import doubts_about
 from ..verdict_model import Verdict
 from ..words import cascade_of, found_text, place_of, ranks_text
 from .evidence import missing_ranks
+from .gradient_sum import GradientSum
 from .replicas import page_of, peers
 from .words import next_steps, overflow_at, whose
 
@@ -36,30 +38,84 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Loca
     if len(bad) == 1 and fine and local[first.rank] and _agree(pages[first.rank], pages[fine[0]]):
         line = f"{ranks_text(fine)}: the same gradient, reduced as well, was finite before the step"
         return _own_step(facts, first, [line])
-    evidence = [_line(other) for other in tier[:8]]
     failed = [line for rank in ranks for line in doubts_about(rank)]
     settled = not unseen and not missing and len(ranks) > 1
+    own = {rank: row for rank, page in pages.items() if (row := _largest_own(page, first)) is not None}
+    found = GradientSum(own, {rank: row for rank, page in pages.items() if (row := _got(page, first)) is not None})
+    evidence = [_line(other) for other in tier[:8]]
     if settled:
-        evidence.append(f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite before it was reduced")
-    statement = (
-        f"{first.value} in the {first.role} of {place_of(first)} came out of the reduction over the ranks in "
-        f"batch {first.batch}: every rank's own gradient was finite, their sum was not ({first.dtype})."
-        if settled
-        else f"{ranks_text([other.rank for other in tier]).capitalize()} met {first.value} in the {first.role} of "
-        f"{place_of(first)} before the step of batch {first.batch}, after gradients are reduced: it may have come "
-        "from any rank."
-    )
+        evidence.append(
+            f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite when the backward had made it"
+        )
+        evidence += _of_sum(found, first)
+    statement = _statement(first, tier, found if settled else None)
     if first.cause:
         statement += f" ({first.cause})"
+    proven = found.is_proven and not failed
     return overflow_at(
         first,
         statement=statement,
-        certainty="unknown" if not settled else "supported" if failed else "established",
+        certainty="unknown" if not settled else "established" if proven else "supported",
         phase="collective",
         evidence=[*evidence, *unseen_text, *missing, *first.notes, *failed],
-        next=next_steps(first, None),
+        next=_next(first, found, unseen if not settled else []),
         cascade=cascade_of(facts, first.attempt, {other.rank for other in diagnoses}),
     )
+
+
+def _statement(first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None) -> str:
+    """`found`: what all ranks' gradients say; None if not all of them are known."""
+    what = f"{first.value} in the {first.role} of {place_of(first)}"
+    if found is None:
+        return (
+            f"{ranks_text([other.rank for other in tier]).capitalize()} met {what} before the step of batch "
+            f"{first.batch}, after gradients are reduced: it may have come from any rank."
+        )
+    if found.answer == "sum":
+        return (
+            f"{what} came out of the reduction over the ranks in batch {first.batch}: every rank's own gradient was "
+            f"finite, their sum was not ({first.dtype})."
+        )
+    bad = sorted(rank for rank, row in found.got.items() if not row.finite)
+    return (
+        f"{what} was made between the backward and the step of batch {first.batch} on {ranks_text(bad)}: every rank's "
+        f"own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame shows made it (the script's "
+        "clipping or normalisation, a communication hook), and which rank's is not known."
+    )
+
+
+_NO_SUM = {"narrower": "their sum is too, unless it is reduced in float16", "no": "no sum of them gives that value"}
+
+
+def _of_sum(found: GradientSum, first: LocalDiagnosis) -> list[str]:
+    """What the numbers say."""
+    if not found.own or not found.got:
+        return []
+    lines = [found.line()]
+    if first.value == "nan" and found.answer == "no":
+        lines.append("nan is no sum of finite numbers")
+    fine = sorted(rank for rank, row in found.got.items() if row.finite)
+    if fine:
+        lines.append(f"{ranks_text(fine)}: what the optimizer got was finite, and a sum is the same on all ranks")
+    return lines
+
+
+def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[str]:
+    if unseen:
+        return [
+            f"Look at what {ranks_text(unseen)} computed in that step: no gradient of "
+            f"{'its' if len(unseen) == 1 else 'their'} own was seen there.",
+            *next_steps(first, None)[-1:],
+        ]
+    if found.answer == "sum":
+        return next_steps(first, None)
+    of_zero = "every own gradient was 0, so a division by a norm of them is one by 0" if found.all_zero() else ""
+    return [
+        "Look at what the script does with gradients between backward() and step(), and at a communication hook: "
+        f"{of_zero or 'a norm of 0, a count of 0 tokens, a scale of inf'}.",
+        *(["Let the communication hook divide before it sums, or reduce in bfloat16."] * (found.answer == "narrower")),
+        *next_steps(first, None)[-1:],
+    ]
 
 
 def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Verdict:
@@ -108,22 +164,35 @@ def _rows(page: KeptPage | None, phase: str) -> dict[tuple[str, str], Row]:
     }
 
 
-def _own_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool | None:
-    """Whether a rank's own gradient was finite; None if it was not seen."""
+def _own(page: KeptPage | None, first: LocalDiagnosis) -> list[Row]:
+    """A rank's own gradient, as its backward made it."""
     if page is None:
-        return None
+        return []
     frames = sorted(page.frames, key=lambda frame: frame.index)
     frame = next((each for each in frames if each.phase == "collective" and each.module == first.module), None)
-    rows = local_gradients(frames, frame, first.role) if frame is not None else []
-    if frame is None:  # the rank was stopped before its step
-        rows = [row for key, row in _rows(page, "backward").items() if key == (first.module, first.role)]
-    if not rows:
-        return None
-    return all(row.finite for row in rows)
+    if frame is not None:
+        return local_gradients(frames, frame, first.role)
+    # the rank was stopped before its step
+    return [row for key, row in _rows(page, "backward").items() if key == (first.module, first.role)]
+
+
+def _own_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool | None:
+    """Whether a rank's own gradient was finite; None if it was not seen."""
+    rows = _own(page, first)
+    return all(row.finite for row in rows) if rows else None
+
+
+def _largest_own(page: KeptPage | None, first: LocalDiagnosis) -> Row | None:
+    return max(_own(page, first), key=lambda row: row.abs_max or 0.0, default=None)
+
+
+def _got(page: KeptPage | None, first: LocalDiagnosis) -> Row | None:
+    """What the optimizer of a rank got."""
+    return _rows(page, "collective").get((first.module, first.role))
 
 
 def _got_finite(page: KeptPage | None, first: LocalDiagnosis) -> bool:
-    row = _rows(page, "collective").get((first.module, first.role))
+    row = _got(page, first)
     return row is not None and row.finite
 
 

@@ -82,6 +82,13 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     made = first.value
     if first.turned is not None and not first.mask:
         lead = f"{who} met nan that came from an expected -inf: "
+    if first.own_code:
+        named = [f"of `{name}`" if name else "of the root module" for name in first.own_code[:_MOST_NAMED]]
+        if len(first.own_code) > _MOST_NAMED:
+            named.append(f"of one of {len(first.own_code) - _MOST_NAMED} more modules")
+        own = " or ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+        seen = module_text(first.at[0], first.at[1])
+        return f"{lead}{made} in {first.at[2]} of {seen}, made by the own code {own}, forward, {batch}{again}"
     if first.between is not None:
         return f"{lead}{made} in {module}'s own forward, {between_text(first.between)}, {batch}{again}"
     return f"{lead}{made} in the {first.role} of {module}, forward, {batch}{again}"

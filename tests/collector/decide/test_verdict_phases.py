@@ -44,9 +44,9 @@ def backward(make, rank=0, *, bad=1.0, local=None, mark=0, **place):
     return batch
 
 
-def reduced(make, rank=0, *, got, **place):
-    """A whole step, in which the gradient of `embed` was `got` when the optimizer got it."""
-    batch = backward(make, rank, **place)
+def reduced(make, rank=0, *, got, own=1.0, **place):
+    """A whole step, in which the gradient of `embed` was `own`, and `got` when the optimizer got it."""
+    batch = backward(make, rank, local=own, **place)
     batch.got("embed", "Linear", {"weight": got})
     batch.got("head", "Linear", {"weight": 0.5})
     return batch
@@ -194,10 +194,51 @@ def test_gradients_that_a_scaler_skips_are_no_overflow(make):
 
 
 def test_a_sum_over_ranks_is_nobodys_own(make):
-    verdict = judge(make, *(reduced(make, rank, got=make.INF, batch=2, clock={"0": 9}) for rank in range(2)))
+    verdict = judge(make, *(reduced(make, rank, own=2e38, got=make.INF, batch=2, clock={"0": 9}) for rank in range(2)))
     assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "established")
     assert (verdict.module, verdict.cls, verdict.role, verdict.value) == ("embed", "Linear", "grad weight", "+inf")
     assert "every rank's own gradient was finite, their sum was not" in verdict.statement
+    assert (
+        "abs max of the own gradients: 2.00e+38 on rank 0, 2.00e+38 on rank 1; their sum is at most 4.00e+38; "
+        "float32 ends at 3.40e+38"
+    ) in verdict.evidence
+    assert verdict.next[0].startswith("Divide gradients before they are summed")
+
+
+@pytest.mark.parametrize(
+    ("own", "got", "said"),
+    [
+        ((0.065, 0.0), ("nan", "nan"), "no sum of them gives that value"),
+        ((0.065, 0.0), ("inf", "inf"), "no sum of them gives that value"),
+        ((2e38, 2e38), ("nan", "nan"), "no sum of them gives that value"),
+        ((4e4, 4e4), ("inf", "inf"), "unless it is reduced in float16"),
+    ],
+    ids=["nan", "small", "nan, though large", "inf of a reduction in float16"],
+)
+def test_what_no_sum_over_the_ranks_gives_was_made_by_code_of_the_scripts_own(make, own, got, said):
+    ranks = [reduced(make, rank, own=own[rank], got=float(got[rank]), batch=2, clock={"0": 9}) for rank in range(2)]
+    verdict = judge(make, *ranks)
+    assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "supported")
+    assert said in verdict.statement
+    assert "made between the backward and the step of batch 2" in verdict.statement
+    assert not any("Divide gradients" in line for line in verdict.next)
+    assert verdict.next[0].startswith("Look at what the script does with gradients between backward() and step()")
+    assert any("nan is no sum of finite numbers" in line for line in verdict.evidence) == (got[0] == "nan")
+
+
+def test_where_every_gradient_was_zero_a_norm_of_them_is(make):
+    ranks = [reduced(make, rank, own=0.0, got=make.NAN, batch=2, clock={"0": 9}) for rank in range(2)]
+    assert "a norm of them is one by 0" in judge(make, *ranks).next[0]
+
+
+def test_a_sum_is_the_same_on_all_ranks(make):
+    """Of two that got inf and one that did not, the sum of their gradients is no full account."""
+    ranks = [
+        reduced(make, rank, own=2e38, got=make.INF if rank else 3e38, batch=2, clock={"0": 9}) for rank in range(3)
+    ]
+    verdict = judge(make, *ranks)
+    assert (verdict.rank, verdict.certainty) == (None, "supported")
+    assert any("rank 0: what the optimizer got was finite" in line for line in verdict.evidence)
 
 
 def test_a_sum_over_ranks_of_which_one_was_not_seen_is_unknown(make):
@@ -210,6 +251,7 @@ def test_a_sum_over_ranks_of_which_one_has_shown_no_gradient_is_unknown(make):
     verdict = judge(make, reduced(make, 0, got=make.INF, batch=2), forward(make, 1, batch=2))
     assert verdict.certainty == "unknown"
     assert any("rank 1: no finite gradient of its own was seen" in line for line in verdict.evidence)
+    assert verdict.next[0].startswith("Look at what rank 1 computed in that step")
 
 
 def test_own_code_before_the_step_of_one_rank(make):
@@ -448,7 +490,7 @@ SCENARIOS = {
         reduced(make, 2, got=make.NAN, batch=2, clock={"0": 8, "dp": 4}, seq=12),
     ],
     "pipeline": _stages,
-    "sum": lambda make: [reduced(make, rank, got=make.INF, batch=2, clock={"0": 9}) for rank in range(3)],
+    "sum": lambda make: [reduced(make, rank, own=2e38, got=make.INF, batch=2, clock={"0": 9}) for rank in range(3)],
     "clipping": lambda make: [
         reduced(make, rank, got=make.INF if rank == 1 else 0.5, batch=2, clock={"0": 9}) for rank in range(3)
     ],
@@ -599,7 +641,7 @@ def test_faults_whose_records_were_lost_leave_the_maker_open(make):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_sum_over_the_ranks_is_not_established_where_a_gradient_may_be_missing(make, rank):
-    batches = [reduced(make, number, got=make.INF, batch=2, page=1) for number in (0, 1)]
+    batches = [reduced(make, number, own=2e38, got=make.INF, batch=2, page=1) for number in (0, 1)]
     verdict = judge_with_fault(make, batches, rank, "gradient hook", batch=2, page=1)
     assert (verdict.phase, verdict.certainty) == ("collective", "supported")
     assert f"rank {rank}: gpuwatch's own gradient hook has failed in batch 2" in " ".join(verdict.evidence)

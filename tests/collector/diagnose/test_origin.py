@@ -7,7 +7,7 @@ import pytest
 from gpuwatch.collector.diagnose.local_diagnosis import from_event
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Mark
-from gpuwatch.core.records import BadWeight, LookedAgain
+from gpuwatch.core.records import BadWeight, HeldValue, LookedAgain, OwnCode
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -659,3 +659,52 @@ def test_a_module_that_was_handed_the_tensor_before_may_have_written_into_it(mak
     found = find(batch)
     assert not found.sure
     assert any("`norm_` (Norm) was handed the same tensor before" in note for note in found.notes)
+
+
+# -- by another way than frames show -------------------------------------------------------------------------------
+
+ENCODER, TAKER = OwnCode("encoder", "Encoder", "MulBackward0"), OwnCode("taker", "Taker", "AddBackward0")
+
+
+def taken(make, **again):
+    """`taker` was handed a finite tensor, and returned a bad one."""
+    batch = make.Batch()
+    x, h, y = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
+    batch.call("encoder", "Encoder", given=[x], returned=[h])
+    batch.call("taker", "Taker", given=[h], returned=[y])
+    batch.call("", "Net", given=[x], returned=[y])
+    batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(**again))
+    return find(batch)
+
+
+def test_a_module_behind_the_one_that_frames_show_comes_into_question(make):
+    found = taken(make, own_code=[ENCODER, TAKER], own_code_of="output")
+    assert (found.module, found.cls, found.own_code, found.sure) == ("", "Net", ("encoder", "taker"), False)
+    assert found.at == ("taker", "Taker", "output")
+
+
+def test_of_several_the_one_that_holds_it_is_named(make):
+    held = [HeldValue("encoder", "Encoder", "kept", "+inf")]
+    found = taken(make, own_code=[ENCODER, TAKER], own_code_of="output", held=held)
+    assert (found.module, found.cls, found.own_code, found.sure) == ("encoder", "Encoder", ("encoder",), False)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        {},
+        {"own_code": [TAKER], "own_code_of": "output"},
+        {"own_code": [ENCODER, TAKER], "own_code_of": "input[0]"},
+    ],
+    ids=["nothing is known", "nobody else is behind it", "of another value"],
+)
+def test_else_what_frames_show_stands(make, again):
+    found = taken(make, **again)
+    assert (found.module, found.own_code, found.sure) == ("taker", (), True)
+
+
+def test_an_attribute_of_another_module_that_holds_it_leaves_a_doubt(make):
+    found = taken(make, held=[HeldValue("encoder", "Encoder", "kept", "+inf")])
+    assert (found.module, found.sure) == ("taker", False)
+    assert "attribute kept of `encoder` (Encoder) holds +inf" in found.notes
+    assert taken(make, held=[HeldValue("taker", "Taker", "last", "+inf")]).sure, "its own"

@@ -1,4 +1,9 @@
-"""The script clips by a norm that it computes wrongly, on one rank: finite gradients, divided by 0 before the step."""
+"""The script divides finite gradients by 0 between backward and step: by a norm that is wrong, or by a count.
+
+rank      by a norm, after the reduction, on rank 1 alone
+all       by a norm, after the reduction, on all ranks: the gradient of `fc` is 0 there, and 0 / 0 is nan
+tokens    by its own count of tokens, which is 0 on rank 1, before the reduction: all ranks get inf
+"""
 
 import torch
 import torch.distributed as dist
@@ -16,18 +21,26 @@ class Net(nn.Module):
         return self.head(self.fc(x))
 
 
-def main():
+def main(fault):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     for batch in range(4):
-        loss = model(torch.rand(4, 8) + 1).mean()
+        now, mine = batch == 2, dist.get_rank() == 1
+        inputs = torch.zeros(4, 8) if now and fault == "all" else torch.rand(4, 8) + 1
+        loss = model(inputs).mean()
         optimizer.zero_grad()
         loss.backward()
-        average_gradients(model)
         assert batch > 2 or all(finite(parameter.grad) for parameter in model.parameters())
+        if fault == "tokens":
+            for parameter in model.parameters():
+                parameter.grad /= 0.0 if now and mine else 4.0
+        average_gradients(model)
+        assert batch > 2 or fault == "tokens" or all(finite(parameter.grad) for parameter in model.parameters())
         gradient = model.fc.weight.grad
-        gradient /= 0.0 if batch == 2 and dist.get_rank() == 1 else gradient.norm()
+        if fault != "tokens":
+            gradient /= 0.0 if now and mine and fault == "rank" else gradient.norm()
+        assert batch > 2 or finite(gradient) != (now and (mine or fault != "rank"))
         optimizer.step()
 
 
-run(main)
+run(main, fault="rank")
