@@ -63,6 +63,9 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     if state.hooks == "failed":
         return [("could not be watched: the hooks failed", "could not be watched: the hooks failed")]
     found = []
+    if state.unseen_child:
+        one = f"had a child process (pid {state.unseen_child}) that trained and was not watched"
+        found.append((one, one))
     if left_silently(rank):
         text = f"left with exit code 0 {doing(exit_)}"
         found.append((text, text))

@@ -100,6 +100,8 @@ class Field(IntEnum):
     """How long it has waited, in calls of Python, for what other ranks do."""
     STEPS_TIMED = 39
     """Steps so far whose parts were timed."""
+    UNSEEN_CHILD = 48
+    """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
 
 
 class SegmentField(IntEnum):

@@ -239,6 +239,7 @@ class RecorderReader:
             hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
             overflow=fields[Field.ANOMALY] != FirstAnomaly.NONE,
             absorbed=fields[Field.ABSORBED],
+            unseen_child=fields[Field.UNSEEN_CHILD],
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

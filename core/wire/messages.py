@@ -188,6 +188,8 @@ class RankState(msgspec.Struct, frozen=True):
     """Of a rank that has rested for seconds: collectives that it has begun in its largest process group; else -1."""
     waits: bool = False
     """It is in one of them."""
+    unseen_child: int = 0
+    """Process id of a child process of it that has trained and was not watched; 0: there was none."""
 
 
 class HotModule(msgspec.Struct, frozen=True):
