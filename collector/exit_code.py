@@ -15,8 +15,6 @@ def exit_code(report: Report) -> int:
         number = verdict.signal.removeprefix("signal ")  # one without a name
         return int(ExitCode.SIGNAL) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
     code = EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED)
-    if verdict.kind == "unknown" and not verdict.missing:  # there was nothing to look at, and nothing could be missed
-        code = ExitCode.CLEAN
     if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
         code = ExitCode.PREFLIGHT_FAILED
     return int(code)

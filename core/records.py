@@ -305,6 +305,17 @@ class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
     """A frame shows what goes in and comes out."""
 
 
+class LooseParameters(msgspec.Struct, frozen=True, tag="loose_parameters"):
+    """An optimizer steps on parameters of the script's own: no module has them that was called. Once for each class."""
+
+    where: Where
+    optimizer: str
+    """Its class."""
+    parameters: int
+    unread: int = 0
+    """Of these, on a device: nobody reads them."""
+
+
 class Cost(msgspec.Struct, frozen=True, tag="cost"):
     """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
 
@@ -638,6 +649,7 @@ WorkerEvent = (
     | Ignored
     | Absorbed
     | NotLookedInto
+    | LooseParameters
     | BatchInputs
     | Cost
     | ScriptError

@@ -12,6 +12,7 @@ from ..core.recorder.layout import Field, HooksState, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
+from .children import wait_for_training, watch_children
 from .peer_failures import is_from_peer_failure
 from .record.collectives import issued, moment
 from .stack_file import answer_with_stacks
@@ -147,6 +148,9 @@ class Session:
 
     def attach_hooks(self) -> None:
         """Attach the hooks, after torch was imported. Never raises: a run without hooks is better than no run."""
+        if not self.is_ours:  # the script has forked, and only then imported torch
+            self._wait_for_training()
+            return
         try:
             from .hooks.forward import Hooks
             from .hooks.global_hooks import HANDS_OVER_KWARGS
@@ -157,7 +161,16 @@ class Session:
             hooks = Hooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
+            watch_children(self.recorder, lambda: current_hooks() is not None)
             self.recorder.fields[Field.HOOKS] = HooksState.ATTACHED
         except Exception as error:
             self.recorder.fields[Field.HOOKS] = HooksState.FAILED
             self.recorder.append(Fault(self.where(), "attach", f"{type(error).__name__}: {error}"))
+
+    def _wait_for_training(self) -> None:
+        """In a fork of this rank: its training is not watched, and that is told in the rank's recorder."""
+
+        def note() -> None:
+            self.recorder.fields[Field.UNSEEN_CHILD] = os.getpid()
+
+        wait_for_training(note, lambda: current_hooks() is not None)

@@ -24,7 +24,7 @@ def clean_verdict(facts: RunFacts) -> Verdict:
 
 
 def _nothing_watched(facts: RunFacts) -> Verdict:
-    """Nothing is missing, and there was nothing to look at: the exit code is that of a clean run."""
+    """Every rank was watched to its end, and there was nothing to look at. That is no proof of anything."""
     ranks = facts.of_attempt(facts.last_attempt)
     return Verdict(
         kind="unknown",
@@ -33,8 +33,10 @@ def _nothing_watched(facts: RunFacts) -> Verdict:
         attempt=facts.last_attempt,
         evidence=[
             "gpuwatch looks at what the modules of a rank's own process are given and return, and none was called; "
-            "what other processes do that a script starts is not watched"
+            "what other processes do that a script starts is not watched",
+            *_loose_lines(ranks),
         ],
+        missing=missing(facts),
     )
 
 
@@ -66,6 +68,9 @@ def _clean(facts: RunFacts) -> Verdict:
     if hidden:
         more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
         statement += f" Inside of {hidden[0]}{more}, compiled code was not looked into."
+    loose = _loose_lines(ranks)
+    if loose:
+        statement += f" {loose[0][0].upper()}{loose[0][1:]}{f', and {len(loose) - 1} more' if loose[1:] else ''}."
     warnings = worst_first([(rank.rank, warned) for rank in ranks for warned in rank.warned])
     if warnings:
         number, worst = warnings[0]
@@ -74,7 +79,7 @@ def _clean(facts: RunFacts) -> Verdict:
     return Verdict(
         kind="clean",
         statement=statement,
-        certainty="established" if all(map(_told_its_end, ranks)) else "supported",
+        certainty="established" if all(map(_told_its_end, ranks)) and not loose else "supported",
         attempt=facts.last_attempt,
         next=[
             *([COMPILED] if hidden else []),
@@ -100,6 +105,24 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
         attempt=attempt,
         evidence=["the header of the recorder says so, and the event itself was lost"],
     )
+
+
+def _loose_lines(ranks: list[RankFacts]) -> list[str]:
+    """What optimizers stepped on that no module has: what is computed with it has no frames."""
+    by_what: dict[tuple[str, int, int], list[int]] = {}
+    for rank in ranks:
+        for loose in rank.loose_parameters:
+            by_what.setdefault((loose.optimizer, loose.parameters, loose.unread), []).append(rank.rank)
+    lines = []
+    for (optimizer, count, unread), numbers in by_what.items():
+        one = count == 1
+        read = "nobody looked at" if unread else "looked at after each step, and nowhere else"
+        what = f"{read} {'it' if one else 'them'}" if unread else f"{'it was' if one else 'they were'} {read}"
+        lines.append(
+            f"on {ranks_text(numbers)} {optimizer} stepped on {count} parameter{'' if one else 's'} that "
+            f"belong{'s' if one else ''} to no module that was called: {what}"
+        )
+    return lines
 
 
 def _told_its_end(rank: RankFacts) -> bool:

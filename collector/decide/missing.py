@@ -105,6 +105,9 @@ def _of_its_losses(rank: RankFacts) -> list[_Reason]:
     state, found = rank.state, []
     if state is None or _of_its_end(rank):
         return []
+    if state.unseen_child:
+        one = f"had a child process (pid {state.unseen_child}) that trained and was not watched"
+        found.append((one, one))
     if state.pending:
         text = f"ended before {_count(state.pending, 'number')} had come back from the device"
         found.append((text, text))

@@ -17,6 +17,7 @@ from ...core.records import (
     Ignored,
     Inventory,
     LeftGroup,
+    LooseParameters,
     NodeSignal,
     NotLookedInto,
     PreflightBegan,
@@ -73,6 +74,7 @@ class RankFacts:
     ignored: list[Ignored] = field(default_factory=list)
     absorbed: list[Absorbed] = field(default_factory=list)
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
+    loose_parameters: list[LooseParameters] = field(default_factory=list)
     batch_inputs: list[BatchInputs] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     looks: list[RankLook] = field(default_factory=list)

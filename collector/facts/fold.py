@@ -22,6 +22,7 @@ from ...core.records import (
     Ignored,
     Inventory,
     LeftGroup,
+    LooseParameters,
     NodeSignal,
     NotLookedInto,
     PreflightBegan,
@@ -269,6 +270,7 @@ def _sort(rank: RankFacts) -> None:
     rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
     rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
+    rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
@@ -308,6 +310,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (Ignored, rank.ignored),
         (Absorbed, rank.absorbed),
         (NotLookedInto, rank.not_looked_into),
+        (LooseParameters, rank.loose_parameters),
         (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),
         (RankLook, rank.looks),

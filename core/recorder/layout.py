@@ -112,6 +112,8 @@ class Field(IntEnum):
     """How often its hooks were found removed from torch's global tables, and were put back."""
     GONE_PAGE = 45
     """The page that had been begun last when they were first found so."""
+    UNSEEN_CHILD = 48
+    """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
 
 
 class SegmentField(IntEnum):

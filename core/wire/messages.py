@@ -208,6 +208,8 @@ class RankState(msgspec.Struct, frozen=True):
     def events_lost(self) -> int:
         """Records that were lost and that may have told of something bad. Names cannot."""
         return max(0, self.records_lost - self.names_lost)
+    unseen_child: int = 0
+    """Process id of a child process of it that has trained and was not watched; 0: there was none."""
 
 
 class HotModule(msgspec.Struct, frozen=True):

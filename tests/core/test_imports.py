@@ -107,7 +107,7 @@ FLOORS = {
         "api",
         "inject script.py __main__.py __init__.py",
         "preflight",
-        "session.py",
+        "session.py children.py",
         "hooks preflight/stages",
         "compile preflight/decide",
         "alarms preflight/deadlines.py preflight/lines.py preflight/meeting.py preflight/reports.py preflight/steps.py",

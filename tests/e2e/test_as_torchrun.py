@@ -36,7 +36,7 @@ def test_a_script_finds_its_process_as_it_expects(bench, folder):
     watched = bench.gpuwatch("launch", *arguments)
     plain = bench.torchrun(*arguments)
 
-    assert watched.code == plain.code == 0
+    assert (watched.code, plain.code) == (6, 0), "it calls no module"
     facts = json.loads(watched.stdout)
     assert facts == json.loads(plain.stdout)
     assert facts["rest"] == ["--rest", "-m"]
@@ -51,10 +51,10 @@ def test_a_module_runs_as_one(bench):
     watched = bench.gpuwatch("launch", *arguments)
     plain = bench.torchrun(*arguments)
 
-    assert watched.code == plain.code == 0
+    assert (watched.code, plain.code) == (6, 0)
     assert json.loads(watched.stdout) == json.loads(plain.stdout)
     assert json.loads(watched.stdout)["argv"] == ["train.py", "--lr", "1e-4"]
-    assert (watched.verdict["kind"], watched.verdict["missing"]) == ("unknown", []), "it calls no module"
+    assert (watched.verdict["kind"], watched.verdict["missing"]) == ("unknown", ["ranks 0, 1 called no module"])
 
 
 @pytest.mark.slow

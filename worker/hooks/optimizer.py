@@ -24,6 +24,7 @@ from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 from ..without_modes import without_modes
 from .backward import Gradients
+from .loose_parameters import Loose, LooseReader
 
 _Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
 
@@ -74,6 +75,9 @@ class Steps:
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
 
+        self._loose: Loose = []
+        """Of the optimizer that steps: parameters that no module has that was called. Kept for the step alone."""
+        self._loose_reader = LooseReader(progress, rows, roots, frames)
         self._grouped: _Parameters | None = None
         """The parameters of the optimizer that steps, as they were before the step."""
         self._last_step: dict[int, _LastStep] = {}
@@ -92,7 +96,7 @@ class Steps:
         self._progress.times.optimizer_begins()
         self._progress.enter(RankPhase.OPTIMIZER)
         self._last_step.pop(id(optimizer), None)
-        self._grouped = None
+        self._grouped, self._loose = None, []
         self.found_inf = getattr(optimizer, "found_inf", None)
         self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
@@ -131,7 +135,8 @@ class Steps:
         reduced = ranks() > 1
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         written: list[tuple[OpenPage, int]] = []
-        self._grouped = self._by_module(optimizer)
+        self._loose = []
+        self._grouped = self._by_module(optimizer, self._loose)
         with self._rows.together():
             for page, info, parameters in self._with_pages(self._grouped):
                 self._rows.count_in(page.batch)
@@ -209,7 +214,10 @@ class Steps:
         self._last_step = {key: last for key, last in self._last_step.items() if last.optimizer() is not None}
         written: dict[tuple[int, int], ModuleInfo] = {}
         grouped, self._grouped = self._grouped, None
-        grouped = grouped or self._by_module(optimizer)
+        loose, self._loose = self._loose, []
+        if not grouped:
+            loose = []
+            grouped = self._by_module(optimizer, loose)
         with self._rows.together():
             for page, info, parameters in self._with_pages(grouped):
                 if self._rows.device_buffer is not None:
@@ -223,6 +231,8 @@ class Steps:
                     if row.flags:
                         rows += self._step_rows(info, name, optimizer, parameter, parameter.grad is not None)
                 self._frames.put(page, info, Phase.OPTIMIZER, rows)
+        if loose and not self.only:
+            self._loose_reader.after_step(optimizer, loose)
         if written:
             held = (parameter for parameters in grouped.values() for _, parameter in parameters)
             without = frozenset(id(parameter) for parameter in held if parameter.grad is None)
@@ -282,14 +292,14 @@ class Steps:
 
     # -- both ---------------------------------------------------------------------------------------------------
 
-    def _by_module(self, optimizer: Any) -> _Parameters:
-        """The optimizer's parameters by the watched module that holds them."""
+    def _by_module(self, optimizer: Any, loose: Loose | None = None) -> _Parameters:
+        """The optimizer's parameters by the watched module that holds them. What no module holds goes to `loose`."""
         found: _Parameters = {}
         searched = False
         owners = self._roots.parameters
         parameter: torch.Tensor
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
                 owner = owners.get(id(parameter))
                 if owner is None or owner[0]() is not parameter:
                     if not searched:
@@ -297,6 +307,8 @@ class Steps:
                         searched = True
                     owner = owners.get(id(parameter))
                     if owner is None or owner[0]() is not parameter:
+                        if loose is not None:
+                            loose.append((number, position, parameter))
                         continue
                 info = owner[1]
                 if info.watched:

@@ -7,7 +7,7 @@ import random
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.records import Fault, NodeSignal, NotLookedInto, ScriptExit, Where
+from gpuwatch.core.records import Fault, LooseParameters, NodeSignal, NotLookedInto, ScriptExit, Where
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -552,11 +552,36 @@ def test_ranks_that_lack_the_same_share_a_clause(make):
     assert verdict.missing == ["ranks 0-3 ended before 2 numbers had come back from the device"]
 
 
-def test_a_script_without_any_module_is_unknown_and_nothing_is_missing(make):
+def test_a_script_without_any_module_is_unknown_and_that_is_what_is_missing(make):
     bodies = [body for rank in range(2) for body in make.finished(rank, batch=-1, page=-1)]
     verdict = judge(make.hello(), *bodies, make.Bye("ok"))
-    assert (verdict.kind, verdict.missing) == ("unknown", [])
+    assert (verdict.kind, verdict.missing) == ("unknown", ["ranks 0, 1 called no module"])
     assert verdict.statement == "Nothing was watched: no module was called on 2 ranks."
+
+
+@pytest.mark.parametrize(
+    ("unread", "words"),
+    [(0, "they were looked at after each step, and nowhere else."), (2, "nobody looked at them.")],
+)
+def test_clean_is_not_established_where_an_optimizer_stepped_on_what_no_module_has(make, unread, words):
+    loose = EventMessage(LooseParameters(Where(1), "Adam", 2, unread))
+    verdict = judge(make.hello(), *make.finished(0), loose, *make.finished(1), make.Bye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", "supported")
+    told = "On rank 1 Adam stepped on 2 parameters that belong to no module that was called: "
+    assert verdict.statement.endswith(told + words)
+
+
+def test_a_script_without_any_module_says_what_its_optimizer_stepped_on(make):
+    loose = EventMessage(LooseParameters(Where(0), "SGD", 1))
+    verdict = judge(make.hello(nproc=1), loose, *make.finished(0, batch=-1, page=-1), make.Bye("ok"))
+    assert verdict.kind == "unknown"
+    assert "on rank 0 SGD stepped on 1 parameter that belongs to no module that was called" in verdict.evidence[-1]
+
+
+def test_a_child_that_trained_unseen_keeps_a_run_from_being_clean(make):
+    child = make.finished(1, last={"unseen_child": 4242})
+    verdict = judge(make.hello(), *make.finished(0), *child, make.Bye("ok"))
+    assert verdict.missing == ["rank 1 had a child process (pid 4242) that trained and was not watched"]
 
 
 def test_a_rank_that_says_overflow_and_no_more_is_believed_and_no_module_is_named(make):

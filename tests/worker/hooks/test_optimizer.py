@@ -8,6 +8,7 @@ import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.records import LooseParameters
 from torch import nn
 
 from ..models import tanh_net as net
@@ -435,3 +436,47 @@ def test_the_event_of_a_weight_says_whose_step_it_was(watch, request, path, opti
     assert first.optimizer.cls == f"torch.optim.{optimizer.lower()}.{optimizer}"
     assert first.optimizer.settings["lr"] == 0.25
     assert watched.faults == []
+
+
+# -- parameters that no module has --------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_no_module_has_is_read_after_its_step_and_that_is_told_once(watch):
+    watched = watch()
+    model, loose = net(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)
+    for factor in (1.0, 1.0, float("inf")):
+        optimizer.zero_grad()
+        (model(X).sum().detach() * loose * factor).sum().backward()
+        optimizer.step()
+    (anomaly,) = watched.anomalies
+    assert (anomaly.module, anomaly.cls, anomaly.role) == ("optimizer.param_groups[0]", "SGD", "params[4]")
+    assert (anomaly.phase, anomaly.where.step) == ("optimizer", 2)
+    (told,) = watched.of(LooseParameters)
+    assert (told.optimizer, told.parameters, told.unread) == ("SGD", 1, 0)
+    assert watched.faults == []
+
+
+def test_no_parameter_of_a_model_is_loose_that_is_called_in_the_step(watch):
+    watched = watch()
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(X).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert watched.of(LooseParameters) == watched.faults == []
+    assert watched.rows("optimizer")
+
+
+def test_a_parameter_on_a_device_that_no_module_has_is_told_as_unread(watch, late):
+    watched = watch()
+    loose = nn.Parameter(torch.ones(2))
+    loose.sum().backward()
+    torch.optim.Adam([loose]).step()
+    (told,) = watched.of(LooseParameters)
+    assert (told.optimizer, told.parameters, told.unread) == ("Adam", 1, 1)
