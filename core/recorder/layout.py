@@ -112,6 +112,8 @@ class Field(IntEnum):
     """How often its hooks were found removed from torch's global tables, and were put back."""
     GONE_PAGE = 45
     """The page that had been begun last when they were first found so."""
+    LEFT = 46
+    """Its script has called os._exit between two batches, when every number had been judged."""
 
 
 class SegmentField(IntEnum):

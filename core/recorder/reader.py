@@ -246,6 +246,7 @@ class RecorderReader:
             left_out_page=fields[Field.LEFT_OUT_PAGE],
             hooks_gone=fields[Field.HOOKS_GONE],
             gone_page=fields[Field.GONE_PAGE],
+            left=bool(fields[Field.LEFT]),
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import msgspec
 
 from ...core.recorder.layout import Field, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
-from ...core.recorder.run_folder import PROCESSES, RANKS
+from ...core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS
 from ...core.wire.pipe import WorkersEnded, WorkersStarted
 from .other_process import OtherProcess
 
@@ -79,8 +79,12 @@ class Ranks:
         for path in sorted(self._folder.glob(RANKS)):
             if path not in self._ranks and (header := _read(path)) is not None:
                 self._start(path, header)
+        self._end_programs()
         if not self._ranks:
             self._adopt(lambda header: header.trains and header.world_size == 1)
+        elif any(self._folder.glob(LATER_PROGRAMS)):
+            pids = {rank.pid for rank in self._ranks.values()}
+            self._adopt(lambda header: header.pid in pids)
         ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
         for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
             self._end(rank, code, rank.pid in own_codes)
@@ -103,6 +107,15 @@ class Ranks:
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.close()
+
+    def _end_programs(self) -> None:
+        """Where a rank's process has gone on as another program (os.exec), that one is a later attempt of the rank."""
+        last: dict[int, int] = {}
+        for rank in self._ranks.values():
+            last[rank.pid] = max(rank.attempt, last.get(rank.pid, 0))
+        for rank in self._ranks.values():
+            if rank.attempt < last[rank.pid] and not rank.ended:
+                self._end(rank, 0, is_own=False)
 
     def _adopt(self, is_rank: Callable[[_Header], bool]) -> None:
         """Of processes that joined no group: one for each rank that their environment speaks of, the first to start."""
