@@ -76,15 +76,15 @@ class Ranks:
 
     def look(self, own_codes: dict[int, int | None]) -> None:
         """Find new ones, and those that have ended. `own_codes`: those of commands, by pid; None for one that runs."""
+        if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):
+            pids = {rank.pid for rank in self._ranks.values()}
+            self._adopt(lambda header: header.pid in pids)
         for path in sorted(self._folder.glob(RANKS)):
             if path not in self._ranks and (header := _read(path)) is not None:
                 self._start(path, header)
         self._end_programs()
         if not self._ranks:
             self._adopt(lambda header: header.trains and header.world_size == 1)
-        elif any(self._folder.glob(LATER_PROGRAMS)):
-            pids = {rank.pid for rank in self._ranks.values()}
-            self._adopt(lambda header: header.pid in pids)
         ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
         for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
             self._end(rank, code, rank.pid in own_codes)
