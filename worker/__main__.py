@@ -20,7 +20,7 @@ from .identity import Identity
 from .imports import after_import
 from .preflight.run import preflight_or_exit
 from .script import Target, run
-from .session import Session, open_session
+from .session import Session, open_session, watch_the_ends
 
 
 def main(arguments: list[str]) -> None:
@@ -55,6 +55,7 @@ def _open_session(settings: WorkerSettings) -> Session | None:
         print(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}", file=sys.stderr)
         return None
     session.answer_with_stacks()
+    watch_the_ends()
     return session
 
 

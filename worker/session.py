@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.recorder.layout import Field, HooksState, RankPhase
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
 from .children import wait_for_training, watch_children
+from .own_ends import Undo, hear_of_ends
 from .peer_failures import is_from_peer_failure
 from .record.collectives import issued, moment
 from .stack_file import answer_with_stacks
@@ -45,6 +48,19 @@ def open_session(settings: WorkerSettings, path: Path, rank: int, local_rank: in
     session = Session(settings, recorder, rank)
     make_current(session)
     return session
+
+
+def watch_the_ends(variables: Callable[[Mapping[Any, Any]], dict[str, str]] = lambda _: {}) -> None:
+    """Have the session of this process hear of os.exec and os._exit. `variables`: see own_ends.py."""
+
+    def before_exec() -> Undo:
+        return _current.goes_on_as_another_program() if _current is not None else lambda: None
+
+    def before_exit() -> None:
+        if _current is not None:
+            _current.leaves()
+
+    hear_of_ends(before_exec, before_exit, variables)
 
 
 class Session:
@@ -138,6 +154,34 @@ class Session:
         self.settle()
         self.recorder.append(ScriptExit(self.where(), max(-(1 << 31), min(int(code), (1 << 31) - 1))))
         self.enter(RankPhase.FINISHED)
+
+    def goes_on_as_another_program(self) -> Undo:
+        """The script calls os.exec. Returns what undoes this, as that may fail. Never raises."""
+        try:
+            phase = RankPhase(self.recorder.fields[Field.PHASE])
+            if not self.is_ours or phase in (RankPhase.UNWATCHED, RankPhase.FINISHED, RankPhase.RAISED):
+                return lambda: None
+            self._settle_in_time()
+            self.enter(RankPhase.UNWATCHED)
+        except Exception:  # the recorder is closed
+            return lambda: None
+        return lambda: self.enter(phase)
+
+    def leaves(self) -> None:
+        """The script calls os._exit: nothing else of its end will be heard. Never raises."""
+        try:
+            fields = self.recorder.fields
+            if self.is_ours and fields[Field.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
+                fields[Field.LEFT] = 1
+        except Exception:
+            pass
+
+    def _settle_in_time(self) -> bool:
+        """Whether all numbers have come. A thread that stands still with the lock does not hold up the end."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        hooks = self.hooks
+        return hooks is None or (hooks.progress.lock.comes_free(_SETTLE_S) and self.settle())
 
     def answer_with_stacks(self) -> None:
         """Let the node agent ask where this rank stands. Never raises."""

@@ -10,7 +10,7 @@ from ..facts.facts import RankFacts, RunFacts
 from .missing import batches_of, missing, nothing_watched
 from .notices import warning_text, worst_first
 from .verdict_model import Verdict
-from .words import COMPILED, ranks_text
+from .words import COMPILED, ranks_text, told_its_end
 
 _MOST_EVIDENCE = 12
 
@@ -79,7 +79,7 @@ def _clean(facts: RunFacts) -> Verdict:
     return Verdict(
         kind="clean",
         statement=statement,
-        certainty="established" if all(map(_told_its_end, ranks)) and not loose else "supported",
+        certainty="established" if all(map(told_its_end, ranks)) and not loose else "supported",
         attempt=facts.last_attempt,
         next=[
             *([COMPILED] if hidden else []),
@@ -123,19 +123,6 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
             f"belong{'s' if one else ''} to no module that was called: {what}"
         )
     return lines
-
-
-def _told_its_end(rank: RankFacts) -> bool:
-    """Whether its script has come to an end; or it has left its group, and nothing was called from there to its end.
-
-    Ray kills its workers once they have left their group.
-    """
-    if rank.script_exit is not None:
-        return True
-    left, end = rank.left_group, rank.exit
-    if left is None or end is None or end.phase != "script":
-        return False
-    return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
 
 
 def _ranks(number: int) -> str:

@@ -9,7 +9,7 @@ from ...core.frames import module_text
 from ...core.text.ranks_text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
 from .own_faults import lost_faults, that_cost_frames
-from .words import doing, left_silently
+from .words import doing, left_silently, told_its_end
 
 _Reason = tuple[str, str]
 """What is missing of a rank: for one rank, for several that share it."""
@@ -36,9 +36,21 @@ def _of_earlier_attempts(facts: RunFacts) -> list[str]:
     found = []
     for attempt in sorted({attempt for attempt, _ in facts.ranks if attempt != facts.last_attempt}):
         ranks = facts.of_attempt(attempt)
-        reasons = {rank.rank: [*_of_its_end(rank), *_of_its_losses(rank)] for rank in ranks}
+        reasons = {
+            rank.rank: [*_of_its_end(rank, goes_on=_goes_on(facts, rank)), *_of_its_losses(rank)] for rank in ranks
+        }
         found += [f"in attempt {attempt}, {clause}" for clause in _clauses(reasons, _unheard(ranks, _world_of(ranks)))]
     return found
+
+
+def _goes_on(facts: RunFacts, rank: RankFacts) -> bool:
+    """Whether its process is a later attempt of the same rank: the script has called os.exec below `gpuwatch run`."""
+    pid = rank.state.pid if rank.state is not None else None
+    return any(
+        later.state is not None and later.state.pid == pid
+        for later in facts.ranks.values()
+        if later.rank == rank.rank and later.attempt > rank.attempt
+    )
 
 
 def _clauses(reasons: Mapping[int, list[_Reason]], silent: list[int]) -> list[str]:
@@ -66,13 +78,16 @@ def batches_of(rank: RankFacts) -> int:
     return rank.state.batch + 1 if rank.state is not None else 0
 
 
-def _of_its_end(rank: RankFacts) -> list[_Reason]:
-    """Why its end was not heard, or it was not watched at all; [] if it was."""
+def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
+    """Why its end was not heard, or it was not watched at all; [] if it was. `goes_on`: as a later attempt."""
     exit_, state = rank.exit, rank.state
     if exit_ is None or exit_.code is None:
         place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "to its end"
         return [(f"was not heard {place}", f"were not heard {place}")]
-    if exit_.phase == "unwatched":
+    if exit_.phase == "unwatched" and not goes_on:
+        if state is not None and state.hooks != "none":
+            text = "went on as another program (os.exec), which is not watched"
+            return [(text, text.replace("another program", "other programs").replace("which is", "which are"))]
         return [("ran a program that is not watched", "ran programs that are not watched")]
     if state is None or not state.final:
         if exit_.phase == "starting" or state is None:
@@ -90,6 +105,9 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
     if exit_ is not None and left_silently(rank):
         text = f"left with exit code 0 {doing(exit_)}"
         found.append((text, text))
+    elif exit_ is not None and not (told_its_end(rank) or (rank.state is not None and rank.state.left)):
+        text = f"ended with exit code {exit_.code} {doing(exit_)}: the end of its script was not heard"
+        found.append((text, text.replace("the end of its script was", "the ends of their scripts were")))
     if batches_of(rank) <= 0:
         found.append(("called no module", "called no module"))
     elif exit_ is not None and exit_.where.page < 0:
@@ -103,7 +121,7 @@ def _of_its_work(rank: RankFacts) -> list[_Reason]:
 def _of_its_losses(rank: RankFacts) -> list[_Reason]:
     """What of its record was lost, or was not made: that may hold an overflow."""
     state, found = rank.state, []
-    if state is None or _of_its_end(rank):
+    if state is None or not state.final or state.hooks == "failed":
         return []
     if state.unseen_child:
         one = f"had a child process (pid {state.unseen_child}) that trained and was not watched"

@@ -71,6 +71,19 @@ def left_silently(rank: RankFacts) -> bool:
     )
 
 
+def told_its_end(rank: RankFacts) -> bool:
+    """Whether its script has come to an end; or it has left its group, and nothing was called from there to its end.
+
+    Ray kills its workers once they have left their group.
+    """
+    if rank.script_exit is not None:
+        return True
+    left, end = rank.left_group, rank.exit
+    if left is None or end is None or end.phase != "script":
+        return False
+    return (left.where.step, left.where.batch) == (end.where.step, end.where.batch)
+
+
 def was_killed(rank: RankFacts) -> bool:
     """Whether a signal ended its process that its launcher did not send."""
     return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code is not None and rank.exit.code < 0

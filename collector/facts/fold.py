@@ -375,4 +375,5 @@ def _moved(state: RankState) -> tuple[int, ...]:
         state.records_lost,
         state.calls_left_out,
         state.hooks_gone,
+        state.left,
     )

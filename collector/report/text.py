@@ -71,7 +71,7 @@ def _verdict(console: Console, report: Report) -> None:
     if verdict.cascade:
         _list(console, "Because of it", cascade_lines(verdict.cascade))
     _list(console, "Next", verdict.next)
-    _list(console, "Other attempts of this job, which torchrun restarted", attempt_lines(report))
+    _list(console, "Other attempts of this job", attempt_lines(report))
     _list(console, "Before this job was requeued", earlier_lines(report))
     console.print()
 

@@ -114,6 +114,8 @@ class Field(IntEnum):
     """The page that had been begun last when they were first found so."""
     UNSEEN_CHILD = 48
     """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
+    LEFT = 46
+    """Its script has called os._exit between two batches, when every number had been judged."""
 
 
 class SegmentField(IntEnum):

@@ -247,6 +247,7 @@ class RecorderReader:
             hooks_gone=fields[Field.HOOKS_GONE],
             gone_page=fields[Field.GONE_PAGE],
             unseen_child=fields[Field.UNSEEN_CHILD],
+            left=bool(fields[Field.LEFT]),
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ JOIN_VARIABLE = "GPUWATCH_JOIN"
 _SETTINGS = "settings.json"
 _PROCESS = "process-{pid}.recorder"
 PROCESSES = _PROCESS.format(pid="*")
+LATER_PROGRAMS = _PROCESS.format(pid="*-*")
+"""Of processes that have gone on as another program (os.exec), which is watched again."""
 RANKS = "rank-*.recorder"
 UNWATCHED = "unwatched-*"
 """Why a Python process could not be watched."""
@@ -49,6 +51,6 @@ def read_settings(folder: Path) -> WorkerSettings | None:
         return None
 
 
-def process_file(pid: int) -> str:
-    """Name of the recorder of a process that may become a rank, or not."""
-    return _PROCESS.format(pid=pid)
+def process_file(pid: int, programs: int = 0) -> str:
+    """Name of the recorder of a process that may become a rank, or not. So many programs had it before (os.exec)."""
+    return _PROCESS.format(pid=f"{programs}-{pid}" if programs else pid)

@@ -203,6 +203,8 @@ class RankState(msgspec.Struct, frozen=True):
     """How often its hooks were found removed from torch's global tables: the script, or a library, can do that."""
     gone_page: int = -1
     """The page that had been begun last when they were first found so; it says nothing where they never were."""
+    left: bool = False
+    """Its script has called os._exit between two batches, when every number had been judged."""
 
     @property
     def events_lost(self) -> int:

@@ -12,7 +12,7 @@ import msgspec
 
 from ...core.recorder.layout import Field, file_name
 from ...core.recorder.reader import NotReady, RecorderReader
-from ...core.recorder.run_folder import PROCESSES, RANKS
+from ...core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS
 from ...core.wire.pipe import WorkersEnded, WorkersStarted
 from .other_process import OtherProcess
 
@@ -76,9 +76,13 @@ class Ranks:
 
     def look(self, own_codes: dict[int, int | None]) -> None:
         """Find new ones, and those that have ended. `own_codes`: those of commands, by pid; None for one that runs."""
+        if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):
+            pids = {rank.pid for rank in self._ranks.values()}
+            self._adopt(lambda header: header.pid in pids)
         for path in sorted(self._folder.glob(RANKS)):
             if path not in self._ranks and (header := _read(path)) is not None:
                 self._start(path, header)
+        self._end_programs()
         if not self._ranks:
             self._adopt(lambda header: header.trains and header.world_size == 1)
         ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
@@ -103,6 +107,15 @@ class Ranks:
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.close()
+
+    def _end_programs(self) -> None:
+        """Where a rank's process has gone on as another program (os.exec), that one is a later attempt of the rank."""
+        last: dict[int, int] = {}
+        for rank in self._ranks.values():
+            last[rank.pid] = max(rank.attempt, last.get(rank.pid, 0))
+        for rank in self._ranks.values():
+            if rank.attempt < last[rank.pid] and not rank.ended:
+                self._end(rank, 0, is_own=False)
 
     def _adopt(self, is_rank: Callable[[_Header], bool]) -> None:
         """Of processes that joined no group: one for each rank that their environment speaks of, the first to start."""

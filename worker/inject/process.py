@@ -23,7 +23,7 @@ from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE, process_fil
 from ...core.records import Fault, LeftGroup
 from ...core.settings import WorkerSettings
 from ..imports import after_import
-from ..session import Session, open_session
+from ..session import Session, open_session, watch_the_ends
 from .before_init import GROUPS, LeftOut, call_before_init, entry_of
 from .ending import tell_the_end
 from .preflight import leave_out, preflight_before_init
@@ -70,6 +70,8 @@ class _Process:
         """The process that had its preflight: a fork has its own."""
         self._left_out = ""
         """Why there can be none, to be said once it is a rank."""
+        self._removed: dict[str, str] = {}
+        """Variables of ours that a rank's child processes do not find, by name."""
         self._handles: list[Any] = []
         """Of the hooks that see a model for the first time."""
 
@@ -158,8 +160,13 @@ class _Process:
 
     def _may_become(self, claim: Claim) -> None:
         """It is watched from here on, under its process id."""
-        path = self._folder / process_file(os.getpid())
-        self._open(self._settings, path, claim.rank, claim.local_rank, claim.world_size)
+        for programs, settings in enumerate(self._attempts()):
+            path = self._folder / process_file(os.getpid(), programs)
+            try:
+                self._open(settings, path, claim.rank, claim.local_rank, claim.world_size)
+            except FileExistsError:  # of the program that this process was before
+                continue
+            return
 
     def _become(self, rank: int, local_rank: int | None, world_size: int) -> None:
         """It is a rank."""
@@ -237,11 +244,14 @@ class _Process:
         session.enter(RankPhase.SCRIPT)
         session.attach_hooks()
         tell_the_end(session)
+        watch_the_ends(self._for_another_program)
 
     def _clean_the_environment(self) -> None:
         """The rank's own child processes are no ranks, and find the environment as it was."""
         for name in (RUN_VARIABLE, JOIN_VARIABLE):
-            os.environ.pop(name, None)
+            value = os.environ.pop(name, None)
+            if value is not None:
+                self._removed[name] = value
         paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         rest = [path for path in paths if path != self._path_folder]
         if len(rest) != len(paths):
@@ -249,6 +259,14 @@ class _Process:
                 os.environ["PYTHONPATH"] = os.pathsep.join(rest)
             else:
                 os.environ.pop("PYTHONPATH", None)
+
+    def _for_another_program(self, environment: Mapping[Any, Any]) -> dict[str, str]:
+        """The rank goes on as another program (os.exec), which is to be watched as well: what it needs for that."""
+        if self._session is None or not self._session.is_ours or not self._removed:
+            return {}
+        rest = environment.get("PYTHONPATH")
+        paths = [self._path_folder, *([rest] if isinstance(rest, str) and rest else [])]
+        return {**self._removed, "PYTHONPATH": os.pathsep.join(paths)}
 
     def _safely(self, step: Callable[[], None]) -> None:
         """An error of ours is told and goes no further."""

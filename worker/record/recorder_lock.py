@@ -24,6 +24,13 @@ class RecorderLock:
         self._depth += 1
         self._cursor[1] = threading.get_ident()
 
+    def comes_free(self, seconds: float) -> bool:
+        """Whether this thread could have it within so long."""
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        self._lock.release()
+        return True
+
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:

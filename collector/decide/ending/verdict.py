@@ -67,6 +67,8 @@ def ending_text(facts: RunFacts, attempt: int) -> str:
         victims = ranks_text([rank.rank for rank in endings.by_themselves])
         return f"{victims} lost the connection to another rank; which one went first is unknown"
     ranks = facts.of_attempt(attempt)
+    if ranks and all(rank.exit is not None and rank.exit.phase == "unwatched" for rank in ranks):
+        return "went on as another program"
     if ranks and all(rank.script_exit is not None for rank in ranks):
         batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
         return f"finished after {batches} batches"

@@ -7,7 +7,7 @@ import random
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.records import Fault, LooseParameters, NodeSignal, NotLookedInto, ScriptExit, Where
+from gpuwatch.core.records import Fault, LeftGroup, LooseParameters, NodeSignal, NotLookedInto, ScriptExit, Where
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -502,6 +502,18 @@ def empty_batch(make):
         (lambda make: make.finished(1, last={"hooks": "failed"}), "rank 1 could not be watched: the hooks failed"),
         (lambda make: make.finished(1, batch=-1, page=-1), "rank 1 called no module"),
         (lambda make: make.finished(1, page=-1), "rank 1 left out every batch"),
+        (
+            lambda make: make.broken_off(1, 0, batch=4),
+            "rank 1 ended with exit code 0 outside of a forward, after batch 4: the end of its script was not heard",
+        ),
+        (
+            lambda make: [EventMessage(LeftGroup(make.where(1, batch=3))), *make.broken_off(1, 0, batch=4)],
+            "rank 1 ended with exit code 0 outside of a forward, after batch 4: the end of its script was not heard",
+        ),
+        (
+            lambda make: make.broken_off(1, 0, phase="unwatched"),
+            "rank 1 went on as another program (os.exec), which is not watched",
+        ),
         (lambda make: [*empty_batch(make), *make.finished(1)], "rank 1 looked at no module in its batches"),
         (lambda make: make.finished(1, last={"pending": 7}), "rank 1 ended before 7 numbers had come back"),
         (lambda make: make.finished(1, last={"rows_lost": 1}), "rank 1 had no room for 1 row"),
@@ -764,6 +776,34 @@ def test_a_rank_that_leaves_with_code_0_in_the_middle_of_a_forward_is_named(make
         "Rank 0 on alpha left with exit code 0 in the forward of batch 6, in `layer.1` (Linear), before its script had "
         "ended."
     )
+
+
+@pytest.mark.parametrize(
+    ("heard", "certainty"),
+    [
+        (lambda make: make.broken_off(0, 0, batch=4, last={"left": True}), "supported"),
+        (
+            lambda make: [EventMessage(LeftGroup(make.where(0, batch=4))), *make.broken_off(0, 1, batch=4)],
+            "established",
+        ),
+    ],
+    ids=["os._exit", "killed once it has left its group"],
+)
+def test_an_end_without_the_scripts_own_word_may_be_known(make, heard, certainty):
+    verdict = judge(make.hello(nproc=1), *heard(make), make.Bye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", certainty)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_program_that_went_on_as_another_one_is_clean_if_that_was_watched(make, same):
+    """It is an attempt of its own, of the same process. Another process is no proof of what the first one did."""
+    bodies = [
+        *make.broken_off(0, 0, phase="unwatched"),
+        *make.finished(0, attempt=1, last={} if same else {"pid": 4242}),
+    ]
+    verdict = judge(make.hello(nproc=1), *bodies, make.Bye("ok"))
+    lacking = "in attempt 0, rank 0 went on as another program (os.exec), which is not watched"
+    assert (verdict.kind, verdict.missing) == (("clean", []) if same else ("unknown", [lacking]))
 
 
 def test_a_run_with_a_rank_that_left_in_a_forward_is_not_clean(make):

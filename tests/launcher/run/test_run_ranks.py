@@ -14,12 +14,12 @@ from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
 from gpuwatch.launcher.run.ranks import Ranks
 
 
-def record(monkeypatch, pid, path):
+def record(monkeypatch, pid, path, attempt=0):
     """What such a process would leave as rank 0."""
     with monkeypatch.context() as patch:
         patch.setattr(writer.os, "getpid", lambda: pid)
         sizes = {"log_bytes": 1 << 16, "segments": 2}
-        writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, **sizes).close()
+        writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=attempt, **sizes).close()
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -53,4 +53,28 @@ def test_a_rank_that_is_the_command_has_ended_by_itself_once_whoever_started_it_
     ranks.last_look({command.pid: -signal.SIGKILL})
 
     assert told[1:] == [WorkersEnded(0, {0: -signal.SIGKILL}, [0])]
+    ranks.close()
+
+
+@pytest.mark.parametrize("becomes", ["ranks", "processes"])
+def test_a_process_that_goes_on_as_another_program_is_two_attempts_of_one_rank(tmp_path, monkeypatch, becomes):
+    """The first ends when the second begins: the process itself has not ended."""
+    command = subprocess.Popen([sys.executable, "-c", "input(); raise SystemExit(3)"], stdin=subprocess.PIPE)
+    path = (lambda n: file_name(0, n)) if becomes == "ranks" else (lambda n: process_file(command.pid, n))
+    record(monkeypatch, command.pid, tmp_path / path(0))
+    told, ended = [], []
+    ranks = Ranks(tmp_path, told.append, lambda *end: ended.append(end))
+    ranks.look({command.pid: None})
+    record(monkeypatch, command.pid, tmp_path / path(1), attempt=1)
+    ranks.look({command.pid: None})
+    assert ended == ([(0, 0, 0)] if becomes == "ranks" else [])
+
+    command.communicate(b"\n")
+    ranks.last_look({command.pid: command.returncode})
+
+    assert ended == [(0, 0, 0), (1, 0, 3)]
+    assert [(type(each), each.attempt) for each in told if isinstance(each, WorkersStarted)] == [
+        (WorkersStarted, 0),
+        (WorkersStarted, 1),
+    ]
     ranks.close()
