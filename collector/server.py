@@ -9,8 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from threading import Thread
 from typing import TYPE_CHECKING
 
 import zmq
@@ -20,6 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from ..core.exits import ExitCode
 from ..core.own_clock import OwnClock
+from ..core.threads import OneThread
 from ..core.wire.keys import KeyPair
 from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
@@ -121,6 +120,7 @@ class Server:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.malformed = 0
         self._lines = StageLines()
+        self._maker = OneThread()
         self._credit = -1
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
@@ -295,13 +295,13 @@ class Server:
         store.set("counters", to_json(counters).decode())
         if store.commit():
             self._act(run_protocol.committed(run_protocol.received))
-        made: Future[tuple[Report, Final]] = Future()
-        Thread(target=_make, args=(made, paths, store, self._folded), name="gpuwatch-report").start()
+        made = self._maker.submit(lambda: _make(paths, store, self._folded))
         while not made.done():
             if self._socket.poll(TICK_MS):
                 for agent, message, _ in self._messages():
                     if message.n == 0:
                         self._send(agent, run_protocol.answer_while_finishing(agent, message))
+        self._maker.close()
         for line in self._lines.end():
             self._tell(line)
         error = made.exception()
@@ -354,7 +354,7 @@ class Server:
         self._context.term()
 
 
-def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore, folded: Fold) -> None:
+def _make(paths: RunPaths, store: RunStore, folded: Fold) -> tuple[Report, Final]:
     """In a thread: build the report and write it.
 
     What is kept of many pages is a million objects, and stays: the garbage collector is to leave it alone.
@@ -365,9 +365,7 @@ def _make(made: Future[tuple[Report, Final]], paths: RunPaths, store: RunStore, 
         paths, trouble = write_where_there_is_room(paths, store, report)
         text = render_text(report)
         text += f"\n\n{trouble}" if trouble else f"\n\nreport: {paths.report_json}\n{_page(paths, report)}"
-        made.set_result((report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))))
-    except BaseException as error:
-        made.set_exception(error)
+        return report, Final(exit_code(report), report.verdict.kind, text, str(paths.report_json))
     finally:
         gc.unfreeze()
 

@@ -14,7 +14,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +23,7 @@ import msgspec
 from ..core.errors import GpuwatchError
 from ..core.records import Definition
 from ..core.text.shown import shown_name
+from ..core.threads import OneThread
 from ..core.wire.messages import (
     AgentBody,
     AgentMessage,
@@ -103,7 +104,7 @@ class RunStore:
         self._new = Batch()
         self._in_hand = Batch()
         """What the thread is writing."""
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = OneThread()
         self._result: Future[Exception | None] | None = None
         self._failed = False
         self._tried_at = 0.0
@@ -245,10 +246,9 @@ class RunStore:
         if self.is_writing or not self._new or (self._failed and now - self._tried_at < _RETRY_S):
             return False
         self._tried_at = now
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "gpuwatch-store")
         self._in_hand, self._new = self._new, Batch()
-        self._result = self._thread.submit(self._in_hand.write, self._db)
+        batch, db = self._in_hand, self._db
+        self._result = self._thread.submit(lambda: batch.write(db))
         return True
 
     def written(self) -> bool | None:
@@ -363,8 +363,7 @@ class RunStore:
         """Write what is left, if that can be, and close the file."""
         with suppress(sqlite3.Error):
             self.commit()
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.close()
         for db in {self._reader, self._db, *self._older}:
             db.close()
 

@@ -72,7 +72,7 @@ class Batch:
             db.executemany(_ADD, list(self.messages.values()))
             db.executemany(_BEAT, list(self.beats.values()))
             db.execute("COMMIT")
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, OverflowError, MemoryError) as error:
             with suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             return error

@@ -59,7 +59,9 @@ class Frames:
             if name == bad:
                 where = Where(RANK, 0, number, number, "Net", number, number, time.time_ns())
                 recorder.append(
-                    Anomaly(where, index, name, "Linear", "forward", "output", "+inf", "float32", [4, 8], aborts=self._ends)
+                    Anomaly(
+                        where, index, name, "Linear", "forward", "output", "+inf", "float32", [4, 8], aborts=self._ends
+                    )
                 )
             given = made
         self._frame(0, NOTHING, 0, number, (NOTHING, first, given))

@@ -40,11 +40,15 @@ def main() -> int:
     parser.add_argument("--once", action="store_true", help="no lasting failures")
     parser.add_argument("--lasting", action="store_true", help="lasting failures alone")
     parser.add_argument("--errno", type=int, default=0, help="another one than the kind's usual")
-    parser.add_argument("--most", type=int, default=MOST, help=f"of so many calls all are failed, of more a sample ({MOST})")
+    parser.add_argument(
+        "--most", type=int, default=MOST, help=f"of so many calls all are failed, of more a sample ({MOST})"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of all failures, drawn by the seed")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop then")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show what the launch said where something is wrong")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show what the launch said where something is wrong"
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     ends = time.monotonic() + 60 * args.minutes

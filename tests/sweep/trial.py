@@ -33,10 +33,13 @@ ERRNO = {"write": 28, "open": 24, "map": 12, "sync": 5, "send": 32, "alloc": 12,
 _SHAPE = struct.Struct(f"={5 * len(PARTS) * len(KINDS)}QQ256s")
 _REMOVED = ("GPUWATCH", "TORCHELASTIC", "PET_", "SLURM")
 BATCHES = 6
+OVERFLOW = 1, 3
+"""Its rank, and the batch."""
+_AT = ["--overflow", *map(str, OVERFLOW)]
 JOBS = {
     "clean": ([], []),
-    "overflow": ([], ["--overflow", "1", "3"]),
-    "goes on": (["--on-overflow", "continue"], ["--overflow", "1", "3", "--goes-on"]),
+    "overflow": ([], _AT),
+    "goes on": (["--on-overflow", "continue"], [*_AT, "--goes-on"]),
 }
 """By name: options of the launch, arguments of the script."""
 
@@ -98,6 +101,18 @@ def compile_shim(folder: Path) -> Path:
     return made
 
 
+def new_counts(place: Path) -> None:
+    """What the library writes into."""
+    (place / "counts").write_bytes(bytes(_SHAPE.size))
+
+
+def counts_of(place: Path) -> tuple[dict[tuple[str, str, str], int], int, str]:
+    """How many calls there were by (role, part, kind), how many of them failed, and what the first of those was."""
+    *numbers, failed, first = _SHAPE.unpack((place / "counts").read_bytes())
+    names = [(role, part, kind) for role in ("", *ROLES) for part in PARTS for kind in KINDS]
+    return dict(zip(names, numbers, strict=True)), failed, first.partition(b"\0")[0].decode(errors="replace")
+
+
 @dataclass
 class Launches:
     """Starts launches, one after another, in `folder`."""
@@ -145,7 +160,7 @@ class Launches:
         shutil.rmtree(place, ignore_errors=True)
         temporary = place / "tmp"
         temporary.mkdir(parents=True)
-        (place / "counts").write_bytes(bytes(_SHAPE.size))
+        new_counts(place)
         (place / "made").touch()
         mark = uuid.uuid4().hex
         env = {
@@ -177,9 +192,7 @@ class Launches:
         self._zygote.stdin.flush()
 
     @staticmethod
-    def _outcome(
-        job: str, failure: Failure, place: Path, code: int | None, left: list[str], seconds: float
-    ) -> Outcome:
+    def _outcome(job: str, failure: Failure, place: Path, code: int | None, left: list[str], seconds: float) -> Outcome:
         said = (place / "said").read_text(errors="replace")
         reports = sorted(place.glob("gpuwatch-runs/*/report.json")) + sorted(place.glob("tmp/gpuwatch-re*/report.json"))
         losses = {rank: path.read_text() for rank in range(2) if (path := place / f"losses-{rank}").exists()}
@@ -189,12 +202,8 @@ class Launches:
                 left.append(path)
                 if path.startswith("/dev/shm/gpuwatch-"):
                     shutil.rmtree(path, ignore_errors=True)
-        numbers = _SHAPE.unpack((place / "counts").read_bytes()[: _SHAPE.size])
-        each = iter(numbers[:-2])
-        counts = {(role, part, kind): next(each) for role in ("", *ROLES) for part in PARTS for kind in KINDS}
-        first = numbers[-1].partition(b"\0")[0].decode(errors="replace")
         report = json.loads(reports[-1].read_bytes()) if reports else None
-        return Outcome(job, failure, code, said, report, losses, left, counts, numbers[-2], first, seconds)
+        return Outcome(job, failure, code, said, report, losses, left, *counts_of(place), seconds)
 
 
 def _processes(mark: str) -> list[str]:

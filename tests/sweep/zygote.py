@@ -30,7 +30,7 @@ def launch(job: dict, shim: str) -> NoReturn:
         os.dup2(source, target)
     os.close(log)
     os.close(nothing)
-    sys.stdin = open(0)  # noqa: SIM115, PTH123  # the one before is the driver's pipe
+    sys.stdin = open(0)  # noqa: SIM115  # the one before is the driver's pipe
     sys.argv = ["gpuwatch", *job["argv"]]
     ctypes.CDLL(shim).sweep_begin(LAUNCHER)
     code = 1

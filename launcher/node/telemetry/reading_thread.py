@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
+from ....core.threads import start_thread
 from .cgroup import read_cgroup
 from .host import read_disks, read_host
 from .infiniband import read_infiniband
@@ -31,15 +32,17 @@ class ReadingThread:
         self._read = read
         self._questions: SimpleQueue[Pids | None] = SimpleQueue()
         self._answers: deque[Values] = deque()
-        self._thread: threading.Thread | None = None
+        self._ended: threading.Event | None = None
+        """Set when the thread has ended; None without one."""
         self.trouble = ""
         """The last error of a reading."""
 
     def ask(self, pids: Pids) -> None:
         """Read once; `answer` has it later."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="gpuwatch-telemetry", daemon=True)
-            self._thread.start()
+        if self._ended is None:
+            if not start_thread(self._run):
+                raise RuntimeError("no thread can be started")
+            self._ended = threading.Event()
         self._questions.put(pids)
 
     def answer(self) -> Values | None:
@@ -48,10 +51,10 @@ class ReadingThread:
 
     def close(self) -> None:
         """End it, if it answers: a thread that is stuck ends with the process."""
-        if self._thread is not None:
+        if self._ended is not None:
             self._questions.put(None)
-            self._thread.join(_END_S)
-            self._thread = None
+            self._ended.wait(_END_S)
+            self._ended = None
 
     def _run(self) -> None:
         while (pids := self._questions.get()) is not None:
@@ -61,3 +64,5 @@ class ReadingThread:
             except Exception as error:
                 self.trouble = f"the host's figures could not be read: {type(error).__name__}: {error}"
             self._answers.append(values)
+        if self._ended is not None:
+            self._ended.set()
