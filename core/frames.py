@@ -149,6 +149,11 @@ class Frame(msgspec.Struct, frozen=True):
         """Rows of gradients: `grad output[0]` of what the module returned, `grad weight` of a parameter."""
         return [row for row in self.rows if row.role_kind in GRADIENTS]
 
+    @property
+    def states(self) -> list[Row]:
+        """Rows of what an optimizer keeps of the module's parameters: `state exp_avg weight`."""
+        return [row for row in self.rows if row.role_kind is RoleKind.STATE]
+
 
 class Page(msgspec.Struct, frozen=True):
     """All frames of one batch of one rank. `lost_frames` of them were overwritten before they were read."""

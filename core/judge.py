@@ -4,6 +4,8 @@
 lay, whether the numbers were there at once or came a batch later, or which hook wrote the frame.
 
 Recorded, and no alarm:
+- an optimizer's state beside the weight that it belongs to: it is shown because that weight is bad. In a frame of its
+  own it is an alarm.
 - an input: a mask, a buffer from `torch.empty`. It becomes one when something bad comes out.
 - -inf alone in an output, what masks are made of; except where a module computed it with weights of its own from
   finite inputs.
@@ -45,7 +47,7 @@ class Judgement(NamedTuple):
     """What follows from one frame."""
 
     alarm: Row | None = None
-    """The first row that is an alarm: a weight, then an output, then a gradient."""
+    """The first row that is an alarm: a weight, then an output, a gradient, what an optimizer keeps of a weight."""
     hidden: tuple[Row, ...] = ()
     """Non-finite rows that a rule of the user's covers."""
     scaled: Row | None = None
@@ -137,7 +139,8 @@ def is_argument(row: Row) -> bool:
 
 def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
     weights, outputs, gradients = frame.weights, frame.outputs, frame.gradients
-    if not any(row.flags for row in (*weights, *outputs, *gradients)):
+    states = frame.states if not weights else []  # beside a weight they are evidence
+    if not any(row.flags for row in (*weights, *outputs, *gradients, *states)):
         return None
     input_flags = 0
     handed: set[int] = set()
@@ -149,7 +152,7 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
         input_flags |= row.flags
         if row.value >= 0 and row.role not in was_finite:
             handed.add(row.value)
-    for row in (*weights, *outputs, *gradients):
+    for row in (*weights, *outputs, *gradients, *states):
         returned = row.role_kind is RoleKind.OUTPUT
         if returned and (row.value in handed or row.value in waived):
             continue

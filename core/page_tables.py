@@ -256,6 +256,7 @@ class LazyFrame:
     outputs = Frame.outputs
     weights = Frame.weights
     gradients = Frame.gradients
+    states = Frame.states
 
 
 def whole(frame: Frame) -> Frame:

@@ -48,6 +48,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """A tensor of low precision is in underflow if at least this share of its elements is subnormal."""
     scaler_skips: int = 12
     """A GradScaler may skip this many optimizer steps in a row before that is an alarm."""
+    state_every: int = 50
+    """After one optimizer step in this many, the optimizer's states in 16 bits or less are read; 0: never."""
     measure_cost: bool = False
     """Skip every second batch, to compare the time of watched and skipped batches."""
     alloc: str = ""

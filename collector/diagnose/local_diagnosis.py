@@ -217,6 +217,8 @@ def from_event(anomaly: Anomaly) -> LocalDiagnosis:
         return replace(found, source="skipped")
     if anomaly.phase == "collective":
         return replace(found, source="reduced")
+    if anomaly.phase == "optimizer" and parse_role(anomaly.role).kind is RoleKind.STATE:
+        return replace(found, sure=False)
     if anomaly.phase == "optimizer":  # its gradient may have been non-finite before the step
         return replace(found, phase="weight", source="weight")
     if anomaly.phase == "backward":

@@ -16,12 +16,12 @@ import msgspec
 from ...core.frames import Frame, Mark, Page, Row, module_text
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, split_label
-from ...core.roles import role_of_parameter
+from ...core.roles import RoleKind, role_of_parameter
 from ...core.values import NonFinite, name_of
 from .backward_origin import explain_gradient
 from .calls import Calls, begun, returns
 from .local_diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
-from .step_origin import explain_reduced, explain_step
+from .step_origin import explain_reduced, explain_state, explain_step
 from .users import common
 from .weight_timeline import UNSEEN, history_of
 
@@ -47,7 +47,8 @@ def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -
     if row is None:  # its own rows were lost
         return from_event(anomaly)
     if first.phase == "optimizer":
-        gradient = explain_step(page, frames, first, row, anomaly, earlier)
+        explain = explain_state if row.role_kind is RoleKind.STATE else explain_step
+        gradient = explain(page, frames, first, row, anomaly, earlier)
         return gradient if isinstance(gradient, LocalDiagnosis) else _of_gradient(page, frames, *gradient, anomaly)
     return _of_gradient(page, frames, first, row, anomaly)
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from ...core.frames import Frame, Mark, Page, Row, format_number
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, OptimizerStep
-from ...core.roles import RoleKind
+from ...core.roles import RoleKind, role_of_parameter
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
-from .step_rules import KnownStep, can_make_non_finite, is_torchs
+from .step_rules import KnownStep, can_make_non_finite, is_torchs, square_overflows
 from .weight_timeline import readings
 
 
@@ -82,6 +82,60 @@ def explain_step(
         notes=notes,
     )
     return replace(found, history=history)
+
+
+def explain_state(
+    page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly, earlier: Sequence[Page] = ()
+) -> LocalDiagnosis | tuple[Frame, Row]:
+    """A non-finite state of an optimizer that is kept in 16 bits; or the gradient that was non-finite before the step.
+
+    States are read after few steps. The last one has made it if its own gradient explains it.
+    """
+    name = row.parsed_role.name
+    gradients = _gradients(frames, frame, f"grad {role_of_parameter(name)}")
+    bad = next(((f, r) for f in frames if f.index < frame.index for r in f.gradients if not r.finite), None)
+    if bad is not None and any(not gradient.finite for gradient in gradients):
+        return bad
+    sure, notes = False, []
+    last = _last_state(frame, row, earlier)
+    if gradients:
+        largest = max(map(_number, gradients))
+        notes.append(f"the gradient of {name} in that step: abs max {format_number(largest).strip()}")
+        only = page.step == 0 or (last is not None and page.step - last[0].step == 1)
+        sure = only and square_overflows(anomaly.optimizer, row.parsed_role.key, largest, row.dtype)
+    if last is not None:
+        when = f"after the step of batch {last[0].batch}: abs max {format_number(last[1].abs_max).strip()}"
+        notes.append(f"{row.parsed_role.key} was finite when it was last read, {when}")
+    found = diagnosis_of_row(
+        page,
+        frame,
+        row,
+        anomaly,
+        module=frame.module,
+        cls=frame.cls,
+        phase="optimizer",
+        source="made",
+        sure=sure,
+        notes=tuple(notes),
+    )
+    return replace(found, history="" if sure else _state_history(last))
+
+
+def _last_state(frame: Frame, row: Row, earlier: Sequence[Page]) -> tuple[Page, Row] | None:
+    """The last reading of a state from before, if it was finite."""
+    for page in earlier:
+        for other in page.frames:
+            for found in other.states if (other.module, other.phase) == (frame.module, "optimizer") else ():
+                if found.role == row.role and found.kind == "measured":
+                    return (page, found) if found.finite else None
+    return None
+
+
+def _state_history(last: tuple[Page, Row] | None) -> str:
+    rarely = "states are read after few steps (--state-every)"
+    if last is None:
+        return f"any step up to there can have made it: {rarely}"
+    return f"any step since that of batch {last[0].batch} can have made it: it was finite then, and {rarely}"
 
 
 def _by_rule(

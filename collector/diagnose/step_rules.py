@@ -65,6 +65,19 @@ def is_torchs(step: OptimizerStep | None) -> bool:
     return step is not None and step.cls.startswith("torch.optim.")
 
 
+def square_overflows(step: OptimizerStep | None, key: str, gradient: float, dtype: str) -> bool:
+    """Whether a mean of squares overflows in this very step, of a gradient of this abs max: by torch's own Adam.
+
+    >>> adam = OptimizerStep("torch.optim.adam.Adam", {"betas[1]": 0.999})
+    >>> square_overflows(adam, "exp_avg_sq", 1e4, "float16"), square_overflows(adam, "exp_avg_sq", 300.0, "float16")
+    (True, False)
+    """
+    largest, share = DTYPE_MAX.get(dtype), 1 - step.settings.get("betas[1]", 1.0) if step is not None else 0.0
+    if largest is None or key != "exp_avg_sq" or not is_torchs(step) or not 0 < share <= 1:
+        return False
+    return share * gradient * gradient > largest
+
+
 def _sgd(settings: Mapping[str, float], known: KnownStep) -> float | None:
     gradient = known.gradient + abs(settings.get("weight_decay", 0.0)) * known.weight
     momentum = abs(settings.get("momentum", 0.0))

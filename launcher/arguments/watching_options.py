@@ -92,6 +92,15 @@ def add_watching_options(group: argparse._ArgumentGroup) -> None:
     )
     add_option(
         group,
+        "--state-every",
+        type=parsers.at_least(0, "a number of steps"),
+        default=50,
+        metavar="N",
+        help="after an optimizer's first step and one in N of the others (50; 0: never), look at what it keeps in 16 "
+        "bits or less: inf there ends all updates",
+    )
+    add_option(
+        group,
         "--measure-cost",
         action="store_true",
         help="leave out every second batch and report what watching the others costs",

@@ -40,5 +40,6 @@ def worker_settings(args: argparse.Namespace, scratch: Path, logs: Path) -> Work
         near_overflow=args.near_overflow,
         underflow_share=args.underflow_share,
         scaler_skips=args.scaler_skips,
+        state_every=args.state_every,
         measure_cost=args.measure_cost,
     )

@@ -48,6 +48,17 @@ def frame(*rows: Row, phase: str = "forward", index: int = 0, module: str = "fc"
 FINE = [row("weight"), row("input[0]"), row("output")]
 
 CASES = {
+    # -- what an optimizer keeps
+    "an optimizer's state": (
+        [row("state exp_avg weight"), row("state exp_avg_sq weight", POSINF)],
+        "state exp_avg_sq weight",
+    ),
+    "a state beside a bad weight": ([row("weight", NAN), row("state exp_avg weight", NAN)], "weight"),
+    "a state beside a weight that is waived": (
+        [row("weight", NAN, mark=IGNORED), row("state exp_avg weight", NAN)],
+        None,
+    ),
+    "a state that is waived": ([row("state exp_avg weight", NAN, mark=IGNORED)], None),
     # -- origins and carriers
     "all finite": (FINE, None),
     "no rows": ([], None),

@@ -25,6 +25,7 @@ ALL_CHANGED = WorkerSettings(
     near_overflow=2.5,
     underflow_share=0.25,
     scaler_skips=3,
+    state_every=7,
     measure_cost=True,
     alloc="20%",
     bandwidth_size=4096,

@@ -139,6 +139,7 @@ def watch(
     near_overflow: float = 1.0,
     underflow_share: float = 0.1,
     scaler_skips: int = 12,
+    state_every: int = 50,
 ) -> Watch:
     """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
 
@@ -154,6 +155,8 @@ def watch(
         return Watch(running, running.progress.recorder, owned=False)
     if every < 1:
         raise ValueError(f"expected every=1 or more, found every={every}")
+    if state_every < 0:
+        raise ValueError(f"expected state_every=0 (never) or more, found state_every={state_every}")
     unknown = set(watch) - {"forward", "grads", "weights"}
     if unknown or on_overflow not in ("abort", "continue"):
         raise ValueError(
@@ -172,6 +175,7 @@ def watch(
         near_overflow=near_overflow,
         underflow_share=underflow_share,
         scaler_skips=scaler_skips,
+        state_every=state_every,
     )
     folder = OwnFolder(_shared_memory())
     rank = rank_here()

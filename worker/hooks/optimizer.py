@@ -25,6 +25,7 @@ from ..stats.tensor_stats import measure
 from ..without_modes import without_modes
 from .backward import Gradients
 from .loose_parameters import Loose, LooseReader
+from .low_precision_state import LowPrecisionState, low_precision_states
 
 _Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
 
@@ -71,6 +72,7 @@ class Steps:
         self.writer: Any = None
         """The native frame writer, if there is one."""
         self.steps = OptimizerSteps()
+        self._states = LowPrecisionState(settings.state_every)
         judging.optimizer_of = self._optimizer_of
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
@@ -237,7 +239,21 @@ class Steps:
             held = (parameter for parameters in grouped.values() for _, parameter in parameters)
             without = frozenset(id(parameter) for parameter in held if parameter.grad is None)
             self._last_step[id(optimizer)] = _LastStep(weakref.ref(optimizer), written, without)
+        if not self._rows.is_capturing and self._states.is_due(optimizer):
+            self._record_states(optimizer, grouped)
         self._rows.flush()
+
+    def _record_states(self, optimizer: Any, grouped: _Parameters) -> None:
+        """Write the states that the optimizer keeps in 16 bits, a frame for each module."""
+        with self._rows.together():
+            for page, info, parameters in self._with_pages(grouped):
+                rows = [
+                    self._rows.gradient(info, f"state {key} {name}", state)
+                    for name, parameter in parameters
+                    for key, state in low_precision_states(optimizer, parameter)
+                ]
+                if rows:
+                    self._frames.put(page, info, Phase.OPTIMIZER, rows)
 
     def _optimizer_of(self, bad: NonFiniteRow) -> OptimizerStep | None:
         name = bad.row.parsed_role.name

@@ -155,6 +155,8 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
         if first.own_code:
             return [line, f"{place_of(first)} was handed that tensor, and the gradient of its own output was finite"]
         return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
+    if first.phase == "optimizer" and parse_role(first.at[2]).kind is RoleKind.STATE:
+        return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
     if first.phase == "optimizer":
         return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
     return []

@@ -71,6 +71,8 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
         return f"{who} {fed}: {first.role} of {module} in {batch} was bad before the model saw it"
     if first.phase == "backward":
         return lead + _of_gradient(first, batch)
+    if first.phase == "optimizer" and parse_role(first.role).kind is RoleKind.STATE:
+        return _of_state(first, who, lead)
     if first.phase == "optimizer":
         if not first.sure:
             return (
@@ -92,6 +94,15 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
     if first.between is not None:
         return f"{lead}{made} in {module}'s own forward, {between_text(first.between)}, {batch}{again}"
     return f"{lead}{made} in the {first.role} of {module}, forward, {batch}{again}"
+
+
+def _of_state(first: LocalDiagnosis, who: str, lead: str) -> str:
+    role = parse_role(first.role)
+    kept, batch = f"{role.key} that the optimizer keeps in {first.dtype} of {role.name} of", _batch(first)
+    if first.sure:
+        return f"{lead}the step after {batch} made {first.value} in the {kept} {place_of(first)}, from finite gradients"
+    since = f"; {first.history}" if first.history else ""
+    return f"{who} had {first.value} in the {kept} {place_of(first)} after the step of {batch}{since}"
 
 
 def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
@@ -244,6 +255,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
     if first.phase == "backward":
         return [_of_backward(first)]
+    if first.phase == "optimizer" and parse_role(first.role).kind is RoleKind.STATE:
+        return [
+            "Keep the optimizer's state in float32, or scale the gradients down: a square of a gradient overflows, and "
+            "a weight whose exp_avg_sq is inf is never changed again."
+        ]
     if first.phase == "optimizer":
         return ["Look at the learning rate and eps of this parameter's group, and at the optimizer's state above."]
     if first.source == "weight":

@@ -63,6 +63,7 @@ def test_what_to_watch_is_all_by_default():
     assert (args.modules, args.every, args.ignore) == ([], 1, [])
     assert (args.sync, args.guard_optimizer, args.measure_cost) == (False, False, False)
     assert (args.near_overflow, args.underflow_share, args.scaler_skips) == (1.0, 0.1, 12)
+    assert args.state_every == 50
 
 
 def test_the_defaults_are_those_of_the_worker():
@@ -74,8 +75,8 @@ EVERYTHING = (
     "--on-overflow continue --max-frames 5 --trace-batches 0,3 --abort-after-batch 9 --preflight full "
     "--preflight-timeout 7 --on-preflight-failure continue --watch weights,grads --modules encoder.* --modules head "
     "--every 100 --sync --guard-optimizer --ignore mask.*:output[0] --ignore *.dropout --near-overflow 2.5 "
-    "--underflow-share 0.25 --scaler-skips 3 --measure-cost --alloc 256MiB --bandwidth-size 1MiB --min-busbw 0.5 "
-    "--slow-factor 2 --nccl-debug --health-thresholds {thresholds}"
+    "--underflow-share 0.25 --scaler-skips 3 --state-every 7 --measure-cost --alloc 256MiB --bandwidth-size 1MiB "
+    "--min-busbw 0.5 --slow-factor 2 --nccl-debug --health-thresholds {thresholds}"
 )
 
 
@@ -105,6 +106,7 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
         near_overflow=2.5,
         underflow_share=0.25,
         scaler_skips=3,
+        state_every=7,
         measure_cost=True,
         alloc="256MiB",
         bandwidth_size=1 << 20,
@@ -131,6 +133,7 @@ def test_every_option_for_the_worker_reaches_it(form, monkeypatch, tmp_path):
         ("--underflow-share 1", "underflow_share", 1.0),
         ("--underflow-share 1e-3", "underflow_share", 0.001),
         ("--scaler-skips 1", "scaler_skips", 1),
+        ("--state-every 0", "state_every", 0),
         ("--ignore a:b:c", "ignore", ["a:b:c"]),
         ("--alloc 100%", "alloc", "100%"),
         ("--alloc 0.5%", "alloc", "0.5%"),
@@ -228,6 +231,7 @@ def test_what_follows_the_script_is_the_scripts():
         ("--underflow-share", "nan"),
         ("--scaler-skips", "0"),
         ("--scaler-skips", "many"),
+        ("--state-every", "-1"),
         ("--alloc", ""),
         ("--alloc", "0%"),
         ("--alloc", "101%"),

@@ -323,6 +323,7 @@ def test_two_handles_watch_their_own_models(folders):
     ("keywords", "message"),
     [
         ({"every": 0}, "every=0"),
+        ({"state_every": -1}, "state_every=-1"),
         ({"watch": ("forwards",)}, "forwards"),
         ({"watch": "forward"}, "forward"),
         ({"on_overflow": "raise"}, "raise"),
