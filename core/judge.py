@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from typing import NamedTuple
 
+from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
 from .frames import Frame, Mark, Page, Row
 from .records import Anomaly, LookedAgain, OptimizerStep, Where

@@ -36,6 +36,7 @@ from ..alarms.frames import Frames
 from ..alarms.graph_users import Output, graph_users
 from ..alarms.judging import Judging, NonFiniteRow
 from ..alarms.look_again import look_again
+from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs, Opened
 from ..record.collectives import issued
@@ -127,6 +128,7 @@ class Hooks:
         self.judging.look_again = self._look_again
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
+        self.judging.hold_with(Trained(self._roots), self._gradients.has_run)
         self._steps = Steps(
             self.progress, self.rows, self._roots, self.frames, self.judging, self._gradients, self._fault
         )
@@ -228,6 +230,8 @@ class Hooks:
                     self._recorder.append(cost)
                     self._cost = None
             everything = self.judging.collect()
+            if everything and self.judging.held is not None:
+                self.judging.held.batch_ended(None)
         return self._scalers.collect() and everything
 
     # -- the hooks ----------------------------------------------------------------------------------------------
@@ -433,6 +437,8 @@ class Hooks:
             if root.page is not None:
                 self.judging.forward_ends(root.page)  # an interrupt may have ended it without its hooks
             self.judging.collect()
+            if self.judging.held is not None and root.page is not None:
+                self.judging.held.batch_ended(root.page)
             self._gradients.batch_begins()
             if self._first_root is None:
                 self._first_root = root.id
