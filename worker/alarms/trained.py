@@ -43,14 +43,16 @@ class Trained:
             self._searches[key] = self._searches.get(key, 0) + 1
             held = _held_by_optimizers()
             module = self._roots.find(page.root, called.module, called.cls)[1]
-            if held and module is not None and not any(id(each) in held for each in module.parameters()):
+            # a module that is gone has never had a gradient
+            if held and (module is None or not any(id(each) in held for each in module.parameters())):
                 self._apart.add(key)
         return key in self._apart
 
     def has_parameters(self, page: OpenPage, called: Frame) -> bool:
         """Whether the module that the script has called has parameters of its own, or in a module in it."""
-        module = self._roots.find(page.root, called.module, called.cls)[1]
-        return module is not None and next(module.parameters(), None) is not None
+        root = self._root(page.root)
+        found = _within(root, called.module) if root is not None else ()
+        return any(parse_role(role).kind is RoleKind.WEIGHT for info in found for role in info.slots)
 
     def weight(self, page: OpenPage, frame: Frame, role: str) -> bool | None:
         """Whether a weight gets gradients; None if no gradient of its root has been seen so far."""
