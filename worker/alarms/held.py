@@ -1,8 +1,8 @@
 """Bad values that lead nowhere as far as is known: of a weight without a gradient, of a model that nothing trains.
 
-    a weight that no output shows          an alarm once it has a gradient; a notice when its root's others have one
-    a metric, a teacher, without gradients a notice; and the first cause, if something else is bad in the same step
-    a copy, with gradients                 an alarm when a backward reaches it; else a notice
+a weight that no output shows          an alarm once it has a gradient; a notice when its root's others have one
+a metric, a teacher, without gradients a notice; and the first cause, if something else is bad in the same step
+a copy, with gradients                 an alarm when a backward reaches it; else a notice
 """
 
 from __future__ import annotations

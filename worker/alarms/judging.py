@@ -18,7 +18,18 @@ from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, Judgement, Limits, PageSoFa
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
-from ...core.records import Absorbed, Anomaly, Fault, Ignored, LedNowhere, LookedAgain, OptimizerStep, ScalerSkip, Warned, Where
+from ...core.records import (
+    Absorbed,
+    Anomaly,
+    Fault,
+    Ignored,
+    LedNowhere,
+    LookedAgain,
+    OptimizerStep,
+    ScalerSkip,
+    Warned,
+    Where,
+)
 from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of

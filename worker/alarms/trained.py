@@ -6,10 +6,12 @@ Asked about bad values alone. A gradient that was recorded is the proof; before 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ...core.frames import Frame
@@ -26,8 +28,8 @@ class Trained:
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
-        self._apart: set[tuple[int, str]] = set()
-        """(root, module) that no optimizer holds."""
+        self._apart: dict[tuple[int, str], weakref.ref[nn.Module] | None] = {}
+        """(root, module) -> a module that no optimizer holds; None if it was gone by then."""
         self._searches: dict[tuple[int, str], int] = {}
 
     def is_apart(self, page: OpenPage, called: Frame) -> bool:
@@ -39,13 +41,16 @@ class Trained:
         key = (page.root, called.module)
         if root is None or _has_gradients(_within(root, called.module)):
             return False
+        module = self._roots.find(page.root, called.module, called.cls)[1]
+        known = self._apart.get(key)
+        if known is not None and known() is not module and module is not None:  # another one of its class
+            del self._apart[key]
         if key not in self._apart and self._searches.get(key, 0) < _MOST_SEARCHES:
             self._searches[key] = self._searches.get(key, 0) + 1
             held = _held_by_optimizers()
-            module = self._roots.find(page.root, called.module, called.cls)[1]
             # a module that is gone has never had a gradient
             if held and (module is None or not any(id(each) in held for each in module.parameters())):
-                self._apart.add(key)
+                self._apart[key] = weakref.ref(module) if module is not None else None
         return key in self._apart
 
     def has_parameters(self, page: OpenPage, called: Frame) -> bool:

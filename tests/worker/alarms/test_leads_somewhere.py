@@ -145,7 +145,9 @@ HEALTHY: dict[str, tuple[Callable[[], None], LedNowhere | None]] = {
     "nobody uses it": (_inside(_nan, lambda x, bad: x), LedNowhere.TAKEN_AWAY),
     "masked distances, and min": (
         _inside(
-            lambda x: torch.cdist(x, x).detach() + torch.full((2,), torch.inf).diag().nan_to_num(nan=0.0, posinf=torch.inf),
+            lambda x: (
+                torch.cdist(x, x).detach() + torch.full((2,), torch.inf).diag().nan_to_num(nan=0.0, posinf=torch.inf)
+            ),
             lambda x, bad: x + bad.min(-1, keepdim=True).values,
         ),
         LedNowhere.TAKEN_AWAY,
