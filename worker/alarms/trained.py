@@ -1,4 +1,4 @@
-"""What the script trains, as far as it is known when a value is bad: a model, a weight, or something that it only looks at.
+"""What the script trains, as far as it is known when a value is bad: which model, which weight.
 
 Asked about bad values alone. A gradient that was recorded is the proof; before the first one the live optimizers tell.
 """

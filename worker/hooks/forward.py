@@ -536,9 +536,9 @@ class Hooks:
                 self.judging.forward_ends(page)
             self.judging.collect()
             self._gradients.let_go()
-            if page is not None:
-                if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
-                    self._record_inputs(args, kwargs)
+            is_first = page is not None and page.number == self.judging.first_alarmed
+            if is_first and self._phase is Phase.FORWARD and not raised:
+                self._record_inputs(args, kwargs)
             if self._calls is not None and not raised:
                 without_modes(self._gradients.watch_graph, self._calls, output)
             self._calls = None

@@ -1,4 +1,4 @@
-"""An alarm ends a job only where the bad value leads somewhere: healthy models with inf and nan, and their counterparts."""
+"""An alarm ends a job only where the bad value leads somewhere: healthy models with inf and nan, and faulty ones."""
 
 from __future__ import annotations
 
