@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from typing import NamedTuple
 
+from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
 from .frames import Frame, Mark, Page, Row
 from .records import Anomaly, LookedAgain, Moment, OptimizerStep, Where
@@ -204,13 +205,17 @@ class ZeroGradients:
         return batch - last > self._every
 
 
-def first_alarm(frames: Iterable[Frame]) -> tuple[Frame, Row] | None:
-    """The first alarm of a page, in the order in which things happened."""
+def first_alarm(frames: Iterable[Frame], excused: Set[tuple[str, str]] = frozenset()) -> tuple[Frame, Row] | None:
+    """The first alarm of a page, in the order in which things happened.
+
+    `excused`: (module, role) of what the rank itself has found to lead nowhere, which a page does not show.
+    """
     page = PageSoFar()
     for frame in frames:
         found = page.judge(frame)
-        if found.alarm is not None:
-            return found.of or frame, found.alarm
+        at = found.of or frame
+        if found.alarm is not None and (at.module, found.alarm.role) not in excused:
+            return at, found.alarm
     found = page.end()
     return (found.of, found.alarm) if found.of is not None and found.alarm is not None else None
 

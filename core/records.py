@@ -7,6 +7,8 @@ worker can talk to a new collector.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from .preflight import BandwidthRow, Finding, Grade, InventoryFacts
@@ -272,8 +274,21 @@ class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
     value: str
 
 
+class LedNowhere(StrEnum):
+    """Why a bad value is a notice and no alarm."""
+
+    MASK = ""
+    """nan of a mask of -inf, and a call around it took it away."""
+    TAKEN_AWAY = "taken away"
+    """A call around it returned something that cannot come of it."""
+    NO_GRADIENT = "no gradient"
+    """A weight that no output shows, and that gets no gradient."""
+    NOT_TRAINED = "not trained"
+    """A model that no optimizer holds and no backward reached returned it."""
+
+
 class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
-    """The first nan of one row of one module that came of a mask of -inf and that the call around it took away."""
+    """The first bad value of one row of one module that led nowhere."""
 
     where: Where
     module: str
@@ -282,7 +297,8 @@ class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
     value: str
     dtype: str
     by: str = ""
-    """Name of the module around it, which returned something finite."""
+    """Name of the module that took it away."""
+    why: LedNowhere = LedNowhere.MASK
 
 
 class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):

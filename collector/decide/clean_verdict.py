@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from ...core.frames import module_text
+from ...core.records import LedNowhere
+from ...core.text.shown import shown_name
 from ..facts.facts import RankFacts, RunFacts
 from .missing import batches_of, missing, nothing_watched
 from .notices import warning_text, worst_first
@@ -137,6 +139,17 @@ def _looked_at(batches: int, idle: int) -> str:
     return f"{idle} were left out"
 
 
+def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
+    """`6 tensors of nan out of masks that the model took away`, or the first of them, where there are others."""
+    tensors = f"{number} tensor{'s' if number != 1 else ''}"
+    others = [told for rank in ranks for told in rank.absorbed if told.why is not LedNowhere.MASK]
+    if not others:
+        return f"{tensors} of nan out of masks that the model took away"
+    first = others[0]
+    place = f"{first.value} in {shown_name(first.role)} of {module_text(first.module, first.cls)}"
+    return f"{tensors} that led nowhere (first: {place})"
+
+
 def _exceptions(ranks: list[RankFacts]) -> str:
     """What was not finite and no alarm."""
     found = []
@@ -148,5 +161,5 @@ def _exceptions(ranks: list[RankFacts]) -> str:
         found.append(f"gradients whose step a GradScaler skipped on {ranks_text([rank.rank for rank in skipping])}")
     absorbed = sum(rank.absorbed_rows for rank in ranks)
     if absorbed:
-        found.append(f"{absorbed} tensor{'s' if absorbed != 1 else ''} of nan out of masks that the model took away")
+        found.append(_led_nowhere(absorbed, ranks))
     return f", but for {' and '.join(found)}" if found else ""

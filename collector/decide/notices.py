@@ -112,7 +112,7 @@ def waived_of(rank: RankFacts) -> list[dict[str, Any]]:
 
 
 def absorbed_of(rank: RankFacts) -> list[dict[str, Any]]:
-    """For report.json: the first absorbed nan of each module and role."""
+    """For report.json: the first bad value of each module and role that led nowhere."""
     return [
         {
             "module": absorbed.module,
@@ -121,6 +121,7 @@ def absorbed_of(rank: RankFacts) -> list[dict[str, Any]]:
             "value": absorbed.value,
             "dtype": absorbed.dtype,
             "by": absorbed.by,
+            "why": absorbed.why.value,
             "batch": absorbed.where.batch,
         }
         for absorbed in rank.absorbed

@@ -92,7 +92,7 @@ class RankFacts:
 
     @property
     def absorbed_rows(self) -> int:
-        """Nan out of masks of -inf that the model has taken away again."""
+        """Bad values that led nowhere, such as nan out of masks of -inf that the model has taken away again."""
         return max(self.state.absorbed if self.state is not None else 0, len(self.absorbed))
 
     @property

@@ -21,6 +21,7 @@ from ...core.records import (
     GpuHealth,
     Ignored,
     Inventory,
+    LedNowhere,
     LeftGroup,
     LooseParameters,
     NodeSignal,
@@ -206,6 +207,7 @@ class Fold:
         for key, rank in self._facts.ranks.items():
             if rank.anomalies:
                 continue
+            excused = _excused(rank)
             for _, page in sorted(rank.pages.suspicious.items()):
                 if page.cleared_at == page.place_of_names:
                     continue
@@ -213,9 +215,10 @@ class Fold:
                     self._facts.unnamed_pages += 1
                     continue
                 # what is left out of these can only take an alarm away: a call that returned something finite
-                found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index))
+                excused_here = excused.get(page.root, frozenset())
+                found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index), excused_here)
                 if found is not None:
-                    found = first_alarm(sorted(page.frames, key=lambda frame: frame.index))
+                    found = first_alarm(sorted(page.frames, key=lambda frame: frame.index), excused_here)
                 if found is None:
                     page.cleared_at = page.place_of_names
                 else:
@@ -239,6 +242,15 @@ class Fold:
         if known is None or known[0] is not made_of[0] or known[1] != made_of[1]:
             rank.diagnosis = diagnose(rank.anomalies, {page.number: page.lazy() for page in pages})
             self._diagnosed[key] = made_of
+
+
+def _excused(rank: RankFacts) -> dict[str, set[tuple[str, str]]]:
+    """Root -> (module, role) of what the rank has found to lead nowhere, and no page shows that."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for told in rank.absorbed:
+        if told.why in (LedNowhere.NO_GRADIENT, LedNowhere.NOT_TRAINED):
+            found.setdefault(told.where.root, set()).add((told.module, told.role))
+    return found
 
 
 def _loader(

@@ -190,7 +190,7 @@ class RankReport(msgspec.Struct, frozen=True):
     traces_left_out: int = 0
     """Traced batches that are in the store alone."""
     absorbed: int = 0
-    """Nan out of masks of -inf that the model took away again; `absorbed_first` has the first of each place."""
+    """Bad values that led nowhere; `absorbed_first` has the first of each place, and why it did."""
     absorbed_first: list[dict[str, Any]] = []
     threads: list[str] = []
     """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""

@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
+from ...core.records import LedNowhere
+from ...core.text.shown import shown_name
 from ..decide.notices import share_text
 from ..decide.words import ranks_text
 from .model import RankReport, Report
@@ -173,20 +175,30 @@ def _waived(ranks: list[RankReport]) -> list[str]:
 
 
 def _absorbed(ranks: list[RankReport]) -> list[str]:
-    """`absorbed: nan in output of attn.softmax (Softmax), made of a mask of -inf and taken away in attn, 12 times`"""
+    """`absorbed: nan in output of attn.softmax (Softmax), made of a mask of -inf and taken away in attn, ...`"""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for rank in ranks:
         for first in rank.absorbed_first:
             found.setdefault((first["module"], first["role"], first["by"]), first)
     total = sum(rank.absorbed for rank in ranks)
     lines = [
-        f"absorbed: {first['value']} in {first['role']} of {module_text(first['module'], first['class'])}, made of a "
-        f"mask of -inf and taken away in {f'`{by}`' if by else 'the root module'}, first in batch {first['batch']}"
-        for (_, _, by), first in list(found.items())[:_MAX_HIDDEN]
+        f"absorbed: {first['value']} in {first['role']} of {module_text(first['module'], first['class'])}, "
+        f"{_led_nowhere(first)}, first in batch {first['batch']}"
+        for first in list(found.values())[:_MAX_HIDDEN]
     ]
     if total:
         lines.append(f"absorbed: {total} such tensor{'s' if total != 1 else ''} in all")
     return lines
+
+
+def _led_nowhere(told: dict[str, Any]) -> str:
+    if told["why"] == LedNowhere.NO_GRADIENT:
+        return "which no output shows and which gets no gradient"
+    if told["why"] == LedNowhere.NOT_TRAINED:
+        return "which no optimizer holds and no backward reached"
+    by = f"`{shown_name(told['by'])}`" if told["by"] else "the root module"
+    made = "made of a mask of -inf and " if told["why"] == LedNowhere.MASK else ""
+    return f"{made}taken away in {by}"
 
 
 def _skipped(ranks: list[RankReport]) -> list[str]:

@@ -63,6 +63,7 @@ class OpenPage:
         "segments",
         "step",
         "values",
+        "with_gradients",
     )
 
     def __init__(self, number: int, root: int, batch: int, step: int) -> None:
@@ -81,6 +82,8 @@ class OpenPage:
         self.judged: object = None
         """How far it has been judged: for whoever does that."""
         self.ended = False
+        self.with_gradients = True
+        """Its forward records a graph for a backward."""
 
 
 class RecorderWriter:

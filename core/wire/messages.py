@@ -182,7 +182,7 @@ class RankState(msgspec.Struct, frozen=True):
     pending: int = 0
     """Numbers that had not come back from their device when the rank ended."""
     absorbed: int = 0
-    """Nan out of masks of -inf that the model has taken away again."""
+    """Bad values that led nowhere, such as nan out of masks of -inf that the model has taken away again."""
     steps_timed: int = 0
     """Steps whose times are in `parts_us`."""
     parts_us: list[int] = []

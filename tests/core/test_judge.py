@@ -266,7 +266,13 @@ BLOCK = _call("block", row("input[0]"), row("output"), depth=1, parent="")
 NAN_ROOT = _call("", row("input[0]"), row("output", NAN), depth=0, parent=None)
 INF_ROOT = _call("", row("input[0]"), row("output", POSINF), depth=0, parent=None)
 INF_ATTENTION = _call("attn", row("input[0]"), row("output", POSINF, value=9), depth=1, parent="")
-NOTHING_TOLD = _call("attn", row("input[0]"), Row("output", None, None, False, False, False, "", None, "not_a_tensor"), depth=1, parent="")
+NOTHING_TOLD = _call(
+    "attn",
+    row("input[0]"),
+    Row("output", None, None, False, False, False, "", None, "not_a_tensor"),
+    depth=1,
+    parent="",
+)
 RAISED = _call("attn", row("input[0]"), depth=1, parent="")
 HANDED_LATER = _call("late", row("input[0]", NAN, value=5), row("output", NAN, value=11), depth=1, parent="")
 GRADIENT = _call("attn.log", row("grad weight", NAN), depth=0, parent=None, phase="backward")

@@ -668,9 +668,10 @@ EXPECTED = [
     Scenario(
         "nan out of finite numbers, taken away again",
         "masked_rows.py",
-        _forward(1, "attend.log", "Log", value="nan", batch=2, certainty="established"),
+        CLEAN,
         args=("--fault", "log"),
-        evidence="`attend` .*took it away",
+        witness="rank=1 phase=forward module=attend.log class=Log batch=2",
+        statement=r"that led nowhere \(first: nan in output of `attend.log`",
     ),
     Scenario(
         "mask handed in with a closed row",

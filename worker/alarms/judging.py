@@ -9,23 +9,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
 from ...core.frames import Frame, Mark, Row, module_text
-from ...core.judge import FORWARDS, Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
+from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
 from ...core.recorder.layout import Field
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
-from ...core.records import Absorbed, Anomaly, Fault, Ignored, LookedAgain, OptimizerStep, ScalerSkip, Warned, Where
+from ...core.records import (
+    Absorbed,
+    Anomaly,
+    Fault,
+    Ignored,
+    LedNowhere,
+    LookedAgain,
+    OptimizerStep,
+    ScalerSkip,
+    Warned,
+    Where,
+)
 from ...core.roles import RoleKind, parse_role
 from ...core.text.shown import shown_name
 from ...core.values import NonFinite, name_of
 from ..record.collectives import moments
 from ..record.progress import Progress
 from ..record.rows import COUNT_EVERY, Rows
+from .held import Held, NonFiniteRow
 from .page_filter import frames_to_judge
+from .trained import Trained
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -33,14 +46,6 @@ _MAX_ANOMALIES = 64
 _MAX_WARNED = 256
 _MAX_SCALED = 4096
 _MAX_MOMENTS = 128
-
-
-class NonFiniteRow(NamedTuple):
-    """A non-finite row, with its frame and page."""
-
-    page: OpenPage
-    frame: Frame
-    row: Row
 
 
 class _PageJudged:
@@ -97,7 +102,15 @@ class Judging:
         self._graph_fault_recorded = False
         self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
         """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
+        self.held: Held | None = None
+        """What is no alarm yet; None with --sync."""
         rows.expect = self.expect
+
+    def hold_with(self, trained: Trained, has_run: Callable[[int], bool]) -> None:
+        """Bad values that lead nowhere are held back from an alarm, as far as `trained` and `has_run` know."""
+        if not self._sync:
+            gradients = "grads" in self._progress.settings.watch
+            self.held = Held(trained, self.alarm, self._led_nowhere, has_run, with_gradients=gradients)
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -261,12 +274,27 @@ class Judging:
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
         for bad in found.absorbed:
-            self._absorb(NonFiniteRow(page, bad.frame, bad.row), frame)
+            why = LedNowhere.MASK if bad.out_of_mask else LedNowhere.TAKEN_AWAY
+            self._led_nowhere(NonFiniteRow(page, bad.frame, bad.row), why, frame.module)
         if found.alarm is not None:
+            bad_row = NonFiniteRow(page, found.of or frame, found.alarm)
+            if not judged.alarmed and self._is_held_back(bad_row, frame):
+                return
             if frame.phase == "optimizer" and found.of is None and not judged.alarmed:
                 where = self._progress.where_of(page, frame)
                 self._asked("the weights of a step", where, self.on_bad_weight, page, frame, found.alarm.role)
-            self.alarm(NonFiniteRow(page, found.of or frame, found.alarm))
+            self.alarm(bad_row)
+
+    def _is_held_back(self, bad: NonFiniteRow, decided_by: Frame) -> bool:
+        """Whether it leads nowhere, as far as is known now."""
+        if self.held is None:
+            return False
+        if bad.row.role_kind is RoleKind.WEIGHT and all(row.finite for row in bad.frame.outputs):
+            raised = decided_by.phase in FORWARDS and not decided_by.outputs
+            return not raised and self.held.weight(bad)
+        if decided_by.phase == "forward" and decided_by.parent is None and decided_by.cls != NAMED_BY_SCRIPT:
+            return self.held.returned(bad, decided_by)
+        return False
 
     # -- non-finite ---------------------------------------------------------------------------------------------
 
@@ -276,6 +304,9 @@ class Judging:
         if judged.alarmed:
             return
         judged.alarmed = True
+        earlier = self.held.cause_of(bad) if self.held is not None else None
+        if earlier is not None:
+            self.alarm(earlier)
         if not cause and bad.row.mark & Mark.SKIPPED:
             cause = f"not looked into: --every {self._progress.settings.every}"
         where = self._progress.where_of(bad.page, bad.frame)
@@ -329,15 +360,20 @@ class Judging:
             where = self._progress.where_of(page, frame)
             self._recorder.append(Ignored(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
 
-    def _absorb(self, bad: NonFiniteRow, by: Frame) -> None:
-        """Count a nan that the call `by` has taken away, and record an event for the first of its module and role."""
+    def _led_nowhere(self, bad: NonFiniteRow, why: LedNowhere, by: str = "") -> bool:
+        """Count a bad value that led nowhere, and record an event for the first of its module and role.
+
+        `by`: the module that has taken it away. True if it is the first.
+        """
         self._fields[Field.ABSORBED] += 1
         page, frame, row = bad
         key = (self._recorder.names.root_label(page.root), frame.module, row.role)
-        if key not in self._absorbed and len(self._absorbed) < _MAX_WARNED:
-            self._absorbed.add(key)
-            where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
-            self._recorder.append(Absorbed(where, frame.module, frame.cls, row.role, value, row.dtype, by.module))
+        if key in self._absorbed or len(self._absorbed) >= _MAX_WARNED:
+            return False
+        self._absorbed.add(key)
+        where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
+        self._recorder.append(Absorbed(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
+        return True
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
         """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""

@@ -192,6 +192,8 @@ class Gradients:
             return
         try:
             self._backwards.append(calls.page)
+            if self._judging.held is not None:
+                self._judging.held.backward_begins(calls.page)
             if not any(graph.calls is calls for graph in self.graphs):
                 graph = running_graph(calls)
                 if graph is not None:

@@ -34,6 +34,7 @@ from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..alarms.graph_users import Output, graph_users
 from ..alarms.judging import Judging, NonFiniteRow
 from ..alarms.look_again import look_again
+from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs, Opened
 from ..record.collectives import issued
@@ -123,6 +124,7 @@ class Hooks:
         self.judging.look_again = self._look_again
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
+        self.judging.hold_with(Trained(self._roots), self._gradients.has_run)
         self._steps = Steps(
             self.progress, self.rows, self._roots, self.frames, self.judging, self._gradients, self._fault
         )
@@ -212,6 +214,8 @@ class Hooks:
                     self._recorder.append(cost)
                     self._cost = None
             everything = self.judging.collect()
+            if everything and self.judging.held is not None:
+                self.judging.held.batch_ended(None)
         return self._scalers.collect() and everything
 
     def _put_back(self) -> None:
@@ -429,6 +433,8 @@ class Hooks:
             if root.page is not None:
                 self.judging.forward_ends(root.page)  # an interrupt may have ended it without its hooks
             self.judging.collect()
+            if self.judging.held is not None and root.page is not None:
+                self.judging.held.batch_ended(root.page)
             self._gradients.batch_begins()
             if self._first_root is None:
                 self._first_root = root.id
@@ -530,9 +536,9 @@ class Hooks:
                 self.judging.forward_ends(page)
             self.judging.collect()
             self._gradients.let_go()
-            if page is not None:
-                if self._phase is Phase.FORWARD and page.number == self.judging.first_alarmed and not raised:
-                    self._record_inputs(args, kwargs)
+            is_first = page is not None and page.number == self.judging.first_alarmed
+            if is_first and self._phase is Phase.FORWARD and not raised:
+                self._record_inputs(args, kwargs)
             if self._calls is not None and not raised:
                 without_modes(self._gradients.watch_graph, self._calls, output)
             self._calls = None

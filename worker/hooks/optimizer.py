@@ -108,6 +108,8 @@ class Steps:
             try:
                 with self._progress.lock:
                     bad = without_modes(self._record_gradients, optimizer)
+                if self._judging.held is not None:
+                    self._judging.held.gradients_are_known()
                 if bad and self._guard and self._continues:
                     optimizer.zero_grad(set_to_none=True)  # a parameter without a gradient is not updated
             except Exception as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from ...core.frames import Frame
 from ...core.recorder.layout import Field, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
@@ -79,6 +81,7 @@ class Progress:
         self.batch = max(0, root.batches - 1)
         self.root = root
         root.page = self.recorder.begin_page(root.id, self.batch, self.step)
+        root.page.with_gradients = torch.is_grad_enabled()
         self.groups.notice()
         self.fields[Field.SEQ] = issued()
         return root.page

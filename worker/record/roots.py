@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ...core.bad_values import NAMED_BY_SCRIPT
 from ...core.recorder.writer import OpenPage, RecorderWriter
 from ...core.records import ModuleDef, RootDef
 from ...core.roles import role_of_parameter
@@ -193,7 +194,7 @@ class Roots:
                         return holder(), info.ref()
         return None, None
 
-    def place(self, name: str, root: RootInfo | None, cls: str = "detect_overflow") -> ModuleInfo:
+    def place(self, name: str, root: RootInfo | None, cls: str = NAMED_BY_SCRIPT) -> ModuleInfo:
         """The info of a named place that is not a module, in `root`. If `root` is None, in a root of class `cls`."""
         if root is None:
             root = next((info for _, info in self._roots if info.cls == cls), None)

@@ -9,7 +9,7 @@ from ....core.records import RankLook
 from ....core.settings import OnHang
 from ....core.text.ranks_text import ranks_text
 from .hang_finding import HangFinding
-from .standing import QUIET
+from .standing import computes
 
 PATIENCE_TIMES = 4.0
 """So many times the limit, where a job may come to its end by itself, though nothing says so."""
@@ -55,8 +55,8 @@ def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> End
         return Ending(False, "the job is left as it is, as no rank is seen to wait for another")
     absent = {found.rank, *found.others}
     patience_s = PATIENCE_TIMES * limit_s
-    computes = [look for look in looks if look.where.rank in absent and look.busy >= QUIET]
-    early = [look for look in computes if not _have_rested([look], patience_s)]
+    working = [look for look in looks if look.where.rank in absent and computes(look)]
+    early = [look for look in working if not _have_rested([look], patience_s)]
     if not early:
         return _END
     verb = "computes" if len(early) == 1 else "compute"

@@ -11,11 +11,7 @@ from ....core.text.ranks_text import ranks_text
 from .by_groups import Shown, find_by_groups, one_too_many
 from .hang_finding import HangFinding
 from .outlook import outlook_of
-from .standing import BACKWARD, DEVICE, Standing, standing_of
-
-_COMPUTES = 0.1
-"""Share of a core, on a machine where several processes may share one."""
-
+from .standing import BACKWARD, DEVICE, Standing, computes, standing_of
 
 def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
     """None if it is no hang: nobody was seen, somebody has stopped all of the ranks on purpose, or none of them waits
@@ -59,7 +55,7 @@ def _find(
         return _left_early(left, waiting, still_s, unseen, evidence)
     if waiting and away:
         return _did_not_come(away, waiting, still_s, unseen, evidence)
-    if away and any(look.busy >= _COMPUTES or look.state == "R" for look in looks):
+    if away and any(computes(look) for look in looks):
         return None
     if away:
         return _nobody_waits(away, still_s, world_size, evidence)

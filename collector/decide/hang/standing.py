@@ -29,6 +29,8 @@ DEVICE = "a call that waits for the device"
 BACKWARD = "the backward's reduction of gradients"
 QUIET = 0.5
 """Share of a core. gloo and NCCL wait without using one; what computes uses all of it."""
+_COMPUTES = 0.1
+"""Share of a core, on a machine where several processes share one."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Standing:
     def waiting(self) -> bool:
         """Whether it waits for others, as far as can be seen."""
         return self.kind in ("waits", "may wait")
+
+
+def computes(look: RankLook) -> bool:
+    """Whether a rank that waits for nobody works, on a crowded node too: it is running, or has run."""
+    return look.busy >= _COMPUTES or look.state == "R"
 
 
 def standing_of(look: RankLook) -> Standing:

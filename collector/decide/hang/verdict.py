@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
+from typing import TypeVar
 
 from ....core.records import RankLook, WorkerExit
 from ...facts.facts import RankFacts, RunFacts
@@ -10,6 +12,9 @@ from ..verdict_model import Concurrent, Verdict
 from ..words import cascade_of, device_of, hid_a_peer_failure, own_error
 from .finding import find_hang
 from .hang_finding import HangFinding
+
+
+_T = TypeVar("_T")
 
 
 def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
@@ -83,12 +88,13 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
 def verdict_of(
     facts: RunFacts, found: HangFinding, ranks: list[RankFacts], looks: dict[int, RankLook], kind: str = "hang"
 ) -> Verdict:
-    """What was found, as a verdict."""
+    """What was found, as a verdict. Its place is that of the ranks that did not come, or else of all: what they share."""
     named = next((rank for rank in ranks if rank.rank == found.rank), None)
-    look = looks.get(found.rank) if found.rank is not None else None
-    where = (
-        look.where if look is not None else named.exit.where if named is not None and named.exit is not None else None
-    )
+    absent = {found.rank, *found.others} - {None}
+    meant = [rank for rank in ranks if rank.rank in absent] if absent else ranks
+    stood = [at for rank in meant if (at := looks.get(rank.rank) or rank.exit) is not None]
+    module, cls = _common((at.module, at.cls) for at in stood) or (None, None)
+    batch = _common(at.where.batch for at in stood)
     return Verdict(
         kind=kind,
         statement=found.statement,
@@ -96,16 +102,24 @@ def verdict_of(
         rank=found.rank,
         host=(facts.host(named) or None) if named is not None else None,
         device=device_of(named) if named is not None else None,
-        module=look.module if look is not None else None,
-        cls=look.cls if look is not None else None,
+        module=module,
+        cls=cls,
+        root=_common(at.where.root for at in stood) or None,
+        phase=_common(at.phase for at in stood) or None,
         attempt=ranks[0].attempt,
-        step=where.step if where is not None else None,
-        batch=where.batch if where is not None and where.batch >= 0 else None,
+        step=_common(at.where.step for at in stood),
+        batch=batch if batch is not None and batch >= 0 else None,
         evidence=found.evidence,
         next=found.next,
         concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
         cascade=cascade_of(facts, ranks[0].attempt, {rank for rank in (found.rank, *found.others) if rank is not None}),
     )
+
+
+def _common(values: Iterable[_T]) -> _T | None:
+    """What they all are; None where they differ, or there are none."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
 
 
 def _concurrent(facts: RunFacts, rank: RankFacts, look: RankLook | None) -> Concurrent:

@@ -9,9 +9,12 @@ LIMIT_S = 100.0
 STUCK, WAIT, FREE = Outlook("cannot go on"), Outlook("all wait"), Outlook("may go on", [1])
 
 
-def ending(on_hang, outlook, still_s, *, busy=0.0, may_end=True):
+def ending(on_hang, outlook, still_s, *, busy=0.0, may_end=True, state="S"):
     found = HangFinding("Rank 1 did not come.", "established", 1, may_end=may_end, outlook=outlook)
-    looks = [RankLook(Where(rank), 1, still_s, "script", busy=busy if rank else 0.0) for rank in range(2)]
+    looks = [
+        RankLook(Where(rank), 1, still_s, "script", busy=busy if rank else 0.0, state=state if rank else "S")
+        for rank in range(2)
+    ]
     return ending_of(found, looks, on_hang, LIMIT_S)
 
 
@@ -38,6 +41,16 @@ def test_when_it_is_ended(on_hang, outlook, ends_from_s):
 def test_a_rank_that_computes_has_four_times_the_limit_where_all_is_ended():
     assert "as rank 1 computes; after 400 s it is ended" in ending("abort", FREE, 100, busy=1.0).text
     assert ending("abort", FREE, 400, busy=1.0).now
+
+
+@pytest.mark.parametrize(("busy", "state"), [(0.26, "R"), (0.26, "S"), (0.0, "R"), (1.0, "S")])
+def test_a_rank_that_computes_on_a_crowded_node_has_four_times_the_limit_as_well(busy, state):
+    assert "after 400 s it is ended" in ending("abort", FREE, 100, busy=busy, state=state).text
+    assert ending("abort", FREE, 400, busy=busy, state=state).now
+
+
+def test_a_rank_that_rests_has_the_limit():
+    assert ending("abort", FREE, 100, busy=0.02, state="S").now
 
 
 def test_where_nobody_waits_for_another_nothing_is_ended():

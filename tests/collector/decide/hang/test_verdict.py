@@ -62,6 +62,26 @@ def test_a_job_that_was_ended_while_it_stood_still(verdict_of):
     assert {entry.rank for entry in verdict.cascade} == {0, 2}
 
 
+def stands_in_forward(rank, batch=4, module="net.block"):
+    where = Where(rank, step=4, batch=batch, root="Net", seq=9)
+    return RankLook(where, 1, 300.0, "forward", module, "Block", state="S", stack=LOADING)
+
+
+def test_where_the_rank_stood_is_in_the_fields_as_of_any_other_verdict(verdict_of):
+    verdict = verdict_of(look(0, IN_ALL_REDUCE), stands_in_forward(1), look(2, IN_ALL_REDUCE), *ENDED)
+
+    at = verdict.phase, verdict.root, verdict.module, verdict.cls, verdict.step, verdict.batch
+    assert at == ("forward", "Net", "net.block", "Block", 4, 4)
+
+
+def test_of_several_ranks_what_they_share_is_in_the_fields(verdict_of):
+    several = (look(0, IN_ALL_REDUCE), stands_in_forward(1), stands_in_forward(2, module="head"))
+    verdict = verdict_of(*several, *ENDED)
+
+    assert (verdict.rank, [each.rank for each in verdict.concurrent]) == (None, [1, 2])
+    assert (verdict.phase, verdict.module, verdict.step, verdict.batch) == ("forward", None, 4, 4)
+
+
 def test_a_signal_that_ended_it_is_not_the_reason(verdict_of):
     assert verdict_of(*LOOKS, NodeSignal(signal.SIGINT), *ENDED, outcome="signal").kind == "hang"
 

@@ -1,0 +1,133 @@
+"""Bad values that lead nowhere as far as is known: of a weight without a gradient, of a model that nothing trains.
+
+a weight that no output shows          an alarm once it has a gradient; a notice when its root's others have one
+a metric, a teacher, without gradients a notice; and the first cause, if something else is bad in the same step
+a copy, with gradients                 an alarm when a backward reaches it; else a notice
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...core.frames import Frame, Row
+from ...core.recorder.writer import OpenPage
+from ...core.records import LedNowhere
+from .trained import Trained
+
+_MOST = 64
+
+
+class NonFiniteRow(NamedTuple):
+    """A non-finite row, with its frame and page."""
+
+    page: OpenPage
+    frame: Frame
+    row: Row
+
+
+class Held:
+    """What is held back from an alarm."""
+
+    def __init__(
+        self,
+        trained: Trained,
+        alarm: Callable[[NonFiniteRow], None],
+        notice: Callable[[NonFiniteRow, LedNowhere], bool],
+        has_run: Callable[[int], bool],
+        *,
+        with_gradients: bool,
+    ) -> None:
+        self._trained = trained
+        self._with_gradients = with_gradients
+        """Gradients are watched."""
+        self._alarm = alarm
+        self._notice = notice
+        """Records it. False if this place was told before."""
+        self._has_run = has_run
+        """Whether a backward has reached what the root of the page of this number has returned."""
+        self._weights: list[NonFiniteRow] = []
+        self._copies: list[NonFiniteRow] = []
+        self._apart: NonFiniteRow | None = None
+        """The first of this step."""
+        self._untrained: set[tuple[int, str, str]] = set()
+        """(root, module, role) of weights that were told."""
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def weight(self, bad: NonFiniteRow) -> bool:
+        """A weight is bad, and what its call returned is not, or no call did. Whether that is no alarm now."""
+        page, frame, row = bad
+        trained = self._trained.weight(page, frame, row.role) if self._with_gradients else True
+        if trained is None and len(self._weights) < _MOST:
+            if frame.outputs:
+                self._weights.append(bad)
+            return True
+        if trained or trained is None:
+            return False
+        if not frame.outputs and self._trained.was_called(page, frame) and _place(bad) not in self._untrained:
+            return False  # it was finite in the forward
+        self._tell_of_weight(bad)
+        return True
+
+    def _tell_of_weight(self, bad: NonFiniteRow) -> None:
+        self._untrained.add(_place(bad))
+        self._notice(bad, LedNowhere.NO_GRADIENT)
+
+    def gradients_are_known(self) -> None:
+        """A backward has ended: the weights that are trained have a gradient."""
+        waiting, self._weights = self._weights, []
+        for bad in waiting:
+            trained = self._trained.weight(bad.page, bad.frame, bad.row.role)
+            if trained is None:
+                self._weights.append(bad)
+            elif trained:
+                self._alarm(bad)
+            else:
+                self._tell_of_weight(bad)
+
+    # -- models ---------------------------------------------------------------------------------------------------
+
+    def returned(self, bad: NonFiniteRow, called: Frame) -> bool:
+        """The script is handed a bad value by the call `called` of a model. Whether that is no alarm now."""
+        page = bad.page
+        if not self._trained.is_apart(page, called):
+            return False
+        if not page.with_gradients:
+            is_new = self._notice(bad, LedNowhere.NOT_TRAINED)
+            if is_new and (self._apart is None or self._apart.page.step != page.step):
+                self._apart = bad
+            return True
+        if self._has_run(page.number) or not self._trained.has_parameters(page, called) or len(self._copies) >= _MOST:
+            return False
+        self._copies.append(bad)
+        return True
+
+    def backward_begins(self, page: int) -> None:
+        """A backward has reached what the model of this page has returned."""
+        reached = [bad for bad in self._copies if bad.page.number == page]
+        self._copies = [bad for bad in self._copies if bad.page.number != page]
+        for bad in reached:
+            self._alarm(bad)
+
+    def cause_of(self, bad: NonFiniteRow) -> NonFiniteRow | None:
+        """What was held back earlier in the same step: this alarm may come of it."""
+        held, self._apart = self._apart, None
+        is_before = held is not None and held.page.step == bad.page.step and held.page.number < bad.page.number
+        return held if is_before else None
+
+    def batch_ended(self, page: OpenPage | None) -> None:
+        """The next batch of this root begins, or, with None, the script has ended."""
+        copies, weights = self._copies, self._weights
+        self._copies = [bad for bad in copies if page is not None and bad.page is not page]
+        self._weights = [bad for bad in weights if page is not None and bad.page is not page]
+        for bad in copies:
+            if page is None or bad.page is page:
+                self._notice(bad, LedNowhere.NOT_TRAINED)
+        for bad in weights:  # no backward has gone through this model: what it holds is what it is for
+            if page is None or bad.page is page:
+                self._alarm(bad)
+
+
+def _place(bad: NonFiniteRow) -> tuple[int, str, str]:
+    return bad.page.root, bad.frame.module, bad.row.role
