@@ -121,6 +121,8 @@ class GroupTable:
         return self._by_peer(self._sent), self._by_peer(self._received)
 
     def _by_peer(self, counts: dict[tuple[int, int], int]) -> Messages:
+        if not counts:
+            return {}
         slots = {slot.number: slot for slot in self._slots.values() if slot is not None}
         found: Messages = {}
         for (number, member), count in counts.items():
