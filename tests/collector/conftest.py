@@ -76,12 +76,14 @@ class Batch:
         seq=0,
         aborts=True,
         clock=None,
+        sent=None,
+        received=None,
         time_ns=1_000,
     ):
         self.rank, self.root, self.batch, self.page, self.attempt, self.seq = rank, root, batch, page, attempt, seq
         self.step = batch if step is None else step
         self.aborts = aborts
-        self.clock = clock or {}
+        self.issued = {"clock": clock or {}, "sent": sent or {}, "received": received or {}}
         self.time_ns = time_ns
         self.anomaly: Anomaly | None = None
         self._definitions: list[Definition] = [
@@ -209,7 +211,7 @@ class Batch:
 
     def _alarm(self, frame, row, cause=""):
         anomaly = anomaly_of(self.decoded(), frame, row, aborts=self.aborts, cause=cause)
-        place = {"seq": frame.seq, "root": self.root, "time_ns": self.time_ns, "clock": self.clock}
+        place = {"seq": frame.seq, "root": self.root, "time_ns": self.time_ns, **self.issued}
         self.anomaly = msgspec.structs.replace(anomaly, where=msgspec.structs.replace(anomaly.where, **place))
 
     def skipped(self, cause="GradScaler skipped 12 steps in a row, its scale is down to 1"):

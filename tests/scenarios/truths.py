@@ -840,6 +840,31 @@ LESS_WATCHED = [
     ),
 ]
 
+COMMUNICATION = [
+    *(
+        Scenario(
+            f"four stages, forward of stage {stage}",
+            "stages.py",
+            _forward(stage, "up", batch=9),
+            args=("--fault", "forward", "--stage", str(stage)),
+            nproc=4,
+            witness=f"rank={stage} phase=forward module=up class=Linear",
+        )
+        for stage in range(3)
+    ),
+    *(
+        Scenario(
+            f"four stages, backward of stage {stage}",
+            "stages.py",
+            _backward(stage, "length", "Length", batch=9),
+            args=("--fault", "backward", "--stage", str(stage)),
+            nproc=4,
+            witness=f"rank={stage} phase=backward module=length class=Length",
+        )
+        for stage in range(4)
+    ),
+    Scenario("a group that counts no collectives", "fake_group.py", _forward(1, "body.up", batch=2)),
+]
 KINDS = {
     "forward": FORWARD,
     "inputs and weights": INPUTS_AND_WEIGHTS,
@@ -847,6 +872,7 @@ KINDS = {
     "backward": BACKWARD,
     "step": STEP,
     "parallel": PARALLEL,
+    "communication": COMMUNICATION,
     "expected": EXPECTED,
     "less watched": LESS_WATCHED,
 }

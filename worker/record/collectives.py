@@ -59,6 +59,7 @@ def issued() -> int:
         groups = module._pg_map  # what `_world.pg_map` returns, without the call of a property
         if not groups:
             return -1
+        number = len(groups)
         total = history.table.received if history.table is not None else 0
         if history.silent:
             groups = _counting(groups)
@@ -68,8 +69,8 @@ def issued() -> int:
             total += group._get_sequence_number_for_group()
     except Exception:
         return issued() if _leave_out_silent() else -1
-    if total != history.seq or len(groups) != history.groups:
-        history.seq, history.groups = total, len(groups)
+    if total != history.seq or number != history.groups:
+        history.seq, history.groups = total, number
         history.moments.append(_moment(total))
     return int(total)
 

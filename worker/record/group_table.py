@@ -121,6 +121,8 @@ class GroupTable:
         return self._by_peer(self._sent), self._by_peer(self._received)
 
     def _by_peer(self, counts: dict[tuple[int, int], int]) -> Messages:
+        if not counts:
+            return {}
         slots = {slot.number: slot for slot in self._slots.values() if slot is not None}
         found: Messages = {}
         for (number, member), count in counts.items():
@@ -173,8 +175,8 @@ class GroupTable:
         if number is not None:
             slot = Slot(group, number)
             for counts in (self._sent, self._received):
-                for key in [key for key in counts if key[0] == number]:
-                    del counts[key]
+                for old in [old for old in counts if old[0] == number]:
+                    del counts[old]
             try:
                 self._write_slot(slot, group)
             except RuntimeError:  # a backend without the counter

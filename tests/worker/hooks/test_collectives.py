@@ -390,3 +390,46 @@ shown["torchs"] = json.loads(_dump_fr_trace_json())["entries"]
                 assert torchs["profiling_name"].removeprefix("gloo:") == op["operation"]
                 assert [dtypes[dtype] for dtype in torchs["input_dtypes"][:1]] == [op["dtype"]] * bool(op["dtype"])
                 assert [math.prod(size) for size in torchs["input_sizes"][:1]] == [op["elements"]] * bool(op["dtype"])
+
+
+@BOTH
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_the_clock_of_a_frame_counts_collectives_and_messages_apart(both):
+    """A receive counts when it has come to its end. A group that counts nothing is left out, and blinds no other."""
+    shown = both(
+        """
+from gpuwatch.worker.record.collectives import issued, moment
+from torch.testing._internal.distributed import fake_pg
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
+other = 1 - rank
+def note(name):
+    shown[name] = msgspec.to_builtins(moment(issued()))
+note("start")
+fake = dist.new_group(backend="fake")
+note("fake")
+dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
+if rank == 0:
+    work = dist.irecv(x, 1, tag=3)
+    note("waits")
+    work.wait()
+else:
+    dist.send(x, 0, tag=3)
+note("received")
+net(x).sum().backward()
+note("reduced")
+collectives.detach()
+note("detached")
+collectives.attach()
+"""
+    )
+    for rank, found in enumerate(shown):
+        before, after = found["start"]["clock"]["0"], found["reduced"]["clock"]["0"]
+        assert found["fake"]["clock"] == {"0": before, "1": -1}
+        assert found["received"]["clock"] == {"0": before, "1": -1}, "messages are no collectives"
+        assert found["received"]["sent"] == found["received"]["received"] == {"0": {str(1 - rank): 1}}
+        assert after > before, "DDP's own were counted"
+        assert found["detached"]["clock"] == found["reduced"]["clock"]
+    assert shown[0]["waits"]["received"] == {}
+    assert shown[0]["waits"]["seq"] < shown[0]["received"]["seq"]
+    assert shown[0]["reduced"]["clock"] == shown[1]["reduced"]["clock"]
