@@ -61,6 +61,8 @@ class LocalDiagnosis:
     """A bad weight was finite when it was read after the last step."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
+    passed: bool = False
+    """What a model was handed may have come from another rank, or from another model."""
     suspects: tuple[str, ...] = ()
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()

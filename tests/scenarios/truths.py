@@ -610,6 +610,25 @@ PARALLEL = [
         args=("--fault", "none"),
         witness="rank=1 phase=backward module=length class=Length batch=0",
     ),
+    *(
+        Scenario(
+            f"pipeline of the script's own, whose code makes it between two ranks, {fault}",
+            "hand_made_pipeline.py",
+            # the rank that was handed it is not the one that made it, and the one that made it did so outside of modules
+            {"kind": "overflow", "rank": None, "phase": "collective", "batch": 2, "certainty": "unknown", "root": root},
+            args=("--fault", fault),
+            evidence=f"issued by rank {rank} between",
+            statement="may have come from any rank",
+        )
+        for fault, root, rank in (("forward", "Second", 1), ("backward", "First", 0))
+    ),
+    Scenario(
+        "a bad batch where the loss is summed over the ranks in between",
+        "hand_made_pipeline.py",
+        _found("input", 1, "", "First", role="input[0]", value="nan", batch=2, certainty="supported"),
+        args=("--fault", "logged"),
+        evidence="one can have brought it from another rank",
+    ),
     Scenario("torch.compile, forward", "compiled.py", _forward(1, "body.up", batch=3)),
     Scenario(
         "torch.compile, backward",

@@ -237,6 +237,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         ]
     if first.source == "unread":
         return ["Watch the weights, too: --watch forward,grads,weights."]
+    if first.phase == "input" and first.passed:
+        return [
+            "Look at what this rank receives, and at what it calls before that model: print the input's extremes there. "
+            "If that is finite, look at its data loader."
+        ]
     if first.phase == "input":
         return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
     if first.phase == "backward":
@@ -260,6 +265,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
 def _of_backward(first: LocalDiagnosis) -> str:
     if first.cause:
         return "No scale helps against a gradient that is never finite: look at that module's backward, not the scaler."
+    if first.source == "outside" and first.passed:
+        return (
+            "Look at where that gradient comes from: what the script does with the model's output, another model, "
+            "another rank."
+        )
     if first.source == "outside":
         return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
     if first.value == "nan":
