@@ -215,6 +215,15 @@ INPUTS_AND_WEIGHTS = [
         args=("--becomes", "huge"),
         evidence="(?i)weight.*(differ|other ranks|replica)|(differ|other ranks|replica).*weight",
     ),
+    Scenario(
+        "an expert that one rank has trained alone overflows there",
+        "expert.py",
+        # the copies of its weight differ since the last step; what overflows is what it was handed
+        _forward(1, "expert", batch=2),
+        nproc=3,
+        statement="(?s)^(?!.*(bit flip|memory)).*$",
+        evidence="a step on this rank alone can have made it",
+    ),
 ]
 
 PLACES = [
@@ -614,8 +623,8 @@ PARALLEL = [
         Scenario(
             f"pipeline of the script's own, whose code makes it between two ranks, {fault}",
             "hand_made_pipeline.py",
-            # the rank that was handed it is not the one that made it, and the one that made it did so outside of modules
-            {"kind": "overflow", "rank": None, "phase": "collective", "batch": 2, "certainty": "unknown", "root": root},
+            # the rank that was handed it did not make it, and the one that did has made it outside of modules
+            {"kind": "overflow", "rank": None, "root": root, "phase": "collective", "batch": 2, "certainty": "unknown"},
             args=("--fault", fault),
             evidence=f"issued by rank {rank} between",
             statement="may have come from any rank",
