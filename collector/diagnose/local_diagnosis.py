@@ -66,6 +66,8 @@ class LocalDiagnosis:
     """What is known of a bad weight from before: a clause (weight_timeline.py)."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
+    passed: bool = False
+    """What a model was handed may have come from another rank, or from another model."""
     suspects: tuple[str, ...] = ()
     """Calls that can have made a gradient, where several can have: `module` holds all of them."""
     own_code: tuple[str, ...] = ()

@@ -263,6 +263,7 @@ class _Forward:
             return inside
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
         unread = () if received else self._unread_weights(frame)
+        unseen = _unseen_object(frame)
         found = self._diagnosis(
             frame,
             output,
@@ -270,7 +271,8 @@ class _Forward:
             frame.cls,
             source="received" if received else "unread" if unread else "made",
             between=between,
-            notes=(*unread, *self._removed(frame, output)),
+            sure=not unseen,
+            notes=(*unread, *unseen, *self._removed(frame, output)),
         )
         return replace(found, weights_read=self._looked_again(frame))
 
@@ -349,13 +351,9 @@ class _Forward:
                     f"{module_text(other.module, other.cls)} was handed the same tensor before, and it was non-finite "
                     "when that returned: if it writes into it, it is the maker itself"
                 )
-        kinds = {row.kind for row in parent.inputs} if parent is not None and before is None else set()
-        if parent is not None and "not_a_tensor" in kinds and "measured" not in kinds:
-            sure = False
-            notes.append(
-                f"{module_text(parent.module, parent.cls)} was handed an object that is not looked into: the value may "
-                "have come in it"
-            )
+        unseen = _unseen_object(parent) if parent is not None else ()
+        sure = sure and not unseen
+        notes += unseen
         if parent is not None and not bad.only_neginf:
             masks = [row for row in parent.inputs if row.only_neginf]
             notes += [f"{module_text(parent.module, parent.cls)} had been handed -inf in {mask.role}" for mask in masks]
@@ -431,6 +429,17 @@ class _Forward:
         if row.mark & Mark.IGNORED:
             found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
         return found
+
+
+def _unseen_object(frame: Frame) -> tuple[str, ...]:
+    """A call that was handed no tensor, and an object: a generator or a class of the script's own may hold some."""
+    kinds = {row.kind for row in frame.inputs}
+    if "not_a_tensor" not in kinds or "measured" in kinds:
+        return ()
+    return (
+        f"{module_text(frame.module, frame.cls)} was handed an object that is not looked into: the value may have come "
+        "in it",
+    )
 
 
 def _worst(rows: list[Row]) -> Row | None:

@@ -215,6 +215,15 @@ INPUTS_AND_WEIGHTS = [
         args=("--becomes", "huge"),
         evidence="(?i)weight.*(differ|other ranks|replica)|(differ|other ranks|replica).*weight",
     ),
+    Scenario(
+        "an expert that one rank has trained alone overflows there",
+        "expert.py",
+        # the copies of its weight differ since the last step; what overflows is what it was handed
+        _forward(1, "expert", batch=2),
+        nproc=3,
+        statement="(?s)^(?!.*(bit flip|memory)).*$",
+        evidence="a step on this rank alone can have made it",
+    ),
 ]
 
 PLACES = [
@@ -609,6 +618,25 @@ PARALLEL = [
         CLEAN,
         args=("--fault", "none"),
         witness="rank=1 phase=backward module=length class=Length batch=0",
+    ),
+    *(
+        Scenario(
+            f"pipeline of the script's own, whose code makes it between two ranks, {fault}",
+            "hand_made_pipeline.py",
+            # the rank that was handed it did not make it, and the one that did has made it outside of modules
+            {"kind": "overflow", "rank": None, "root": root, "phase": "collective", "batch": 2, "certainty": "unknown"},
+            args=("--fault", fault),
+            evidence=f"issued by rank {rank} between",
+            statement="may have come from any rank",
+        )
+        for fault, root, rank in (("forward", "Second", 1), ("backward", "First", 0))
+    ),
+    Scenario(
+        "a bad batch where the loss is summed over the ranks in between",
+        "hand_made_pipeline.py",
+        _found("input", 1, "", "First", role="input[0]", value="nan", batch=2, certainty="supported"),
+        args=("--fault", "logged"),
+        evidence="one can have brought it from another rank",
     ),
     Scenario("torch.compile, forward", "compiled.py", _forward(1, "body.up", batch=3)),
     Scenario(

@@ -185,7 +185,19 @@ def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
         f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
         if odd.agreed_in is not None
         else "no earlier batch was received, so it is not known since when they differ",
+        *_of_step(odd),
     ]
+
+
+def _of_step(odd: OddWeight) -> list[str]:
+    """What is known of the last step of a weight that differs."""
+    if odd.changed:
+        return ["it is another one than its last step has left, on this rank alone"]
+    if odd.gradient is None:
+        return []
+    size = format_number(odd.gradient).strip() if math.isfinite(odd.gradient) else "not finite"
+    made = "no step makes that number of it" if odd.untrained else "a step on this rank alone can have made it"
+    return [f"its gradient in the batch before: abs max {size}; {made}"]
 
 
 def large_weight(page: KeptPage, until: int) -> tuple[str, str] | None:

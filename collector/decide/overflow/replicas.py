@@ -3,11 +3,16 @@
 Only pages of the same point (same_point.py) are compared. A weight that differs now is told apart by its history: it
 agreed in an earlier batch (something changed it on one rank), it differed there too (ranks have weights of their own:
 experts, adapters, other seeds), or no earlier batch was received.
+
+    0.259 against 0.250, and 0.259 after its last step      the step: an expert that was trained on one rank alone
+    1.7e38 against 0.5, and 0.5 after its last step         no step: memory, or code of the script's own
+    1.7e38 against 0.5, gradients of at most 0.1            no step gives that number, whatever its learning rate
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from ....core.frames import Frame, Row, format_number
 from ...diagnose.calls import Calls
@@ -17,7 +22,10 @@ from ...facts.kept_pages import KeptPage
 from .same_point import peers_of
 
 WILD = 2.0**16
-"""A weight that is so many times larger than the other copies has probably lost an exponent bit."""
+"""A weight that is so many times larger than the other copies, and than 1, has probably lost an exponent bit."""
+
+_MOST_OF_STEP = 2.0**10
+"""No step is known to move a weight by more than so many times its gradient, or than this."""
 
 _MAX_PEERS = 8
 """A wild weight is compared with so many other ranks: replicas have the same weights."""
@@ -35,17 +43,35 @@ class OddWeight:
     """Other weights that agree on all these ranks."""
     agreed_in: int | None = None
     """The last batch in which this rank's copy agreed with the others; None if no earlier batch was received."""
+    changed: bool = False
+    """On this rank alone, it is another one than its last step has left."""
+    gradient: float | None = None
+    """The largest gradient that it had in the batch before; None if that was not seen."""
 
     @property
     def certain(self) -> bool:
-        """Whether this rank's copy is the odd one. Of two copies, only their history can tell."""
-        return len(self.ranks) > 1 or (self.agreed_in is not None and self.wild)
+        """Whether this rank's copy is the odd one, and explains what is not finite.
+
+        Of two copies, only their history can tell. A copy that differs a little may have been trained on this rank.
+        """
+        told_apart = len(self.ranks) > 1 or self.agreed_in is not None
+        return told_apart and (self.wild or self.changed)
 
     @property
     def wild(self) -> bool:
         """Non-finite, or far larger than the others."""
+        return not self.row.finite or _is_wild(self.row, self.others)
+
+    @property
+    def untrained(self) -> bool:
+        """Whether no training can have made it: no step did, or no step that its gradient allows."""
+        if self.changed or not self.wild:
+            return self.changed
+        return self.gradient is not None and self._beyond(_MOST_OF_STEP * max(self.gradient, 1.0))
+
+    def _beyond(self, step: float) -> bool:
         mine, theirs = self.row.abs_max, self.others.abs_max
-        return not self.row.finite or (mine is not None and theirs is not None and mine > theirs * WILD)
+        return not self.row.finite or (mine is not None and theirs is not None and mine > theirs + step)
 
 
 def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> KeptPage | None:
@@ -99,7 +125,37 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
     history = _history(facts, facts.ranks[diagnosis.attempt, diagnosis.rank], page, key)
     if history is not None and not history[1]:
         return None
-    return OddWeight(row, copy, sorted(others), agreeing, history[0] if history is not None else None)
+    return _with_step(facts, page, key, OddWeight(row, copy, sorted(others), agreeing, history and history[0]))
+
+
+def _with_step(facts: RunFacts, page: KeptPage, key: tuple[str, str], odd: OddWeight) -> OddWeight:
+    """With what the batches before say of the last step, on this rank and on one of those that agree."""
+    stepped, gradient = _last_step(facts, page, key)
+    if stepped is None or _same(stepped, odd.row):
+        return replace(odd, gradient=gradient)
+    other = peers_of(facts, facts.ranks[page.attempt, page.rank], page)[odd.ranks[0]]
+    theirs, _ = _last_step(facts, other, key)
+    # what the script does with weights after every step, an average or a clamp, it does on all ranks
+    return replace(odd, gradient=gradient, changed=theirs is None or _same(theirs, odd.others))
+
+
+def _last_step(facts: RunFacts, page: KeptPage, key: tuple[str, str]) -> tuple[Row | None, float | None]:
+    """(a weight after its step, its largest gradient) in the batch before a page, as far as those were read.
+
+    If no step was made in between, the weight as that batch had it.
+    """
+    pages = facts.ranks[page.attempt, page.rank].pages.values()
+    earlier = [found for found in pages if found.root == page.root and found.number < page.number]
+    before = max(earlier, key=lambda found: found.number, default=None)
+    if before is None or before.step + 1 < page.step:
+        return None, None
+    module, role = key
+    rows = [(frame, row) for frame in before.frames if frame.module == module for row in frame.rows]
+    last = "optimizer" if before.step < page.step else "forward"
+    stepped = [row for frame, row in rows if frame.phase == last and row.role == role]
+    gradients = [row for frame, row in rows if row.role == f"grad {role}" and row.kind == "measured"]
+    sizes = [math.inf if row.abs_max is None or not row.finite else row.abs_max for row in gradients]
+    return (stepped[-1] if stepped else None), max(sizes, default=None)
 
 
 @dataclass(frozen=True)

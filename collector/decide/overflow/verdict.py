@@ -10,12 +10,15 @@ from ..verdict_model import Concurrent, Verdict
 from ..words import COMPILED, cascade_of, found_text, seen_in
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .order import Order
+from .passed import as_passed
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 
 _TIERS = (("made", "changed"), ("outside", "weight", "unread"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
+_MOST_PASSED = 8
+"""Of so many ranks that were fed it, it is looked for what may have brought it."""
 
 
 def overflow_verdict(facts: RunFacts) -> Verdict | None:
@@ -27,6 +30,8 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     diagnoses = sorted((d for d in diagnoses if d.attempt == first_attempt), key=lambda d: d.rank)
     order = Order(diagnoses)
     level = order.earliest()
+    outside = [d for d in level if d.source == "outside"][:_MOST_PASSED]
+    level = [as_passed(facts, d) if d in outside else d for d in level]
     tier = next(found for tier in _TIERS if (found := [d for d in level if d.source in tier]))
     first = tier[0]
     if first.source == "reduced":

@@ -109,12 +109,14 @@ def _of_weight(first: LocalDiagnosis, who: str, odd: OddWeight | None) -> str:
     module, batch = place_of(first), _batch(first)
     if odd is not None:
         made = "" if not odd.row.finite else f", which made {first.value}"
-        since = (
-            f", and agreed with them in batch {odd.agreed_in}: a bit flip in its memory, or code that changes it on "
-            "this rank alone"
-            if odd.agreed_in is not None
-            else ": a bit flip, another seed or checkpoint, or a broadcast that did not happen can explain that"
-        )
+        since = f", and agreed with them in batch {odd.agreed_in}" if odd.agreed_in is not None else ""
+        if odd.untrained and odd.agreed_in is not None:
+            since += ": a bit flip in its memory, or code that changes it on this rank alone"
+        elif odd.agreed_in is not None:
+            since += ": a step on this rank alone, or code that changes it there"
+        else:
+            flip = "a bit flip, " if odd.untrained else ""
+            since += f": {flip}another seed or checkpoint, or a broadcast that did not happen can explain that"
         return (
             f"{who} has another {first.role} of {module} than {ranks_text(odd.ranks)} in {batch}{made}; "
             f"this rank's copy differs from the others'{since}"
@@ -225,12 +227,17 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
             "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
             "and leave it out of the next run if it happens again."
         )
-        if odd.agreed_in is not None:
+        if odd.agreed_in is not None and odd.untrained:
             return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
+        if odd.agreed_in is not None:
+            return [
+                "Look at what trains or changes that weight on this rank alone: a gradient that is not reduced, a "
+                "learning rate, a copy."
+            ]
         return [
             "Look whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows since when "
             "they differ.",
-            f"If they started alike, run {memory}",
+            *([f"If they started alike, run {memory}"] if odd.untrained else []),
         ]
     if first.source == "skipped":
         return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
@@ -251,6 +258,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         ]
     if first.source == "unread":
         return ["Watch the weights, too: --watch forward,grads,weights."]
+    if first.phase == "input" and first.passed:
+        return [
+            "Look at what this rank receives, and at what it calls before that model. If that is finite, look at its "
+            "data loader."
+        ]
     if first.phase == "input":
         return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
     if first.phase == "backward":
@@ -282,6 +294,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
 def _of_backward(first: LocalDiagnosis) -> str:
     if first.cause:
         return "No scale helps against a gradient that is never finite: look at that module's backward, not the scaler."
+    if first.source == "outside" and first.passed:
+        return (
+            "Look at where that gradient comes from: what the script does with the model's output, another model, "
+            "another rank."
+        )
     if first.source == "outside":
         return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
     if first.value == "nan":

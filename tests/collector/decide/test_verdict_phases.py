@@ -44,11 +44,11 @@ def backward(make, rank=0, *, bad=1.0, local=None, mark=0, **place):
     return batch
 
 
-def reduced(make, rank=0, *, got, own=1.0, **place):
+def reduced(make, rank=0, *, got, own=1.0, head=0.5, **place):
     """A whole step, in which the gradient of `embed` was `own`, and `got` when the optimizer got it."""
     batch = backward(make, rank, local=own, **place)
     batch.got("embed", "Linear", {"weight": got})
-    batch.got("head", "Linear", {"weight": 0.5})
+    batch.got("head", "Linear", {"weight": head})
     return batch
 
 
@@ -325,16 +325,69 @@ def test_weights_whose_gradients_nobody_looked_at_name_nobody(make):
 # -- one rank's copy of a weight ----------------------------------------------------------------------------------
 
 
-def test_a_weight_that_has_changed_on_one_of_two_ranks(make):
+def history(make, head, *, stepped=None, rank=None, **place):
+    """A batch of two ranks, in which the gradient of `head` was `head`, and its weight `stepped` after the step."""
+    batches = [reduced(make, each, got=1.0, head=head, page=0, **place) for each in (0, 1)]
+    for batch in batches:
+        if stepped is not None:
+            batch.stepped("head", "Linear", {"weight": stepped if batch.rank == rank else 1.0})
+    return batches
+
+
+@pytest.mark.parametrize("stepped", [None, 1.0], ids=["its gradient was small", "its step has left another"])
+def test_a_weight_that_has_changed_on_one_of_two_ranks(make, stepped):
     """Their copies agreed in the batch before."""
-    before = [forward(make, rank, batch=2, page=0) for rank in (0, 1)]
+    before = history(make, 0.5, stepped=stepped, batch=2)
     flipped = forward(make, 1, weight=1e38, out=make.INF, batch=3, page=1)
     verdict = judge(make, *before, forward(make, 0, batch=3, page=1), flipped, nproc=2)
     assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "weight", "head", "weight")
     assert verdict.certainty == "established"
-    assert "this rank's copy differs from the others', and agreed with them in batch 2" in verdict.statement
+    assert "this rank's copy differs from the others', and agreed with them in batch 2: a bit flip" in verdict.statement
     assert any("abs max 1.00e+38, theirs has abs max 1.00e+00" in line for line in verdict.evidence)
     assert "memory" in verdict.next[0]
+    why = "no step makes that number of it" if stepped is None else "another one than its last step has left"
+    assert any(why in line for line in verdict.evidence)
+
+
+@pytest.mark.parametrize("stepped", [None, 1e38], ids=["its step was not seen", "its step has left it so"])
+def test_a_weight_that_a_step_on_this_rank_alone_can_have_made_is_no_bit_flip(make, stepped):
+    before = history(make, 1e36, stepped=stepped, rank=1, batch=2)
+    trained = forward(make, 1, weight=1e38, out=make.INF, batch=3, page=1)
+    verdict = judge(make, *before, forward(make, 0, batch=3, page=1), trained, nproc=2)
+    assert (verdict.rank, verdict.phase, verdict.module) == (1, "weight", "head")
+    assert "a step on this rank alone, or code that changes it there" in verdict.statement
+    assert not any(word in text for text in [verdict.statement, *verdict.next] for word in ("memory", "bit flip"))
+
+
+def test_an_expert_that_is_trained_on_one_rank_is_not_blamed_for_what_it_returns(make):
+    """0.259 against 0.250: such a weight explains no overflow."""
+    ranks = (0, 1, 2)
+    before = [reduced(make, rank, got=1.0, weight=0.25, batch=2, page=0) for rank in ranks]
+    for batch in before:
+        batch.stepped("head", "Linear", {"weight": 0.259 if batch.rank == 1 else 0.25})
+    now = [
+        forward(make, rank, weight=0.259 if rank == 1 else 0.25, out=make.INF if rank == 1 else 1.0, batch=3, page=1)
+        for rank in ranks
+    ]
+    verdict = judge(make, *before, *now)
+    assert (verdict.rank, verdict.phase, verdict.module, verdict.role) == (1, "forward", "head", "output")
+    assert any("differs from that of ranks 0 and 2" in line for line in verdict.evidence)
+    assert any("a step on this rank alone can have made it" in line for line in verdict.evidence)
+    assert not any(word in text for text in [verdict.statement, *verdict.next] for word in ("memory", "bit flip"))
+
+
+def test_what_the_script_does_with_the_weights_of_all_ranks_is_no_bit_flip(make):
+    """It halves them after each step: none is what its step has left."""
+    before = history(make, 0.5, stepped=4.0, batch=2)
+    for batch in before:
+        batch.stepped("head", "Linear", {"weight": 8.0 if batch.rank == 1 else 4.0})
+    now = [
+        forward(make, rank, weight=4.0 if rank else 2.0, out=make.INF if rank else 1.0, batch=3, page=1)
+        for rank in (0, 1)
+    ]
+    verdict = judge(make, *before, *now)
+    assert (verdict.rank, verdict.phase, verdict.module) == (1, "forward", "head")
+    assert not any("another one than its last step has left" in line for line in verdict.evidence)
 
 
 def test_of_two_ranks_without_a_history_none_is_the_odd_one(make):

@@ -40,7 +40,15 @@ def test_of_two_ranks_a_small_difference_is_not_certain(make):
 
 
 def test_of_three_ranks_two_agree(make):
-    assert odd(model(make, 0), model(make, 1), model(make, 2, gain=1.5, out=make.INF)).certain
+    assert odd(model(make, 0), model(make, 1), model(make, 2, gain=1e38, out=make.INF)).certain
+
+
+def test_a_small_difference_explains_no_overflow(make):
+    """One rank's copy of a zero-initialised adapter, or of an expert, is trained on that rank alone."""
+    found = odd(model(make, 0), model(make, 1), model(make, 2, gain=1.5, out=make.INF))
+    assert (found.row.abs_max, found.certain, found.untrained) == (1.5, False, False)
+    adapter = odd(model(make, 0, gain=0.0), model(make, 1, gain=0.0), model(make, 2, gain=1e-3, out=make.INF))
+    assert (adapter.wild, adapter.certain, adapter.untrained) == (False, False, False)
 
 
 def test_a_weight_that_is_not_finite_on_one_rank(make):
