@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,8 @@ _SETTINGS = "settings.json"
 _PROCESS = "process-{pid}.recorder"
 PROCESSES = _PROCESS.format(pid="*")
 RANKS = "rank-*.recorder"
-UNWATCHED = "unwatched-*"
+_UNWATCHED = "unwatched-{pid}"
+UNWATCHED = _UNWATCHED.format(pid="*")
 """Why a Python process could not be watched."""
 
 
@@ -47,6 +49,12 @@ def read_settings(folder: Path) -> WorkerSettings | None:
         return msgspec.json.decode((folder / _SETTINGS).read_bytes(), type=WorkerSettings)
     except OSError:
         return None
+
+
+def tell_unwatched(folder: Path, pid: int, reason: str) -> None:
+    """Why this process is not watched, for the report. The folder may be full, or gone."""
+    with suppress(OSError):
+        (folder / _UNWATCHED.format(pid=pid)).write_text(reason)
 
 
 def process_file(pid: int) -> str:

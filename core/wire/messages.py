@@ -242,6 +242,8 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     signal: int = 0
     note: str = ""
     """Why no rank was heard, where that is known."""
+    unwatched: list[str] = []
+    """Python processes that could not be watched: `process 4242 was not watched (...)`."""
 
 
 def pack_hot(hot: list[HotModule]) -> bytes:

@@ -7,11 +7,14 @@ in order.
 
 from __future__ import annotations
 
+from ....core.recorder.lone_process import is_rank
 from ...diagnose.local_diagnosis import LocalDiagnosis
 
 
 def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
     """Whether `left` was certainly earlier than `right`."""
+    if not is_rank(left.rank) or not is_rank(right.rank):
+        return False  # a process that is no rank counts its own steps, and shares no collective
     common = left.clock.keys() & right.clock.keys()
     if common:
         fewer = any(left.clock[group] < right.clock[group] for group in common)
