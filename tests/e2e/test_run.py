@@ -365,3 +365,15 @@ def test_of_two_processes_that_train_by_themselves_the_one_that_is_fed_nan_is_na
         assert f"Process {met['pid']} (no rank), batch 10" in watched.stderr
     else:
         assert (verdict["rank"], verdict["pid"]) == (0, None)
+
+
+@pytest.mark.slow
+def test_a_parent_that_is_no_rank_and_is_ended_for_an_overflow_is_in_the_report(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("parent_overflows.py"))
+
+    assert watched.code == 4
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["value"]) == ("overflow", None, "+inf")
+    (parent,) = watched.report["processes"]
+    assert (verdict["pid"], parent["first_anomaly"]["origin"]) == (parent["pid"], True)
+    assert [(rank["rank"], rank["state"]) for rank in watched.report["ranks"]] == [(0, "finished"), (1, "finished")]
