@@ -244,6 +244,8 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """Why no rank was heard, where that is known."""
     unwatched: list[str] = []
     """Python processes that could not be watched: `process 4242 was not watched (...)`."""
+    error: str = ""
+    """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
 
 
 def pack_hot(hot: list[HotModule]) -> bytes:

@@ -407,7 +407,9 @@ class Agent:
         """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
-            self._put(Bye(self._done.outcome, self._done.signal, self._done.note, self._done.unwatched))
+            self._put(
+                Bye(self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error)
+            )
 
     # -- the GPUs -----------------------------------------------------------------------------------------------
 

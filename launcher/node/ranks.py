@@ -181,7 +181,7 @@ class RankWatch:
             page=reader[Field.PAGE],
             seq=state.seq,
         )
-        if state.phase == "finished" and not self._script_ended and code is not None:
+        if state.phase == "finished" and not self._script_ended and code is not None and code >= 0:
             # its own Python could not tell the code that its script ended with (worker/inject/ending.py)
             messages.append(EventMessage(ScriptExit(where, code)))
         if code is None and by == "itself":  # nobody could see it

@@ -16,7 +16,7 @@ from msgspec.structs import replace as with_fields
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
-from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
+from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ...core.settings import WorkerSettings
 from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
@@ -244,7 +244,8 @@ class _Run:
             if not self._ranks.heard
             else [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()]
         )
-        return with_fields(done, note="" if self._ranks.heard else self._why_no_rank(), unwatched=found)
+        error = read_failed(self._scratch, self._command.pid) if done.outcome == "failed" else ""
+        return with_fields(done, error=error, note="" if self._ranks.heard else self._why_no_rank(), unwatched=found)
 
     def _how_it_ended(self, code: int) -> LaunchDone:
         others = self._tasks.results() if self._tasks is not None else []

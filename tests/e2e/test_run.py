@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -377,3 +378,20 @@ def test_a_parent_that_is_no_rank_and_is_ended_for_an_overflow_is_in_the_report(
     (parent,) = watched.report["processes"]
     assert (verdict["pid"], parent["first_anomaly"]["origin"]) == (parent["pid"], True)
     assert [(rank["rank"], rank["state"]) for rank in watched.report["ranks"]] == [(0, "finished"), (1, "finished")]
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_the_reason_why_torchrun_failed(bench):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = ("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
+        script = bench.script("ddp_overflow.py")
+        watched = bench.gpuwatch("run", "--", PYTHON, "-m", "torch.distributed.run", *options, script, *NEVER)
+
+    assert watched.code == 1
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["rank"]) == ("crash", None)
+    assert verdict["statement"].startswith("The command failed by itself: DistNetworkError: ")
+    assert "EADDRINUSE" in verdict["statement"]
+    assert "--master-port" in verdict["next"][0]

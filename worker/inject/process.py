@@ -8,6 +8,7 @@ neither has none: a launcher, a DataLoader worker, a compile worker.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +20,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.recorder.layout import Field, RankPhase, file_name
-from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE, process_file, read_settings, tell_unwatched
+from ...core.recorder.run_folder import (
+    JOIN_VARIABLE,
+    RUN_VARIABLE,
+    process_file,
+    read_settings,
+    tell_failed,
+    tell_unwatched,
+)
 from ...core.records import Fault, LeftGroup
 from ...core.settings import WorkerSettings
 from ..imports import after_import
@@ -57,6 +65,7 @@ def begin(folder: str, path_folder: str) -> None:
     if settings is not None:
         process = _Process(settings, path_folder)
         after_import("torch", process.torch_is_imported)
+        atexit.register(process.tell_own_error, os.getpid())
 
 
 class _Process:
@@ -76,6 +85,14 @@ class _Process:
     def torch_is_imported(self) -> None:
         """Never raises."""
         self._safely(self._begin)
+
+    def tell_own_error(self, pid: int) -> None:
+        """This process ends, and has no recorder: a launcher whose port is taken, say. Never raises."""
+        error = getattr(sys, "last_value", None)
+        if self._session is not None or os.getpid() != pid or not isinstance(error, Exception):
+            return
+        if type(error).__name__ != "ChildFailedError":  # torchrun's: its ranks say more
+            tell_failed(self._folder, pid, error)
 
     def _begin(self) -> None:
         os.register_at_fork(after_in_child=lambda: self._safely(self._is_forked))

@@ -1,4 +1,4 @@
-"""Two processes that train by themselves, without a process group: HOW METHOD. The second is fed nan where HOW is nan."""
+"""Two processes that train by themselves, without a process group: HOW METHOD. HOW nan: the second is fed nan."""
 
 import sys
 

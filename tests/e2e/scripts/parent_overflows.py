@@ -1,6 +1,5 @@
-"""As a pytest that tests a training: two ranks that torch.multiprocessing.spawn starts, then an inf in the parent itself."""
+"""As a pytest that tests a training: two ranks that mp.spawn starts, then an inf in the parent itself."""
 
-import os
 import sys
 import tempfile
 
@@ -20,7 +19,7 @@ def work(rank, store):
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, (os.path.join(folder, "store"),), nprocs=2)
+        mp.spawn(work, (f"{folder}/store",), nprocs=2)
     big = nn.Linear(2, 1)
     nn.init.constant_(big.weight, 3e38)
     try:
