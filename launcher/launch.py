@@ -26,7 +26,7 @@ from ..core.errors import UsageError
 from ..core.exits import ExitCode
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.recorder.run_folder import RUN_VARIABLE
+from ..core.recorder.run_folder import RUN_VARIABLE, error_text
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
     LaunchDone,
@@ -226,7 +226,7 @@ class _Launch:
                 say(f"torchrun could not bring the nodes together: {type(error).__name__}: {error}".rstrip(": "))
             else:
                 traceback.print_exc()
-            return LaunchDone("failed")
+            return LaunchDone("failed", error=error_text(error))
         return LaunchDone("ok")
 
     def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:

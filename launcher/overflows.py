@@ -26,7 +26,7 @@ class Overflows:
         """The ranks of this attempt have ended with these codes: look into their recorders."""
         for rank, code in codes.items():
             seen, first = _first_of(self._folder / file_name(rank, attempt))
-            if seen or code == RANK_OVERFLOW:
+            if seen or (seen is None and code == RANK_OVERFLOW):  # a script may have that code of its own
                 self._seen[attempt, rank] = first
 
     @property
@@ -47,8 +47,8 @@ class Overflows:
         return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"
 
 
-def _first_of(recorder: Path) -> tuple[bool, Anomaly | None]:
-    """Whether a rank says that it saw an overflow, and the first one, as far as its recorder can be read."""
+def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:
+    """Whether a rank says that it saw an overflow, None without a recorder; and the first one, as far as it is read."""
     with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
         return reader.overflow_seen, reader.first_anomaly()
-    return False, None
+    return None, None

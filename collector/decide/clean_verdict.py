@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from ...core.frames import module_text
+from ...core.recorder.lone_process import is_rank, pid_of_number, rank_name
 from ...core.records import LedNowhere
 from ...core.text.shown import shown_name
 from ..facts.facts import RankFacts, RunFacts
@@ -56,10 +57,10 @@ def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
 
 def _clean(facts: RunFacts) -> Verdict:
     """Says no more than what was looked at."""
-    ranks = facts.of_attempt(facts.last_attempt)
+    ranks = [*facts.of_attempt(facts.last_attempt), *facts.lone(facts.last_attempt)]
     batches = max(map(batches_of, ranks), default=0)
     idle = max((rank.batches_skipped for rank in ranks), default=0)
-    scope = f"{_ranks(len(ranks))}, {batches} batch{'es' if batches != 1 else ''}"
+    scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
     if idle:
         scope += f" ({_looked_at(batches, idle)})"
         finite = "every tensor that was looked at was finite"
@@ -77,7 +78,7 @@ def _clean(facts: RunFacts) -> Verdict:
     if warnings:
         number, worst = warnings[0]
         more = f", and {len(warnings) - 1} more" if len(warnings) > 1 else ""
-        statement += f" Closest to trouble: rank {number}, {warning_text(worst)}{more}."
+        statement += f" Closest to trouble: {rank_name(number)}, {warning_text(worst)}{more}."
     return Verdict(
         kind="clean",
         statement=statement,
@@ -92,7 +93,7 @@ def _clean(facts: RunFacts) -> Verdict:
 
 def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
     """A rank says that it has seen an overflow, and its record of where has not come through."""
-    ranks = [rank for rank in facts.ranks.values() if rank.state is not None and rank.state.overflow]
+    ranks = [rank for rank in facts.everyone.values() if rank.state is not None and rank.state.overflow]
     if not ranks:
         return None
     attempt = min(rank.attempt for rank in ranks)
@@ -102,8 +103,9 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
         kind="overflow",
         statement=f"{ranks_text(numbers).capitalize()} saw an overflow; which module it was in is unknown.",
         certainty="unknown",
-        rank=numbers[0] if alone else None,
-        host=(facts.host(facts.ranks[attempt, numbers[0]]) or None) if alone else None,
+        rank=numbers[0] if alone and is_rank(numbers[0]) else None,
+        pid=pid_of_number(numbers[0]) if alone and not is_rank(numbers[0]) else None,
+        host=(facts.host(facts.one(attempt, numbers[0])) or None) if alone else None,
         attempt=attempt,
         evidence=["the header of the recorder says so, and the event itself was lost"],
     )
@@ -129,6 +131,14 @@ def _loose_lines(ranks: list[RankFacts]) -> list[str]:
 
 def _ranks(number: int) -> str:
     return f"{number} rank{'s' if number != 1 else ''}"
+
+
+def _ranks_and_processes(ranks: list[RankFacts]) -> str:
+    """`2 ranks`, `1 rank and 1 process that is no rank`."""
+    known = sum(is_rank(rank.rank) for rank in ranks)
+    lone = len(ranks) - known
+    others = f"{lone} process{'es' if lone != 1 else ''} that {'are' if lone != 1 else 'is'} no rank"
+    return " and ".join([*([_ranks(known)] if known or not lone else []), *([others] if lone else [])])
 
 
 def _looked_at(batches: int, idle: int) -> str:

@@ -27,9 +27,16 @@ def missing(facts: RunFacts) -> list[str]:
     """
     ranks = facts.of_attempt(facts.last_attempt)
     silent = _never_heard(facts, ranks)
-    reasons = {rank.rank: [*(_of_its_end(rank) or _of_its_work(rank)), *_of_its_losses(rank)] for rank in ranks}
+    everyone = [*ranks, *facts.lone(facts.last_attempt)]
+    reasons = {rank.rank: [*(_of_its_end(rank) or _of_its_work(rank)), *_of_its_losses(rank)] for rank in everyone}
     clauses = _clauses(reasons, silent)
-    return [*_of_nodes(facts, bool(ranks or silent)), *clauses, *_of_earlier_attempts(facts), *_of_pages(facts)]
+    return [
+        *_of_nodes(facts, bool(ranks or silent)),
+        *clauses,
+        *_of_earlier_attempts(facts),
+        *_of_unwatched(facts),
+        *_of_pages(facts),
+    ]
 
 
 def _of_earlier_attempts(facts: RunFacts) -> list[str]:
@@ -68,7 +75,7 @@ def nothing_watched(facts: RunFacts) -> bool:
     """Whether no rank has called a module, all of them were watched to their ends, and nothing else is missing."""
     ranks = facts.of_attempt(facts.last_attempt)
     idle = {f"{ranks_text([rank.rank for rank in ranks])} called no module"}
-    return bool(ranks) and set(missing(facts)) == idle
+    return bool(ranks) and not facts.processes and set(missing(facts)) == idle
 
 
 def batches_of(rank: RankFacts) -> int:
@@ -189,6 +196,13 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
         notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
         found.append("no rank was heard" + (f" ({notes[0]})" if notes else ""))
     return found
+
+
+def _of_unwatched(facts: RunFacts) -> list[str]:
+    """Python processes below `gpuwatch run` that looked for torch, or ran a module, and could not be watched."""
+    found = [reason for node in facts.nodes.values() if node.bye is not None for reason in node.bye.unwatched]
+    more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+    return [f"{found[0]}{more}"] if found else []
 
 
 def _of_pages(facts: RunFacts) -> list[str]:

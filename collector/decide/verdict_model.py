@@ -65,5 +65,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """Nodes that it blames, as the scheduler calls them."""
     seen_in: SeenIn | None = None
     """Where the value was first seen, if that is no row of `module`'s own; `role` is null then."""
+    pid: int | None = None
+    """Of a process that is no rank: then `rank` is null."""
     missing: list[str] = []
-    """What keeps a verdict `unknown` from `clean`; [] where nothing could have been missed."""
+    """What keeps a verdict `unknown` from `clean`."""

@@ -6,6 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from ...core.frames import module_text
+from ...core.recorder.lone_process import is_rank, rank_name
 from ...core.records import RankLook, ScriptError, WorkerExit
 from ...core.text.ranks_text import ranks_text as text_of_many
 from .verdict_model import Cascade, SeenIn
@@ -116,12 +117,12 @@ def progress(rank: RankFacts) -> str:
         rank.exit.phase if rank.exit is not None else "",
         rank.state.phase if rank.state else "",
     ):
-        return f"rank {rank.rank}: in the preflight, stage {stage}"
+        return f"{rank_name(rank.rank)}: in the preflight, stage {stage}"
     if rank.exit is not None:
-        return f"rank {rank.rank}: {doing(rank.exit)}"
+        return f"{rank_name(rank.rank)}: {doing(rank.exit)}"
     if rank.state is not None:
-        return f"rank {rank.rank}: {rank.state.phase}, step {rank.state.step}, batch {rank.state.batch}"
-    return f"rank {rank.rank}: nothing known"
+        return f"{rank_name(rank.rank)}: {rank.state.phase}, step {rank.state.step}, batch {rank.state.batch}"
+    return f"{rank_name(rank.rank)}: nothing known"
 
 
 def unfinished_stage(rank: RankFacts) -> str:
@@ -158,11 +159,17 @@ def seen_in(diagnosis: LocalDiagnosis) -> SeenIn | None:
 
 def ranks_text(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 0, 1 and 2`; of many ranks `ranks 0-41, 43-1023`."""
-    if len(ranks) > _MOST_NAMED:
+    if len(ranks) > _MOST_NAMED or (len(ranks) > 1 and not all(map(is_rank, ranks))):
         return text_of_many(ranks)
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+        return rank_name(ranks[0])
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def one_on(number: int, host: str = "") -> str:
+    """`Rank 3 on node7`, to begin a sentence."""
+    name = rank_name(number)
+    return f"{name[0].upper()}{name[1:]}{f' on {host}' if host else ''}"
 
 
 def signal_name(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...core.recorder.lone_process import is_rank
 from ...core.records import (
     Absorbed,
     Anomaly,
@@ -147,11 +148,26 @@ class RunFacts:
 
     nodes: dict[str, NodeFacts] = field(default_factory=dict)
     ranks: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
+    processes: dict[tuple[int, int], RankFacts] = field(default_factory=dict)
+    """Below `gpuwatch run`: processes that ran a module and are no rank. Keys as of ranks; see core/lone_process.py."""
     undecodable_pages: int = 0
     unnamed_pages: int = 0
     """Pages that may hold an overflow, of whose names some were not received."""
     peers: dict[tuple[int, int, int], dict[int, KeptPage]] = field(default_factory=dict, compare=False, repr=False)
     """By attempt, rank and page: the pages of the other ranks that are of the same point, once they were looked for."""
+
+    @property
+    def everyone(self) -> dict[tuple[int, int], RankFacts]:
+        """The ranks, and the processes that are none."""
+        return {**self.ranks, **self.processes} if self.processes else self.ranks
+
+    def one(self, attempt: int, number: int) -> RankFacts:
+        """A rank, or a process that is none. Raises KeyError."""
+        return (self.ranks if is_rank(number) else self.processes)[attempt, number]
+
+    def lone(self, attempt: int) -> list[RankFacts]:
+        """The processes that are no rank, which have no attempts: they belong to the last one."""
+        return [facts for _, facts in sorted(self.processes.items())] if attempt == self.last_attempt else []
 
     @property
     def last_attempt(self) -> int:

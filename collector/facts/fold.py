@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ...core.judge import anomaly_of, first_alarm
+from ...core.recorder.lone_process import is_rank
 from ...core.records import (
     Absorbed,
     Anomaly,
@@ -143,6 +144,7 @@ class Fold:
         facts.peers.clear()
         facts.unnamed_pages = 0
         self._take_preflights_of_peers()
+        _leave_out_ranks(facts)
         self._infer_anomalies()
         lost = set(map(node_of, lost_agents))
         not_heard = self._heard.lost()
@@ -154,7 +156,7 @@ class Fold:
         for node in facts.nodes.values():
             for number, pages in node.pages_dropped.items():
                 dropped[number] = max(dropped.get(number, 0), pages)
-        for key, rank in facts.ranks.items():
+        for key, rank in facts.everyone.items():
             rank.pages_dropped = dropped.get(rank.rank, 0)
             _sort(rank)
             self._diagnose(key, rank)
@@ -204,7 +206,7 @@ class Fold:
         """A rank can end before it could look at what came back from its device."""
         for key in list(self._inferred):
             self._forget_inferred(key)
-        for key, rank in self._facts.ranks.items():
+        for key, rank in self._facts.everyone.items():
             if rank.anomalies:
                 continue
             excused = _excused(rank)
@@ -229,7 +231,9 @@ class Fold:
     def _forget_inferred(self, key: tuple[int, int]) -> None:
         if key in self._inferred:
             self._inferred.discard(key)
-            self._facts.ranks[key].anomalies = []
+            rank = self._facts.everyone.get(key)
+            if rank is not None:
+                rank.anomalies = []
 
     def _diagnose(self, key: tuple[int, int], rank: RankFacts) -> None:
         """Where its first anomaly came from; not again, if nothing has changed that the answer depends on."""
@@ -293,10 +297,19 @@ def _place(where: Where) -> tuple[int, int, int]:
     return where.page, where.batch, where.seq
 
 
+def _leave_out_ranks(facts: RunFacts) -> None:
+    """A process may have become a rank after it had been taken for none: it has joined a group late."""
+    ranks = {(rank.agent, rank.state.pid) for rank in facts.ranks.values() if rank.state is not None}
+    for key, process in list(facts.processes.items()):
+        if process.state is not None and (process.agent, process.state.pid) in ranks:
+            del facts.processes[key]
+
+
 def _rank(facts: RunFacts, agent: str, attempt: int, rank: int) -> RankFacts:
-    found = facts.ranks.get((attempt, rank))
+    known = facts.ranks if is_rank(rank) else facts.processes
+    found = known.get((attempt, rank))
     if found is None:
-        found = facts.ranks[attempt, rank] = RankFacts(rank, attempt)
+        found = known[attempt, rank] = RankFacts(rank, attempt)
     found.agent = agent
     return found
 

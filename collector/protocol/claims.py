@@ -24,12 +24,12 @@ class Claims:
     @property
     def num_ranks(self) -> int:
         """How many ranks were spoken of."""
-        return len({rank for _, rank in self._node_of_rank})
+        return len({rank for _, rank in self._node_of_rank if rank >= 0})
 
     def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
         """Whether a node that said hello with so many ranks (0: with any number) may say this.
 
-        Binds ranks that nobody has spoken of.
+        Binds ranks that nobody has spoken of. A node that knows its number of ranks has no processes that are none.
         """
         spoken_of = ranks_of(body)
         if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
@@ -38,7 +38,12 @@ class Claims:
             if (attempt, rank) in self._node_of_rank:
                 continue
             known = self._ranks_of_node.get((attempt, node), 0)
-            if attempt < 0 or rank < 0 or 0 < num_ranks <= known or len(self._node_of_rank) >= _MAX_CLAIMS:
+            if (
+                attempt < 0
+                or (rank < 0 and num_ranks)
+                or 0 < num_ranks <= known
+                or len(self._node_of_rank) >= _MAX_CLAIMS
+            ):
                 return False
             self._ranks_of_node[attempt, node] = known + 1
             self._node_of_rank[attempt, rank] = node

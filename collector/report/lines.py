@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...core.frames import module_text
+from ...core.recorder.lone_process import rank_name
 from ...core.text.ranks_text import ranks_text
 from ..decide.verdict_model import Cascade, Concurrent
 from .model import FirstAnomaly, Report
@@ -28,7 +29,7 @@ def concurrent_lines(concurrent: list[Concurrent]) -> list[str]:
         found = other.text or f"{other.value} in {other.role} of {module_text(other.module, other.cls)}"
         alike.setdefault(found, []).append(other)
     return [
-        f"rank {others[0].rank} on {others[0].host}: {found}"
+        f"{rank_name(others[0].rank)} on {others[0].host}: {found}"
         if len(others) == 1
         else f"{ranks_text([other.rank for other in others])}: {found}"
         for found, others in alike.items()
@@ -79,9 +80,9 @@ def trouble_lines(report: Report) -> Iterator[str]:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
             off = -node.clock_offset_ns / 1e9
             yield f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs"
-    for rank in report.ranks:
+    for rank in report.everyone:
         for fault in rank.faults:
-            yield f"gpuwatch's own fault on rank {rank.rank}: {fault}"
+            yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"
     untold = report.collector.get("metrics_faults", 0)
     if untold:
         yield f"gpuwatch's own fault in the collector: the metrics could not be told, {untold} times (its log says why)"

@@ -11,6 +11,7 @@ import msgspec
 
 from ...core.frames import Frame, Page
 from ...core.gpu_health.difference import GpuSincePreflight
+from ...core.recorder.lone_process import is_rank, pid_of_number, rank_name
 from ...core.records import GpuHealth, Xid
 from ..decide.insights.growth import ModuleForecast
 from ..decide.insights.insight import Insight
@@ -20,6 +21,11 @@ from ..decide.telemetry.model import TelemetryReport
 from ..decide.verdict_model import SeenIn, Verdict
 
 SCHEMA = 1
+
+
+def label_of(number: int) -> str:
+    """What a table calls a rank: `3`; or a process that is none: `pid 4242`."""
+    return str(number) if is_rank(number) else f"pid {pid_of_number(number)}"
 
 
 class AttemptReport(msgspec.Struct, frozen=True):
@@ -92,6 +98,11 @@ class TimelineEntry(msgspec.Struct, frozen=True):
     seq: int | None = None
     kind: str = ""
     """anomaly, raised, fault, preflight, ended or signal"""
+
+    @property
+    def label(self) -> str:
+        """Whose it is, for a table."""
+        return label_of(self.rank) if self.rank is not None else "-"
 
 
 class RunInfo(msgspec.Struct, frozen=True):
@@ -195,6 +206,16 @@ class RankReport(msgspec.Struct, frozen=True):
     threads: list[str] = []
     """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
 
+    @property
+    def name(self) -> str:
+        """For a sentence."""
+        return rank_name(self.rank)
+
+    @property
+    def label(self) -> str:
+        """For a table."""
+        return label_of(self.rank)
+
 
 class NodeReport(msgspec.Struct, frozen=True):
     """One node."""
@@ -237,6 +258,20 @@ class Report(msgspec.Struct, frozen=True):
     """Where the ranks' time goes, and a rank that the others wait for."""
     telemetry: TelemetryReport | None = None
     """How the nodes did around the event."""
+    processes: list[RankReport] = []
+    """Below `gpuwatch run`: processes that ran a module and are no rank. `rank` is below 0, `pid` says which it is."""
+
+    @property
+    def everyone(self) -> list[RankReport]:
+        """The ranks, and the processes that are none."""
+        return [*self.ranks, *self.processes]
+
+    @property
+    def named(self) -> int | None:
+        """Whom the verdict names: a rank, or the number of a process that is none."""
+        pid = self.verdict.pid
+        found = next((one.rank for one in self.processes if pid is not None and one.pid == pid), None)
+        return self.verdict.rank if found is None else found
 
 
 def to_json(report: Report) -> bytes:

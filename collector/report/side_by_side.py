@@ -41,10 +41,10 @@ class SideBySide(NamedTuple):
 
 def rank_to_show(report: Report, rank: int | None = None) -> RankReport | None:
     """Whose frames a reader wants to see first: the rank that was asked for, else the verdict's, else any."""
-    wanted = rank if rank is not None else report.verdict.rank
+    wanted = rank if rank is not None else report.named
     if wanted is None:
         return next((r for r in report.ranks if r.frames), None)
-    return next((r for r in report.ranks if r.rank == wanted and r.frames), None)
+    return next((r for r in report.everyone if r.rank == wanted and r.frames), None)
 
 
 def side_by_side(report: Report, shown: RankReport, most_ranks: int, most_rows: int) -> SideBySide | None:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.text.console import TextConsole
+from ..decide.words import one_on
 from .frames_text import frames_text
 from .lines import attempt_lines, cascade_lines, concurrent_lines, earlier_lines, first_text, trouble_lines
 from .model import RankReport, Report
@@ -96,17 +97,17 @@ def _stacks(console: Console, report: Report) -> None:
 
 
 def _ranks(console: Console, report: Report) -> None:
-    if not report.ranks:
+    if not report.everyone:
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in ("rank", "host", "device", "state", "step", "batch", "first non-finite value", "lost"):
         table.add_column(title, overflow="fold")
     rows = _ranks_of_table(report)
-    for rank in rows:
+    for rank in [*rows, *report.processes]:
         lost = rank.lost.total
         exit_ = f" ({rank.exit})" if rank.exit not in (0, None) else ""
         table.add_row(
-            str(rank.rank),
+            rank.label,
             Text(rank.host),
             Text(rank.device or "-"),
             Text(rank.state + exit_),
@@ -114,7 +115,7 @@ def _ranks(console: Console, report: Report) -> None:
             _number(rank.batch),
             Text(first_text(rank.first_anomaly)),
             str(lost),
-            style="bold" if rank.rank == report.verdict.rank else None,
+            style="bold" if rank.rank == report.named else None,
         )
     console.print(table)
     if len(rows) < len(report.ranks):
@@ -155,7 +156,7 @@ def _side_by_side(console: Console, report: Report, shown: RankReport) -> None:
     table.add_column("module", overflow="fold")
     for rank in found.columns:
         own = rank.frames[-1].batch
-        table.add_column(f"rank {rank.rank}" + (f"\nbatch {own}" if own != found.batch else ""), justify="right")
+        table.add_column(rank.name + (f"\nbatch {own}" if own != found.batch else ""), justify="right")
     for row in found.rows:
         table.add_row(Text(row.title), *(Text(cell.text, "bold red" if cell.bad else "") for cell in row.cells))
     console.print(table)
@@ -171,7 +172,9 @@ def _frames(console: Console, rank: RankReport) -> None:
     console.print()
     phases = {frame.phase for frame in frames}
     phase = f"{frames[-1].phase} " if len(phases) == 1 else ""
-    console.print(Text(f"Rank {rank.rank}, batch {frames[-1].batch}: last {len(frames)} {phase}frames", style="bold"))
+    console.print(
+        Text(f"{one_on(rank.rank)}, batch {frames[-1].batch}: last {len(frames)} {phase}frames", style="bold")
+    )
     console.print(Text(frames_text(frames)), soft_wrap=True)
 
 

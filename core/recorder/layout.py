@@ -184,5 +184,7 @@ def file_bytes(log_bytes: int = LOG_BYTES, segments: int = SEGMENTS) -> int:
 
 
 def file_name(rank: int, attempt: int) -> str:
-    """Name of the recorder file of a rank within its node's folder."""
+    """Name of the recorder file of a rank within its node's folder; or of a process that is none (lone_process.py)."""
+    if rank < 0:
+        return f"lone-{-rank}.recorder"
     return f"rank-{rank:05d}.attempt-{attempt:03d}.recorder"

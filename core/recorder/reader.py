@@ -181,7 +181,7 @@ class RecorderReader:
     @property
     def overflow_seen(self) -> bool:
         """Whether the rank says that it has seen an anomaly, readable or not."""
-        return self[Field.ANOMALY] != FirstAnomaly.NONE
+        return self[Field.ANOMALY] in _SEEN
 
     # -- where the rank is --------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class RecorderReader:
             cls=module.cls if module is not None else None,
             frames_lost=fields[Field.FRAMES_LOST],
             rows_lost=fields[Field.ROWS_LOST],
-            records_lost=fields[Field.RECORDS_LOST] + self.damaged,
+            records_lost=fields[Field.RECORDS_LOST] + self.damaged + _is_garbage(fields),
             ignored=fields[Field.IGNORED],
             scaler_skips=fields[Field.SCALER_SKIPS],
             warned=fields[Field.WARNED],
@@ -238,7 +238,7 @@ class RecorderReader:
             age_s=max(0.0, (time.monotonic_ns() - fields[Field.MOVED_NS]) / 1e9),
             world_size=fields[Field.WORLD_SIZE],
             hooks=_HOOKS.get(fields[Field.HOOKS], "none"),
-            overflow=fields[Field.ANOMALY] != FirstAnomaly.NONE,
+            overflow=fields[Field.ANOMALY] in _SEEN,
             absorbed=fields[Field.ABSORBED],
             faults=fields[Field.FAULTS],
             names_lost=fields[Field.NAMES_LOST],
@@ -246,7 +246,7 @@ class RecorderReader:
             left_out_page=fields[Field.LEFT_OUT_PAGE],
             hooks_gone=fields[Field.HOOKS_GONE],
             gone_page=fields[Field.GONE_PAGE],
-            unseen_child=fields[Field.UNSEEN_CHILD],
+            unseen_child=fields[Field.UNSEEN_CHILD] if 0 <= fields[Field.UNSEEN_CHILD] <= _MOST_PID else 0,
             left=bool(fields[Field.LEFT]),
         )
 
@@ -365,6 +365,17 @@ class _Log:
 
 def _phase(number: int) -> RankPhase:
     return RankPhase(number) if number in RankPhase._value2member_map_ else RankPhase.STARTING
+
+
+_SEEN = (FirstAnomaly.SEEN, FirstAnomaly.WRITTEN)
+_MOST_PID = 1 << 22
+
+
+def _is_garbage(fields: tuple[int, ...]) -> bool:
+    """Whether the head says what no writer writes: it accuses nobody, and something was lost."""
+    return not FirstAnomaly.NONE <= fields[Field.ANOMALY] <= FirstAnomaly.WRITTEN or not (
+        0 <= fields[Field.UNSEEN_CHILD] <= _MOST_PID
+    )
 
 
 _MOVING = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,10 @@ PROCESSES = _PROCESS.format(pid="*")
 LATER_PROGRAMS = _PROCESS.format(pid="*-*")
 """Of processes that have gone on as another program (os.exec), which is watched again."""
 RANKS = "rank-*.recorder"
-UNWATCHED = "unwatched-*"
+_MOST_TEXT = 1000
+_FAILED = "failed-{pid}"
+_UNWATCHED = "unwatched-{pid}"
+UNWATCHED = _UNWATCHED.format(pid="*")
 """Why a Python process could not be watched."""
 
 
@@ -49,6 +53,40 @@ def read_settings(folder: Path) -> WorkerSettings | None:
         return msgspec.json.decode((folder / _SETTINGS).read_bytes(), type=WorkerSettings)
     except OSError:
         return None
+
+
+def tell_unwatched(folder: Path, pid: int, reason: str) -> None:
+    """Why this process is not watched, for the report. The folder may be full, or gone."""
+    with suppress(OSError):
+        (folder / _UNWATCHED.format(pid=pid)).write_text(reason)
+
+
+def error_text(error: BaseException) -> str:
+    """`DistNetworkError: The server socket has failed to listen`: the first line of it."""
+    try:
+        message = str(error)
+    except Exception:  # its __str__ raises
+        message = ""
+    return f"{type(error).__name__}: {(message.strip().splitlines() or [''])[0]}"[:_MOST_TEXT]
+
+
+def tell_failed(folder: Path, pid: int, error: BaseException) -> None:
+    """What a process has raised that is no rank: it may be why there is none. The folder may be full, or gone."""
+    with suppress(OSError):
+        (folder / _FAILED.format(pid=pid)).write_text(error_text(error), errors="replace")
+
+
+def read_failed(folder: Path, pid: int) -> str:
+    """Of this process, or of the last of others; "" if none has told."""
+    with suppress(OSError):
+        own = folder / _FAILED.format(pid=pid)
+        found = [own] if own.exists() else sorted(folder.glob(_FAILED.format(pid="*")), key=_when)[-1:]
+        return found[0].read_text(errors="replace")[:_MOST_TEXT] if found else ""
+    return ""
+
+
+def _when(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def process_file(pid: int, programs: int = 0) -> str:

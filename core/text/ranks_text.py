@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..recorder.lone_process import is_rank, rank_name
+
 MOST_PIECES = 8
 
 
@@ -18,6 +20,11 @@ def ranks_text(ranks: Iterable[int], most: int = MOST_PIECES) -> str:
     ordered = sorted(set(ranks))
     if not ordered:
         return "no rank"
+    processes = [rank_name(number) for number in reversed(ordered) if not is_rank(number)]
+    ordered = ordered[len(processes) :]
+    if processes:
+        named = [*([ranks_text(ordered, most)] if ordered else []), *processes[:most]]
+        return ", ".join(named) + (f" and {len(processes) - most} more" if len(processes) > most else "")
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
     return f"ranks {numbers_text(ordered, most)}"

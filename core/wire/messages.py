@@ -210,6 +210,7 @@ class RankState(msgspec.Struct, frozen=True):
     def events_lost(self) -> int:
         """Records that were lost and that may have told of something bad. Names cannot."""
         return max(0, self.records_lost - self.names_lost)
+
     unseen_child: int = 0
     """Process id of a child process of it that has trained and was not watched; 0: there was none."""
 
@@ -264,6 +265,10 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     signal: int = 0
     note: str = ""
     """Why no rank was heard, where that is known."""
+    unwatched: list[str] = []
+    """Python processes that could not be watched: `process 4242 was not watched (...)`."""
+    error: str = ""
+    """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
 
 
 def pack_hot(hot: list[HotModule]) -> bytes:

@@ -78,6 +78,10 @@ class LaunchDone(msgspec.Struct, frozen=True, tag="done"):
     """The scheduler's command that told so."""
     note: str = ""
     """Why no rank was heard, where that is known."""
+    unwatched: list[str] = []
+    """Python processes that could not be watched: `process 4242 was not watched (...)`."""
+    error: str = ""
+    """What torchrun, or the command, raised itself: `DistNetworkError: ...`."""
 
 
 ToAgent = AgentConfig | WorkersStarted | WorkersEnded | LaunchDone

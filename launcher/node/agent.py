@@ -31,6 +31,7 @@ from ...core.exits import ExitCode
 from ...core.gpu_health.child import KILLED_S
 from ...core.own_clock import OwnClock
 from ...core.recorder.layout import file_name
+from ...core.recorder.lone_process import is_rank
 from ...core.recorder.run_folder import PROCESSES
 from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
 from ...core.wire.messages import (
@@ -409,7 +410,9 @@ class Agent:
         """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
         if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
             self._said_goodbye = True
-            self._put(Bye(self._done.outcome, self._done.signal, self._done.note))
+            self._put(
+                Bye(self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error)
+            )
 
     # -- the GPUs -----------------------------------------------------------------------------------------------
 
@@ -430,11 +433,16 @@ class Agent:
             for body in watch.poll(now):
                 self._put(body)
         if self._done is None:
-            for stalled in self._stalls.stalled(self._ranks.values(), now):
+            for stalled in self._stalls.stalled(self._of_ranks, now):
                 self._put(EventMessage(stalled))
                 self._put_telemetry(self._telemetry.told("stall", now))
             for look in self._stalls.seen(now):
                 self._put(EventMessage(look))
+
+    @property
+    def _of_ranks(self) -> list[RankWatch]:
+        """A process that is no rank may rest for as long as it likes: it waits for its children."""
+        return [watch for watch in self._ranks.values() if is_rank(watch.rank)]
 
     def _running(self) -> list[tuple[int, int]]:
         return [(watch.rank, watch.pid) for watch in self._ranks.values() if not watch.ended]
@@ -500,7 +508,7 @@ class Agent:
                 for watch in self._ranks.values():
                     watch.want(message, now)
             elif isinstance(message, LookAtRanks):
-                self._stalls.look(self._ranks.values(), message.number, now)
+                self._stalls.look(self._of_ranks, message.number, now)
                 self._put_telemetry(self._telemetry.told("stall", now))
             elif isinstance(message, Stop):
                 self._tell(StopRequest(message.reason, message.restart))

@@ -90,7 +90,7 @@ class Outbox:
         while self._page_bytes > self._page_limit and len(self._pages) > 1:  # the newest is what is asked about
             data, rank = self._pages.popleft()
             self._page_bytes -= len(data)
-            if rank >= 0:
+            if rank != -1:
                 self.pages_dropped[rank] = self.pages_dropped.get(rank, 0) + 1
 
     def _release(self) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ...core.recorder.layout import FRAME, VALUE, Field, file_name
+from ...core.recorder.lone_process import is_rank, rank_name
 from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
 from ...core.records import (
     Anomaly,
@@ -115,7 +116,9 @@ class RankWatch:
 
     def _give_up(self, error: Exception) -> AgentBody:
         self._broken = True
-        note = f"the recorder of rank {self.rank} is damaged and is read no further: {type(error).__name__}: {error}"
+        note = (
+            f"the recorder of {rank_name(self.rank)} is damaged and is read no further: {type(error).__name__}: {error}"
+        )
         return EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note))
 
     def _poll(self, now: float) -> list[AgentBody]:
@@ -178,7 +181,7 @@ class RankWatch:
             page=reader[Field.PAGE],
             seq=state.seq,
         )
-        if state.phase == "finished" and not self._script_ended and code is not None:
+        if state.phase == "finished" and not self._script_ended and code is not None and code >= 0:
             # its own Python could not tell the code that its script ended with (worker/inject/ending.py)
             messages.append(EventMessage(ScriptExit(where, code)))
         if code is None and by == "itself":  # nobody could see it
@@ -252,9 +255,11 @@ class RankWatch:
     def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
         """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
         anomaly = reader.first_anomaly() if not self._anomaly_sent else None
-        if anomaly is None or (anomaly.where.rank, anomaly.where.attempt) != (self.rank, self.attempt):
+        if anomaly is None:
             return []
-        return [EventMessage(anomaly)]
+        if is_rank(self.rank) and (anomaly.where.rank, anomaly.where.attempt) != (self.rank, self.attempt):
+            return []
+        return [EventMessage(self._of_this_rank(anomaly))]
 
     def state(self) -> RankState | None:
         """Where the rank is, for a beat; None if that cannot be read."""
@@ -325,6 +330,8 @@ class RankWatch:
                 reader = RecorderReader(self._path)
             except (OSError, NotReady):
                 return None
+            if not is_rank(self.rank) and reader.pid == self.pid:
+                reader.rank, reader.attempt = self.rank, self.attempt
             if (reader.rank, reader.attempt) != (self.rank, self.attempt):
                 reader.close()
                 raise ValueError(f"it says that it is of rank {reader.rank}, attempt {reader.attempt}")

@@ -32,6 +32,10 @@ class OtherProcess:
         """Whether it has."""
         return self._ended.is_set()
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end."""
+        return self._ended.wait(seconds)
+
     def code(self) -> int | None:
         """Its exit code, negative for a signal; None if that cannot be known any more."""
         return os.waitstatus_to_exitcode(self._status) if self._status is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -10,14 +11,18 @@ from pathlib import Path
 
 import msgspec
 
+from ...core.host import host_name
 from ...core.recorder.layout import Field, file_name
+from ...core.recorder.lone_process import is_rank, number_of_process
 from ...core.recorder.reader import NotReady, RecorderReader
-from ...core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS
+from ...core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, tell_unwatched
 from ...core.wire.pipe import WorkersEnded, WorkersStarted
 from .other_process import OtherProcess
 
 _BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
 """How ranks are ended."""
+_LAST_END_S = 2.0
+"""The command has ended: so long the end of a process that it has waited for may take to be seen."""
 
 
 @dataclass
@@ -42,6 +47,13 @@ class _Header:
     started_ns: int
     trains: bool
     """It has made an optimizer step, or met an overflow."""
+    ran: bool
+    """It has done so, or called a module."""
+
+    @property
+    def is_alone(self) -> bool:
+        """It trains, and nothing says that it is one of several."""
+        return self.trains and self.world_size == 1
 
 
 class Ranks:
@@ -55,6 +67,11 @@ class Ranks:
         self._tell = tell
         self._told_end = ended
         self._ranks: dict[Path, _Rank] = {}
+        self._processes: dict[int, OtherProcess | None] = {}
+        """By process id: those that may become a rank. None for one that had ended before it was seen."""
+        self._taken: set[Path] = set()
+        """Recorders of processes that have become a rank, or are in the report as what is none."""
+        self._waited = False
         self.any_failed = False
         """A rank has ended badly."""
         self.stopping = False
@@ -67,7 +84,7 @@ class Ranks:
     @property
     def running(self) -> list[int]:
         """Ranks that have not ended."""
-        return sorted(rank.rank for rank in self._ranks.values() if not rank.ended)
+        return sorted(rank.rank for rank in self._ranks.values() if not rank.ended and is_rank(rank.rank))
 
     @property
     def heard(self) -> bool:
@@ -77,14 +94,20 @@ class Ranks:
     def look(self, own_codes: dict[int, int | None]) -> None:
         """Find new ones, and those that have ended. `own_codes`: those of commands, by pid; None for one that runs."""
         if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):
-            pids = {rank.pid for rank in self._ranks.values()}
+            pids = {rank.pid for rank in self._ranks.values() if is_rank(rank.rank)}
             self._adopt(lambda header: header.pid in pids)
         for path in sorted(self._folder.glob(RANKS)):
             if path not in self._ranks and (header := _read(path)) is not None:
-                self._start(path, header)
+                self._start(path, header.rank, header)
         self._end_programs()
+        self._look_at_processes()
         if not self._ranks:
-            self._adopt(lambda header: header.trains and header.world_size == 1)
+            self._adopt(lambda header: header.is_alone)
+        else:
+            self._tell_of_processes(lambda header: header.is_alone or self._is_over(header.pid, own_codes))
+        self._find_ended(own_codes)
+
+    def _find_ended(self, own_codes: dict[int, int | None]) -> None:
         ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
         for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
             self._end(rank, code, rank.pid in own_codes)
@@ -95,6 +118,19 @@ class Ranks:
         if not self._ranks:
             self._adopt(lambda header: True)
             self.look(own_codes)
+        self._tell_of_processes(lambda header: True)
+        self._wait_for_processes()
+        self._find_ended(own_codes)
+
+    def _wait_for_processes(self) -> None:
+        """Once: what the command has waited for has ended with it. What it has left behind is not waited for."""
+        if self._waited:
+            return
+        self._waited = True
+        deadline = time.monotonic() + _LAST_END_S
+        for rank in self._ranks.values():
+            if not rank.ended and not is_rank(rank.rank) and rank.process is not None:
+                rank.process.ends_within(max(0.0, deadline - time.monotonic()))
 
     def signal(self, number: int) -> None:
         """Send it to all that run."""
@@ -107,6 +143,9 @@ class Ranks:
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.close()
+        for process in self._processes.values():
+            if process is not None:
+                process.close()
 
     def _end_programs(self) -> None:
         """Where a rank's process has gone on as another program (os.exec), that one is a later attempt of the rank."""
@@ -118,22 +157,53 @@ class Ranks:
                 self._end(rank, 0, is_own=False)
 
     def _adopt(self, is_rank: Callable[[_Header], bool]) -> None:
-        """Of processes that joined no group: one for each rank that their environment speaks of, the first to start."""
+        """Of processes that joined no group: one for each rank that their environment speaks of, the first to start.
+
+        The others are in the report as what is no rank.
+        """
         found = []
         for path in self._folder.glob(PROCESSES):
             header = _read(path)
             if header is not None and is_rank(header):
-                found.append((header.started_ns, path, header))
+                found.append(((not header.ran, header.started_ns), path, header))
         for _, path, header in sorted(found, key=lambda entry: entry[0]):
             with suppress(OSError):  # there is one
                 (self._folder / file_name(header.rank, header.attempt)).hardlink_to(path)
+                self._taken.add(path)
 
-    def _start(self, path: Path, header: _Header) -> None:
-        process = None
-        with suppress(OSError):
-            process = OtherProcess(header.pid)
-        self._ranks[path] = _Rank(header.rank, header.attempt, header.pid, process)
-        self._tell(WorkersStarted(header.attempt, {header.rank: header.pid}, {header.rank: header.local_rank}))
+    def _look_at_processes(self) -> None:
+        """Notice how they end, from early on."""
+        for path in self._folder.glob(PROCESSES):
+            pid = int(path.stem.rpartition("-")[2])
+            if pid not in self._processes and path not in self._taken:
+                self._processes[pid] = _process(pid)
+
+    def _is_over(self, pid: int, own_codes: dict[int, int | None]) -> bool:
+        process = self._processes.get(pid)
+        return own_codes.get(pid) is not None or process is None or process.has_ended()
+
+    def _tell_of_processes(self, is_due: Callable[[_Header], bool]) -> None:
+        """Of those that ran a module and are no rank. Each is looked at, and has its own row in the report."""
+        for path in sorted(self._folder.glob(PROCESSES)):
+            header = _read(path) if path not in self._taken else None
+            if header is None or not header.ran or not is_due(header):
+                continue
+            self._taken.add(path)
+            number = number_of_process(header.pid, host_name())
+            own = self._folder / file_name(number, 0)
+            try:
+                own.hardlink_to(path)
+                self._start(own, number, header)
+            except FileExistsError:  # it has gone on as another program (os.exec)
+                tell_unwatched(self._folder, header.pid, f"process {header.pid} (no rank) went on as another program")
+            except OSError:  # it has just become a rank
+                pass
+
+    def _start(self, path: Path, number: int, header: _Header) -> None:
+        process = self._processes.pop(header.pid, None) or _process(header.pid)
+        attempt = header.attempt if is_rank(number) else 0
+        self._ranks[path] = _Rank(number, attempt, header.pid, process)
+        self._tell(WorkersStarted(attempt, {number: header.pid}, {number: header.local_rank}))
 
     def _code(self, rank: _Rank, own_codes: dict[int, int | None]) -> int | None:
         code = own_codes.get(rank.pid)
@@ -159,6 +229,12 @@ def _has_ended(rank: _Rank, own_codes: dict[int, int | None]) -> bool:
     return rank.process.has_ended()
 
 
+def _process(pid: int) -> OtherProcess | None:
+    with suppress(OSError):
+        return OtherProcess(pid)
+    return None
+
+
 def _read(path: Path) -> _Header | None:
     """None if it is not ready, or gone."""
     with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
@@ -169,6 +245,7 @@ def _read(path: Path) -> _Header | None:
             reader.attempt,
             reader.pid,
             reader[Field.STARTED_NS],
-            reader[Field.STEP] > 0 or reader.overflow_seen,
+            trains := reader[Field.STEP] > 0 or reader.overflow_seen,
+            trains or reader[Field.BATCH] >= 0,
         )
     return None

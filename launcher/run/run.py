@@ -16,7 +16,7 @@ from msgspec.structs import replace as with_fields
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
-from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, write_settings
+from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ...core.settings import WorkerSettings
 from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
@@ -39,6 +39,7 @@ from .tasks import Task, Tasks
 
 _USUAL_RANKS = 8
 """So many recorders are looked for room for, as nobody says how many ranks there will be."""
+_MOST_UNWATCHED = 16
 _PEERS_S = 5.0
 """For ranks to raise what the end of another one makes them raise: their own words are worth more than a signal's."""
 
@@ -237,26 +238,43 @@ class _Run:
 
     def _outcome(self, code: int) -> LaunchDone:
         """Of all commands of this host."""
-        note = "" if self._ranks.heard else self._why_no_rank()
+        done = self._how_it_ended(code)
+        found = (
+            []
+            if not self._ranks.heard
+            else [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()]
+        )
+        error = read_failed(self._scratch, self._command.pid) if done.outcome == "failed" else ""
+        return with_fields(done, error=error, note="" if self._ranks.heard else self._why_no_rank(), unwatched=found)
+
+    def _how_it_ended(self, code: int) -> LaunchDone:
         others = self._tasks.results() if self._tasks is not None else []
         if code == 0 and all(task.code == 0 for task in others):
-            return LaunchDone("ok", note=note)
+            return LaunchDone("ok")
         signals = [int(self._command.ended_by or 0), *(task.ended_by for task in others)]
         if any(signals):
-            return LaunchDone("signal", next(filter(None, signals)), note=note)
+            return LaunchDone("signal", next(filter(None, signals)))
         if code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
-            return LaunchDone("signal", -code, "it was sent to the command", note=note)
-        return LaunchDone("failed", note=note)
+            return LaunchDone("signal", -code, "it was sent to the command")
+        return LaunchDone("failed")
 
     def _why_no_rank(self) -> str:
         """What Python processes have left behind that could not be watched; else what it can be."""
-        for path in sorted(self._scratch.glob(UNWATCHED)):
-            with suppress(OSError):
-                return f"{path.read_text()[:500]}: install gpuwatch into that Python, too"
+        for _, why in self._unwatched():
+            has_none = "ModuleNotFoundError" in why or "ImportError" in why
+            return f"{why}: install gpuwatch into that Python, too" if has_none else why
         return (
             "no Python below the command has imported torch and made a model or joined a process group, as far as can "
             "be seen: python -S, -I and -E, env -i and containers hide it"
         )
+
+    def _unwatched(self) -> list[tuple[str, str]]:
+        """(process id, reason) of Python processes that could not be watched."""
+        found = []
+        for path in sorted(self._scratch.glob(UNWATCHED))[:_MOST_UNWATCHED]:
+            with suppress(OSError):
+                found.append((path.name.rpartition("-")[2], path.read_text()[:500]))
+        return found
 
     def _wait_for_verdict(self) -> bool:
         """False if the user would not wait."""

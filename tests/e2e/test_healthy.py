@@ -1,4 +1,4 @@
-"""Sixty healthy trainings that make a value which is not finite, and never train with it: none is ended or warned of."""
+"""Sixty healthy trainings that make a non-finite value and never train with it: none is ended or warned of."""
 
 import pytest
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -329,3 +330,68 @@ def test_the_sitecustomize_that_was_there_runs(tmp_path):
 def test_the_variable_has_one_name():
     source = Path(gpuwatch.__file__).parent / "worker" / "inject" / "path" / "sitecustomize.py"
     assert f'_VARIABLE = "{RUN_VARIABLE}"' in source.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_of_two_processes_that_train_by_themselves_both_are_in_the_report(bench, method):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("by_themselves.py"), "clean", method)
+
+    assert watched.code == 0
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["certainty"]) == ("clean", "established")
+    assert "1 rank and 1 process that is no rank, 20 batches" in verdict["statement"]
+    assert [(one["rank"], one["batch"]) for one in watched.report["ranks"]] == [(0, 19)]
+    (process,) = watched.report["processes"]
+    assert (process["rank"] < 0, process["batch"], process["exit"]) == (True, 19, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_of_two_processes_that_train_by_themselves_the_one_that_is_fed_nan_is_named(bench, method):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("by_themselves.py"), "nan", method)
+
+    assert watched.code == 4
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["phase"], verdict["value"], verdict["batch"]) == ("overflow", "input", "nan", 10)
+    everyone = [*watched.report["ranks"], *watched.report["processes"]]
+    (met,) = [one for one in everyone if one["first_anomaly"] is not None]
+    assert len(everyone) == 2
+    assert met["frames"]
+    if met["rank"] < 0:
+        assert (verdict["rank"], verdict["pid"]) == (None, met["pid"])
+        assert verdict["statement"].startswith(f"Process {met['pid']} (no rank) on ")
+        assert f"Process {met['pid']} (no rank), batch 10" in watched.stderr
+    else:
+        assert (verdict["rank"], verdict["pid"]) == (0, None)
+
+
+@pytest.mark.slow
+def test_a_parent_that_is_no_rank_and_is_ended_for_an_overflow_is_in_the_report(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("parent_overflows.py"))
+
+    assert watched.code == 4
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["value"]) == ("overflow", None, "+inf")
+    (parent,) = watched.report["processes"]
+    assert (verdict["pid"], parent["first_anomaly"]["origin"]) == (parent["pid"], True)
+    assert [(rank["rank"], rank["state"]) for rank in watched.report["ranks"]] == [(0, "finished"), (1, "finished")]
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_the_reason_why_torchrun_failed(bench):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = ("--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(taken.getsockname()[1]))
+        script = bench.script("ddp_overflow.py")
+        watched = bench.gpuwatch("run", "--", PYTHON, "-m", "torch.distributed.run", *options, script, *NEVER)
+
+    assert watched.code == 1
+    verdict = watched.verdict
+    assert (verdict["kind"], verdict["rank"]) == ("crash", None)
+    assert verdict["statement"].startswith("The command failed by itself: DistNetworkError: ")
+    assert "EADDRINUSE" in verdict["statement"]
+    assert "--master-port" in verdict["next"][0]

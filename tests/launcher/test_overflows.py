@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from gpuwatch.core.exits import RANK_OVERFLOW
 from gpuwatch.core.recorder.layout import Field, FirstAnomaly, file_name
+from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import Anomaly, Where
 from gpuwatch.launcher.overflows import Overflows
@@ -68,6 +69,25 @@ def test_an_exit_code_or_a_damaged_header_is_told_without_a_place(record, tmp_pa
     record(2).fields[Field.ANOMALY] = FirstAnomaly.SEEN
     other.look(0, {2: 0})
     assert other.sentence == "rank 2 saw an overflow, and where is unknown"
+
+
+def test_the_code_of_a_script_is_no_overflow_where_the_recorder_says_none(record, tmp_path):
+    record(1)
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {1: RANK_OVERFLOW})
+    assert overflows.sentence == ""
+
+
+@pytest.mark.parametrize("garbage", [-1, 3, 77, 1 << 40])
+def test_garbage_in_a_header_accuses_nobody(record, tmp_path, garbage):
+    writer = record(1)
+    writer.fields[Field.ANOMALY] = garbage
+    overflows = Overflows(tmp_path)
+    overflows.look(0, {1: 1})
+    assert overflows.sentence == ""
+    reader = RecorderReader(writer.path)
+    assert (reader.state().overflow, reader.state().records_lost) == (False, 1)
+    reader.close()
 
 
 def test_a_hostile_name_reaches_no_terminal(record, tmp_path):

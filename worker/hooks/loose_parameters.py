@@ -36,7 +36,9 @@ class LooseReader:
 
     def after_step(self, optimizer: Any, loose: Loose) -> None:
         """The optimizer has stepped on these."""
-        loose = [found for found in loose if self._roots.owner_of(found[2]) is None]  # its module was called in the step
+        loose = [
+            found for found in loose if self._roots.owner_of(found[2]) is None
+        ]  # its module was called in the step
         if not loose:
             return
         unread = 0

@@ -8,6 +8,7 @@ neither has none: a launcher, a DataLoader worker, a compile worker.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +20,14 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...core.recorder.layout import Field, RankPhase, file_name
-from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE, process_file, read_settings
+from ...core.recorder.run_folder import (
+    JOIN_VARIABLE,
+    RUN_VARIABLE,
+    process_file,
+    read_settings,
+    tell_failed,
+    tell_unwatched,
+)
 from ...core.records import Fault, LeftGroup
 from ...core.settings import WorkerSettings
 from ..imports import after_import
@@ -57,6 +65,7 @@ def begin(folder: str, path_folder: str) -> None:
     if settings is not None:
         process = _Process(settings, path_folder)
         after_import("torch", process.torch_is_imported)
+        atexit.register(process.tell_own_error, os.getpid())
 
 
 class _Process:
@@ -79,7 +88,16 @@ class _Process:
         """Never raises."""
         self._safely(self._begin)
 
+    def tell_own_error(self, pid: int) -> None:
+        """This process ends, and has no recorder: a launcher whose port is taken, say. Never raises."""
+        error = getattr(sys, "last_value", None)
+        if self._session is not None or os.getpid() != pid or not isinstance(error, Exception):
+            return
+        if type(error).__name__ != "ChildFailedError":  # torchrun's: its ranks say more
+            tell_failed(self._folder, pid, error)
+
     def _begin(self) -> None:
+        os.register_at_fork(after_in_child=lambda: self._safely(self._is_forked))
         after_import(GROUPS, lambda: self._safely(self._watch_groups))
         claim = Claim.from_environment()
         if claim is None:
@@ -134,8 +152,13 @@ class _Process:
             modules.register_module_forward_pre_hook(self._calls_a_module),
         ]
 
+    def _is_forked(self) -> None:
+        """A fork of a process that is watched, and of no rank, may train by itself, or become a rank."""
+        if self._session is not None and not self._is_sure:
+            self._wait_for_a_model()
+
     def _has_a_model(self) -> None:
-        if self._handles:
+        if self._handles and not _loads_data():
             self._forget_the_wait()
             self._safely(lambda: self._may_become(Claim.from_environment() or Claim(0, 0, 1, False)))
 
@@ -143,7 +166,7 @@ class _Process:
         from torch.compiler import is_compiling
         from torch.nn.modules import module as modules
 
-        if is_compiling() or not self._handles:
+        if is_compiling() or not self._handles or _loads_data():
             return
         known = set(modules._global_forward_pre_hooks)
         self._has_a_model()
@@ -239,6 +262,7 @@ class _Process:
             raise
         except OSError as error:
             print(f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}", file=sys.stderr)
+            tell_unwatched(self._folder, os.getpid(), f"no recorder: {error}")
             return
         self._session = session
         session.enter(RankPhase.SCRIPT)
@@ -278,6 +302,13 @@ class _Process:
                 self._session.recorder.append(Fault(self._session.where(), "run", text))
             else:
                 print(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}", file=sys.stderr)
+                tell_unwatched(self._folder, os.getpid(), text)
+
+
+def _loads_data() -> bool:
+    """Whether this is a DataLoader's worker: transforms are modules, too."""
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return getattr(worker, "_worker_info", None) is not None
 
 
 def _number(name: str) -> int | None:

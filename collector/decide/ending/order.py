@@ -7,17 +7,21 @@ says only that another rank is gone is never first.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ....core.records import Where
 from ...facts.facts import RankFacts, RunFacts
-from ..words import hid_a_peer_failure, left_silently, own_error, was_aborted_at_exit, was_killed
+from ..words import first_line, hid_a_peer_failure, left_silently, own_error, was_aborted_at_exit, was_killed
 
+_NUMBER = re.compile(r"\d+")
 _Group = TypeVar("_Group", str, tuple[str, str])
 
 _TOGETHER_NS = 10 * 10**6
 """Ranks of one host whose ends may lie closer together ended at the same time."""
+_ALIKE_NS = 10**9
+"""Ranks of one host that raise the same within so long have one reason."""
 _SEEN_NS = 10**9
 """A rank that an agent saw to end may have ended so long before."""
 
@@ -31,7 +35,8 @@ class Endings:
     first: RankFacts | None
     """The one that went first; None if all of them say only that another rank is gone."""
     same: list[RankFacts] = field(default_factory=list)
-    """Others that ended at the same point as the first. Of ranks of one host: and at the same time."""
+    """Others that ended at the same point as the first. Of ranks of one host: and at the same time, or within a second
+    where they raised the same."""
     later: list[tuple[RankFacts, int]] = field(default_factory=list)
     """Others that ended at the same point, and at least so many nanoseconds later by the clock of their common host."""
     behind: list[tuple[RankFacts, int]] = field(default_factory=list)
@@ -45,6 +50,7 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
     ended = sorted((_Ended(facts, rank) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number))
     own = [one for one in ended if not one.lost_a_peer]
     own = [one for one in own if not one.is_weak or not any(_stopped_for(one, other) for other in own)]
+    own = [one for one in own if not one.was_stopped or not any(_stopped_for(one, other) for other in ended)]
     if not own:
         return Endings([one.rank for one in ended], None)
     earliest = [one for one in own if not any(_is_before(other, one) for other in own)] or own
@@ -58,8 +64,8 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
     return Endings(
         [one.rank for one in [*earliest, *(one for one in ended if one not in earliest)]],
         first.rank,
-        [rank for rank, ns in gaps if ns < _TOGETHER_NS],
-        [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS],
+        [rank for rank, ns in gaps if _is_together(first.rank, rank, ns)],
+        [(rank, ns) for rank, ns in gaps if not _is_together(first.rank, rank, ns)],
         behind,
     )
 
@@ -73,7 +79,8 @@ class _Ended:
         self.number = rank.rank
         self.host = facts.host(rank)
         self.lost_a_peer = error.peer_failure if error is not None else hid_a_peer_failure(rank)
-        self.is_weak = was_aborted_at_exit(rank) or (exit_ is not None and exit_.by == "torchrun")
+        self.was_stopped = exit_ is not None and exit_.by == "torchrun"
+        self.is_weak = was_aborted_at_exit(rank) or self.was_stopped
         """It may have ended badly because its launcher stopped it, or because its peers were gone."""
         own: Where | None = error.where if error is not None else script.where if script is not None else None
         if script is not None and error is None and script.code == 0:
@@ -97,6 +104,21 @@ def _is_before(one: _Ended, other: _Ended) -> bool:
     if _fewer(one, other):
         return (_gap_ns(other, one) or 0) < slack_ns
     return _fewer(other, one) and (_gap_ns(one, other) or 0) >= slack_ns
+
+
+def _is_together(first: RankFacts, other: RankFacts, ns: int) -> bool:
+    return ns < _TOGETHER_NS or (ns < _ALIKE_NS and _raised_alike(first, other))
+
+
+def _raised_alike(first: RankFacts, other: RankFacts) -> bool:
+    """The same exception with the same words, whatever numbers are in them: each rank may name its own."""
+    mine, theirs = own_error(first), own_error(other)
+    if mine is None or theirs is None:
+        return False
+    return all(
+        _NUMBER.sub("0", one) == _NUMBER.sub("0", two)
+        for one, two in ((mine.error, theirs.error), (first_line(mine.message), first_line(theirs.message)))
+    )
 
 
 def _stopped_for(one: _Ended, other: _Ended) -> bool:
@@ -132,6 +154,12 @@ def _gap_ns(one: _Ended, other: _Ended) -> int | None:
     return other.times[0] - one.times[1]
 
 
+def _is_the_launchers(rank: RankFacts) -> bool:
+    """Whether what it ended with is the signal of the launcher that stopped it."""
+    exit_ = rank.exit
+    return exit_ is not None and exit_.by == "torchrun" and exit_.code is not None and exit_.code < 0
+
+
 def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
     """Whether a rank ended without torchrun. `signals` ended the launches; ranks may have got them, too."""
     error = own_error(rank)
@@ -142,7 +170,7 @@ def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
     if was_killed(rank):
         return True
     if rank.script_exit is not None and rank.script_exit.code != 0:
-        return True
+        return not _is_the_launchers(rank)
     if left_silently(rank):
         return True
     return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code not in (0, None)

@@ -35,6 +35,10 @@ _ABORTED_AT_EXIT = (
     "too (pytorch/pytorch#179291). Let go of models and optimizers before dist.destroy_process_group(): train in a "
     "function of its own, then gc.collect()."
 )
+_PORT_TAKEN = (
+    "The port is taken, by an earlier run that still ends or by another job: ss -ltnp shows by whom. Choose another "
+    "one with --master-port (or MASTER_PORT), or --rdzv-endpoint HOST:0 on one node."
+)
 _MOST_CALLS = 6
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
@@ -420,6 +424,16 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
     if not _job_failed(facts):
         return None
     starter = "torchrun" if facts.starter == "torchrun" else facts.starter.capitalize()
+    error = next((node.bye.error for node in facts.nodes.values() if node.bye is not None and node.bye.error), "")
+    if error:
+        return Verdict(
+            kind="crash",
+            statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
+            certainty="supported",
+            attempt=facts.last_attempt,
+            evidence=[error, *(progress(rank) for rank in facts.of_attempt(facts.last_attempt))],
+            next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
+        )
     return Verdict(
         kind="crash",
         statement=f"{starter} failed, and no rank said why: see its own output.",

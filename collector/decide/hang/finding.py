@@ -13,6 +13,7 @@ from .hang_finding import HangFinding
 from .outlook import outlook_of
 from .standing import BACKWARD, DEVICE, Standing, computes, standing_of
 
+
 def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
     """None if it is no hang: nobody was seen, somebody has stopped all of the ranks on purpose, or none of them waits
     and one computes: what does not show in its recorder, such as an import, a compilation or a search.

@@ -13,7 +13,6 @@ from ..words import cascade_of, device_of, hid_a_peer_failure, own_error
 from .finding import find_hang
 from .hang_finding import HangFinding
 
-
 _T = TypeVar("_T")
 
 

@@ -6,6 +6,7 @@ import math
 
 from ....core.frames import format_number, module_text
 from ....core.judge import first_alarm, first_expected_gradient
+from ....core.recorder.lone_process import rank_name
 from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
@@ -37,8 +38,10 @@ def evidence_of(
     ):
         doubts.append("")
     if not first.from_page:
-        doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, or not all of their names")
-    doubts += doubts_about(facts.ranks[first.attempt, first.rank])
+        doubts.append(
+            f"the frames of batch {first.batch} of {rank_name(first.rank)} were not received, or not all of their names"
+        )
+    doubts += doubts_about(facts.one(first.attempt, first.rank))
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
     doubts += _unsettled(facts, first, diagnoses)
@@ -47,7 +50,7 @@ def evidence_of(
     later = [other for other in diagnoses if order.before(first, other)]
     for diagnosis in later[:_MAX_LINES]:
         when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
-        lines.append(f"rank {diagnosis.rank} first saw one later: {when}")
+        lines.append(f"{rank_name(diagnosis.rank)} first saw one later: {when}")
     if later and first.seq < 0:
         doubts.append("the ranks had no process group, so their batches alone put them in order")
     known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
@@ -55,7 +58,8 @@ def evidence_of(
     lines += _of_silent_groups(order) if others or concurrent else []
     for diagnosis in others[:_MAX_LINES]:
         lines.append(
-            f"rank {diagnosis.rank} met {found_text(diagnosis)}, batch {diagnosis.batch}: {_HANDED[diagnosis.source]}"
+            f"{rank_name(diagnosis.rank)} met {found_text(diagnosis)}, batch {diagnosis.batch}: "
+            f"{_HANDED[diagnosis.source]}"
         )
     lines += _of_clean(facts, first)
     lines += _of_inputs(facts, first)
@@ -79,17 +83,17 @@ def _of_silent_groups(order: Order) -> list[str]:
 
 def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
     """What the batch can be found again by."""
-    recorded = facts.ranks[first.attempt, first.rank].batch_inputs
+    recorded = facts.one(first.attempt, first.rank).batch_inputs
     batch = next((found for found in recorded if found.where.batch == first.batch), None)
     if batch is None:
         return []
     digests = ", ".join(f"{role} {digest}" for role, digest in batch.digests.items())
-    return [f"rank {first.rank} was handed in batch {first.batch} (blake2b of the bytes, 8 long): {digests}"]
+    return [f"{rank_name(first.rank)} was handed in batch {first.batch} (blake2b of the bytes, 8 long): {digests}"]
 
 
 def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
     """Whether compiled code runs in the named module that no frame shows: what is in there may be the maker."""
-    rank = facts.ranks[first.attempt, first.rank]
+    rank = facts.one(first.attempt, first.rank)
     return first.is_origin and any(
         (hidden.module, hidden.cls) == (first.module, first.cls) for hidden in rank.not_looked_into
     )
@@ -116,7 +120,7 @@ _HANDED = {
 
 
 def _of_itself(first: LocalDiagnosis) -> list[str]:
-    where = f"rank {first.rank}, batch {first.batch}, frame {first.frame}"
+    where = f"{rank_name(first.rank)}, batch {first.batch}, frame {first.frame}"
     seen = module_text(first.at[0], first.at[1])
     if first.source == "carried":
         return [f"{where}: {place_of(first)} was handed a non-finite value; its maker was not seen"]

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import numpy
 
+from ....core.recorder.lone_process import is_rank
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ..words import ranks_text
 
@@ -131,7 +132,9 @@ def _cuts(diagnoses: list[LocalDiagnosis]) -> numpy.ndarray:
 
 
 def _is_earlier_by_sum(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
-    """Where the groups of one of them are not known."""
+    """Where the groups of one of them are not known. A process that is no rank shares none with anybody."""
+    if not is_rank(left.rank) or not is_rank(right.rank):
+        return False
     if left.seq < 0 and right.seq < 0:  # no process group: only steps and batches put ranks in order
         return (left.step, left.batch) < (right.step, right.batch)
     known = left if left.clock else right

@@ -120,7 +120,7 @@ def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[
 
 def _own_step(facts: RunFacts, first: LocalDiagnosis, evidence: list[str]) -> Verdict:
     """The verdict where this rank's code between its backward and its step made it."""
-    rank = facts.ranks[first.attempt, first.rank]
+    rank = facts.one(first.attempt, first.rank)
     host, failed = facts.host(rank), doubts_about(rank)
     cause = f" ({first.cause})" if first.cause else ""
     return overflow_at(

@@ -76,14 +76,14 @@ class OddWeight:
 
 def page_of(facts: RunFacts, diagnosis: LocalDiagnosis) -> KeptPage | None:
     """The page that a diagnosis is about, if it was received."""
-    pages = facts.ranks[diagnosis.attempt, diagnosis.rank].pages.of_batch(diagnosis.batch)
+    pages = facts.one(diagnosis.attempt, diagnosis.rank).pages.of_batch(diagnosis.batch)
     return next((page for page in pages if page.root == diagnosis.root), None)
 
 
 def peers(facts: RunFacts, diagnosis: LocalDiagnosis) -> dict[int, KeptPage]:
     """The pages of the other ranks that are the same point as the diagnosis's page."""
     page = page_of(facts, diagnosis)
-    return peers_of(facts, facts.ranks[diagnosis.attempt, diagnosis.rank], page) if page is not None else {}
+    return peers_of(facts, facts.one(diagnosis.attempt, diagnosis.rank), page) if page is not None else {}
 
 
 def run_the_same_model(left: KeptPage | None, right: KeptPage | None) -> bool:
@@ -122,7 +122,7 @@ def odd_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> OddWeight | None:
     if len(odd) != 1 or not agreeing or differing > tolerated:
         return None
     (key, row, copy), *_ = odd
-    history = _history(facts, facts.ranks[diagnosis.attempt, diagnosis.rank], page, key)
+    history = _history(facts, facts.one(diagnosis.attempt, diagnosis.rank), page, key)
     if history is not None and not history[1]:
         return None
     return _with_step(facts, page, key, OddWeight(row, copy, sorted(others), agreeing, history and history[0]))
@@ -176,7 +176,7 @@ def wild_weight(facts: RunFacts, diagnosis: LocalDiagnosis) -> WildWeight | None
     page = page_of(facts, diagnosis)
     if page is None:
         return None
-    rank = facts.ranks[diagnosis.attempt, diagnosis.rank]
+    rank = facts.one(diagnosis.attempt, diagnosis.rank)
     earlier = [found for found in rank.pages.values() if found.root == page.root and found.number < page.number]
     past = max(earlier, key=lambda found: found.number, default=None)
     known = [(f"in batch {past.batch}", past.weights())] if past is not None else []

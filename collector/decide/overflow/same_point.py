@@ -11,6 +11,7 @@ same number of collectives at the start of their first call, and both are traini
 
 from __future__ import annotations
 
+from ....core.recorder.lone_process import is_rank
 from ...diagnose.calls import begun
 from ...facts.facts import RankFacts, RunFacts
 from ...facts.kept_pages import KeptPage
@@ -34,7 +35,7 @@ def peers_of(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, Kept
     if key not in facts.peers:
         found = {
             other.rank: page_at_same_point(rank, page, other)
-            for other in facts.of_attempt(rank.attempt)
+            for other in (facts.of_attempt(rank.attempt) if is_rank(rank.rank) else [])
             if other.rank != rank.rank
         }
         facts.peers[key] = {number: other for number, other in found.items() if other is not None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ....core.recorder.lone_process import rank_name
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..verdict_model import Concurrent, Verdict
@@ -23,7 +24,7 @@ _MOST_PASSED = 8
 
 def overflow_verdict(facts: RunFacts) -> Verdict | None:
     """The earliest non-finite value of the earliest attempt that saw one; None if there was none."""
-    diagnoses = [rank.diagnosis for rank in facts.ranks.values() if rank.diagnosis is not None]
+    diagnoses = [rank.diagnosis for rank in facts.everyone.values() if rank.diagnosis is not None]
     if not diagnoses:
         return None
     first_attempt = min(diagnosis.attempt for diagnosis in diagnoses)
@@ -74,7 +75,7 @@ def _named(
     order: Order,
     odd: OddWeight | None,
 ) -> Verdict:
-    host = facts.host(facts.ranks[first.attempt, first.rank])
+    host = facts.host(facts.one(first.attempt, first.rank))
     certainty, evidence = evidence_of(facts, first, diagnoses, order, rest, odd)
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
@@ -99,7 +100,7 @@ def _named(
                 d.cls,
                 d.own_role,
                 d.value,
-                facts.host(facts.ranks[d.attempt, d.rank]),
+                facts.host(facts.one(d.attempt, d.rank)),
                 found_text(d),
                 seen_in(d),
             )
@@ -112,8 +113,8 @@ def _named(
 def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], order: Order) -> Verdict:
     """The rank is known. What happened in it is not: its batch was skipped."""
     first = tier[0]
-    host = facts.host(facts.ranks[first.attempt, first.rank])
-    evidence = [f"rank {first.rank}, batch {first.batch}: {found_text(first)}"]
+    host = facts.host(facts.one(first.attempt, first.rank))
+    evidence = [f"{rank_name(first.rank)}, batch {first.batch}: {found_text(first)}"]
     evidence += of_concurrent(first, [d for d in diagnoses if d is not first and not order.before(first, d)])
     return overflow_at(
         first,
@@ -139,7 +140,7 @@ def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
         module=None if skipped else first.module,
         cls=None if skipped else first.cls,
         evidence=[
-            *(f"rank {d.rank}: {found_text(d)}, batch {d.batch}" for d in tier[:8]),
+            *(f"{rank_name(d.rank)}: {found_text(d)}, batch {d.batch}" for d in tier[:8]),
             *first.notes,
         ],
         between=first.between,

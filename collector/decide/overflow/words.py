@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ....core.frames import module_text
+from ....core.recorder.lone_process import is_rank, pid_of_number
 from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..verdict_model import Verdict
-from ..words import between_text, device_of, found_text, place_of, ranks_text, seen_in
+from ..words import between_text, device_of, found_text, one_on, place_of, ranks_text, seen_in
 from .replicas import OddWeight
 
 _WHOLE_BATCHES = (
@@ -29,7 +30,7 @@ def sentence(
     """The statement of a verdict that names a rank. `ranks` is how many ranks there are in all."""
     alike = [other.rank for other in concurrent if is_alike(first, other)]
     others = [other.rank for other in concurrent if other.rank not in alike]
-    who, verb = f"Rank {first.rank}{f' on {host}' if host else ''}", "overflowed" if concurrent else "overflowed first"
+    who, verb = one_on(first.rank, host), "overflowed" if concurrent else "overflowed first"
     if alike:
         verb = "overflowed alike"
         who = f"All {ranks} ranks" if len(alike) + 1 == ranks else ranks_text([first.rank, *alike]).capitalize()
@@ -200,7 +201,7 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
 
 def skipped_sentence(first: LocalDiagnosis, host: str) -> str:
     """The statement where the rank is known and the module is not."""
-    who = f"Rank {first.rank}{f' on {host}' if host else ''}"
+    who = one_on(first.rank, host)
     return (
         f"{who} returned {first.value} from {first.root or 'its model'} in {_batch(first)}, which was {first.cause}: "
         "the module is unknown; watch every batch with --every 1 to have it named."
@@ -317,5 +318,7 @@ def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:
 
 def whose(facts: RunFacts, first: LocalDiagnosis) -> dict[str, Any]:
     """rank, host and device of a diagnosis, for a verdict that names them."""
-    rank = facts.ranks[first.attempt, first.rank]
+    rank = facts.one(first.attempt, first.rank)
+    if not is_rank(first.rank):
+        return {"pid": pid_of_number(first.rank), "host": facts.host(rank) or None}
     return {"rank": first.rank, "host": facts.host(rank) or None, "device": device_of(rank)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ....core.recorder.lone_process import rank_name
 from ..model import Report, TimelineEntry
 
 _MOST_LANES = 24
@@ -27,6 +28,7 @@ class Lane(NamedTuple):
     """One rank."""
 
     rank: int
+    name: str
     y: int
     end: float
     named: bool
@@ -63,7 +65,7 @@ def lanes(report: Report) -> Lanes | None:
     for n, rank in enumerate(ranks):
         mine = [Event(place[_moment(e, last)], SHAPES[e.kind], _title(e)) for e in kept if e.rank == rank]
         end = max((event.x for event in mine), default=float(_LEFT))
-        found.append(Lane(rank, _TOP + n * _HEIGHT, end, rank == report.verdict.rank, mine))
+        found.append(Lane(rank, rank_name(rank), _TOP + n * _HEIGHT, end, rank == report.named, mine))
     collectives = sorted({moment[0] for moment in moments})
     ticks = [
         (place[min(moment for moment in moments if moment[0] == seq)], str(seq) if seq >= 0 else "none")
@@ -86,10 +88,10 @@ def _moment(event: TimelineEntry, last: dict[int | None, int]) -> tuple[int, int
 def _ranks(report: Report, events: list[TimelineEntry]) -> list[int]:
     """The verdict's rank first, then those that met something, then those that only ended."""
     met = [event.rank for event in events if event.kind != "ended"]
-    named = [report.verdict.rank] if report.verdict.rank is not None else []
+    named = [report.named]
     order = dict.fromkeys(rank for rank in [*named, *met, *(event.rank for event in events)] if rank is not None)
     return list(order)[:_MOST_LANES]
 
 
 def _title(event: TimelineEntry) -> str:
-    return f"rank {event.rank}, after {event.seq} collectives: {event.what}"
+    return f"{rank_name(event.rank)}, after {event.seq} collectives: {event.what}"

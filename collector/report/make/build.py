@@ -26,6 +26,9 @@ from .history import histories, open_histories
 from .ranks_to_show import ranks_to_show, traces_to_show
 from .timeline import timeline_of
 
+_MOST_PROCESSES = 64
+"""Of processes that are no rank, so many are in a report."""
+
 
 def build_report(
     facts: RunFacts,
@@ -44,6 +47,7 @@ def build_report(
     attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
     target = target_of(facts, verdict)
     all_ranks = facts.of_attempt(attempt)
+    lone = [process for _, process in sorted(facts.processes.items())]
     shown = ranks_to_show(facts, all_ranks, verdict, target, rank)
     traces = traces_to_show(facts, all_ranks, shown, rank)
     held = {each.rank for each in shown}
@@ -59,6 +63,10 @@ def build_report(
             *traces.get(each.rank, ([], 0)),
         )
         for each in all_ranks
+    ]
+    processes = [
+        _rank_report(facts, each, frames_to_show(each, verdict, target, max_frames), [], 0)
+        for each in lone[:_MOST_PROCESSES]
     ]
     opened = open_histories(facts, verdict, attempt)
     history, by_module = histories(opened, verdict)
@@ -78,6 +86,7 @@ def build_report(
         insights=find_insights(facts, attempt, opened[0]),
         steps=step_report(facts, attempt),
         telemetry=telemetry_report(facts, verdict),
+        processes=processes,
     )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from ....core.frames import Frame
 from ....core.page_tables import whole
+from ....core.recorder.lone_process import pid_of_number
 from ...decide.overflow.replicas import page_of
 from ...decide.overflow.same_point import page_at_same_point
 from ...decide.verdict_model import Verdict
@@ -35,8 +36,10 @@ def target_of(facts: RunFacts, verdict: Verdict) -> Target | None:
 
     Without a rank in the verdict, the first rank is taken that has such a page.
     """
-    ranks = facts.of_attempt(verdict.attempt if verdict.attempt is not None else facts.last_attempt)
-    ranks = [rank for rank in ranks if verdict.rank is None or rank.rank == verdict.rank]
+    attempt = verdict.attempt if verdict.attempt is not None else facts.last_attempt
+    ranks = [rank for rank in facts.of_attempt(attempt) if verdict.rank is None or rank.rank == verdict.rank]
+    if verdict.pid is not None:
+        ranks = [rank for rank in facts.processes.values() if pid_of_number(rank.rank) == verdict.pid]
     for rank in ranks if verdict.kind == "overflow" else ():
         found = rank.diagnosis
         if found is None or (found.root, found.batch) != (verdict.root, verdict.batch):

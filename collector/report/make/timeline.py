@@ -21,7 +21,7 @@ def utc(seconds: float | None, to: str = "seconds") -> str | None:
 def timeline_of(facts: RunFacts) -> list[TimelineEntry]:
     """Events by attempt and number of collectives; at the same number, by each host's own clock."""
     found: list[tuple[tuple[int, int, int], TimelineEntry]] = []
-    for rank in facts.ranks.values():
+    for rank in facts.everyone.values():
         events: list[tuple[Any, str, str]] = [(a, "anomaly", _anomaly_text(a)) for a in rank.anomalies]
         events += [(e, "raised", f"raised {e.error}") for e in rank.errors]
         events += [(f, "fault", f"gpuwatch's own fault: {f.part}: {f.message}") for f in rank.faults]

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ....core.recorder.lone_process import rank_name
 from .values import Values
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -17,7 +18,7 @@ def read_ranks(pids: Iterable[tuple[int, int]], root: Path = Path("/")) -> Value
     """By `rank 3`: memory, processor and open files. `pids` are (rank, pid); one that has ended is left out."""
     found: Values = {}
     for rank, pid in pids:
-        folder, name = root / "proc" / str(pid), f"rank {rank}"
+        folder, name = root / "proc" / str(pid), rank_name(rank)
         with suppress(OSError, ValueError, IndexError):
             found[name, "rss"] = int((folder / "statm").read_text().split()[1]) * _PAGE
             fields = (folder / "stat").read_text().rpartition(")")[2].split()

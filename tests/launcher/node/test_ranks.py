@@ -85,6 +85,16 @@ def test_a_rank_that_never_made_its_recorder_ended_while_starting(make_watch):
     assert message == EventMessage(WorkerExit(Where(RANK, ATTEMPT), -9, "itself", "starting"))
 
 
+@pytest.mark.parametrize(("code", "told"), [(3, [3]), (-15, [])])
+def test_a_signal_of_its_launcher_is_not_what_a_script_ended_with(writer, make_watch, code, told):
+    """Its own Python was at its end, and could not tell the code."""
+    watch = make_watch()
+    watch.poll(0)
+    writer.fields[Field.PHASE] = RankPhase.FINISHED
+    events = [body.event for body in watch.end(code, "torchrun", 1) if isinstance(body, EventMessage)]
+    assert [event.code for event in events if isinstance(event, ScriptExit)] == told
+
+
 def test_definitions_come_before_events_and_each_once(writer, make_watch):
     watch = make_watch()
     writer.append(RootDef(0, "Net"))

@@ -21,6 +21,7 @@ class End:
     """Of one rank; times are seconds after noon."""
 
     raised: str = ""
+    message: str = "boom"
     peer: bool = False
     left_with: int | None = None
     """By sys.exit."""
@@ -48,7 +49,7 @@ class End:
         exit_ = WorkerExit(stale, self.code, self.by, "script", groups=groups, alive_ns=alive, ended_ns=ended)
         said: list[AgentBody] = []
         if self.raised:
-            said.append(EventMessage(ScriptError(own, self.raised, "boom", "Traceback", None, self.peer)))
+            said.append(EventMessage(ScriptError(own, self.raised, self.message, "Traceback", None, self.peer)))
         if self.left_with is not None:
             said.append(EventMessage(ScriptExit(own, self.left_with)))
         return [*said, EventMessage(exit_)]
@@ -152,3 +153,43 @@ def test_all_that_ended_are_told_the_first_one_first():
     assert [rank.rank for rank in found.by_themselves] == [2, 1, 0]
     assert found.first is not None
     assert [(rank.rank, ns) for rank, ns in found.later] == [(1, S // 2)]
+
+
+def test_what_its_launcher_ended_is_never_first():
+    """Rank 1 has raised because it could not connect: torchrun then sent SIGTERM to rank 0."""
+    lost = End("DistNetworkError", peer=True, at_s=1.0, seen_s=(1.0, 1.1))
+    ended = End(code=-15, by="torchrun", left_with=-15, at_s=1.2, seen_s=(1.2, 1.3))
+    verdict = judged(ended, lost)
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("lost", None, "unknown")
+    assert "rank 1" in verdict.evidence[0]
+    told = judged(End("SystemExit", code=1, by="torchrun", at_s=1.2), lost)
+    assert (told.rank, told.certainty) == (None, "unknown")
+    before = judged(End("ValueError", code=1, by="torchrun", at_s=0.5), lost)
+    assert before.rank == 0, "it was slow to leave"
+
+
+@pytest.mark.parametrize(
+    ("other", "ms", "who"),
+    [
+        ("ValueError", 5, "Rank 0 (and rank 1 at the same point)"),
+        ("ValueError", 13, "Rank 0 (and rank 1 at the same point)"),
+        ("ValueError", 990, "Rank 0 (and rank 1 at the same point)"),
+        ("ValueError", 1010, "Rank 0"),
+        ("KeyError", 13, "Rank 0"),
+    ],
+)
+def test_ranks_that_raise_the_same_within_a_second_are_named_together(other: str, ms: int, who: str):
+    first, second = replace(RAISES, message="row 3 of 8"), replace(RAISES, raised=other, message="row 7 of 8")
+    verdict = judged(first, replace(second, at_s=RAISES.at_s + ms / 1000))
+    assert verdict.statement.startswith(f"{who} on h0 raised ValueError: row 3 of 8")
+    assert verdict.certainty == "supported"
+
+
+def test_what_torchrun_raised_itself_is_the_reason_where_no_rank_has_one():
+    error = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
+    hello = Hello("h0", "h0", 1, 2, 1, 1, command=["gpuwatch"], versions={}, rdzv_id="job")
+    verdict = decide(fold([("h0", 1, hello), ("h0", 2, Bye("failed", error=error))]))
+    assert (verdict.kind, verdict.certainty) == ("crash", "supported")
+    said = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
+    assert verdict.statement == f"torchrun failed by itself: {said}."
+    assert "--master-port" in verdict.next[0]
