@@ -213,7 +213,7 @@ def _of_pages(facts: RunFacts) -> list[str]:
 def lost_messages(facts: RunFacts) -> list[str]:
     """A clause for each node whose messages are not all there, though later ones are."""
     found = []
-    for node in facts.nodes.values():
+    for _, node in sorted(facts.nodes.items()):
         if node.messages_lost:
             host = node.hello.host if node.hello is not None else node.agent
             is_are = "is" if node.messages_lost == 1 else "are"
