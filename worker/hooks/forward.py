@@ -197,7 +197,7 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
-        self._put_back()
+        self.put_back()
         with self._lock:
             self._graphs.take()
             for root in self._roots.infos():
@@ -211,7 +211,7 @@ class Hooks:
             everything = self.judging.collect()
         return self._scalers.collect() and everything
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
         if self._global.put_back():
             if self._stack and not self._still_running():
@@ -272,7 +272,7 @@ class Hooks:
         if _is_compiling():
             return None
         try:
-            self._put_back()
+            self.put_back()
             with self._lock:
                 self._graphs.take()
                 self.judging.collect()
@@ -409,7 +409,7 @@ class Hooks:
         if _is_shape_inference():
             self._skipped_root, self._infers_shapes = weakref.ref(module), True
             return None
-        self._put_back()
+        self.put_back()
         info, opens_batch = self._roots.enter(module)
         root = info.root
         if root.page is not None and torch._C._current_graph_task_id() != -1:
@@ -515,7 +515,7 @@ class Hooks:
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
-        self._put_back()
+        self.put_back()
         with self._lock:
             self._graphs.take()
             page = self._recorder.page
