@@ -46,8 +46,8 @@ def _messages(
 
 def _as_last(state: RankState) -> RankState:
     """The state as if nothing came after it: a verdict is about what has been seen so far."""
-
-    return msgspec.structs.replace(state, final=True, hooks="attached", world_size=0)
+    hooks = state.hooks if state.hooks == "detached" else "attached"
+    return msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)
 
 
 def rank_here() -> int | None:

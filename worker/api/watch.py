@@ -114,6 +114,8 @@ class Watch:
         `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
         those of report.json's verdict.
         """
+        if not self._closed and os.getpid() == self._pid:
+            self._hooks.put_back()
         self._read()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()

@@ -200,7 +200,7 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
-        self._put_back()
+        self.put_back()
         with self._lock:
             self._graphs.take()
             for root in self._roots.infos():
@@ -218,7 +218,7 @@ class Hooks:
                 self.judging.held.batch_ended(None)
         return self._scalers.collect() and everything
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
         if self._global.put_back():
             if self._stack and not self._still_running():
@@ -279,7 +279,7 @@ class Hooks:
         if _is_compiling():
             return None
         try:
-            self._put_back()
+            self.put_back()
             with self._lock:
                 self._graphs.take()
                 self.judging.collect()
@@ -416,7 +416,7 @@ class Hooks:
         if _is_shape_inference():
             self._skipped_root, self._infers_shapes = weakref.ref(module), True
             return None
-        self._put_back()
+        self.put_back()
         info, opens_batch = self._roots.enter(module)
         root = info.root
         if root.page is not None and torch._C._current_graph_task_id() != -1:
@@ -526,7 +526,7 @@ class Hooks:
         if stack:
             fields[_MODULE] = stack[-1].id
             return False
-        self._put_back()
+        self.put_back()
         with self._lock:
             self._graphs.take()
             page = self._recorder.page

@@ -68,6 +68,19 @@ def test_a_watched_training_can_be_read(folders):
     assert handle.report() == "No overflow: 1 rank, 3 batches, every watched tensor finite."
 
 
+def test_a_model_that_ran_without_hooks_is_not_called_clean(folders):
+    """Somebody has cleared torch's global hooks."""
+    model = net()
+    with gpuwatch.watch(model) as handle:
+        model(X)
+        assert handle.verdict().kind == "clean"
+        torch_module._global_forward_pre_hooks.clear()
+        model(X * math.nan)
+        assert handle.verdict().kind == "unknown"
+        model(X)
+    assert "had cleared torch's global hooks" in handle.report()
+
+
 def test_the_report_shows_the_frames_up_to_the_overflow(folders):
     model = nn.Sequential(nn.Linear(4, 4), Multiplies(), nn.Identity())
     with gpuwatch.watch(model, on_overflow="continue") as handle:
