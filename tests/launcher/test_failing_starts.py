@@ -71,3 +71,22 @@ def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
     child = Child("launcher.node.agent", config)
     assert child.stdout.read() == b""
     assert child.end(30.0) == -9
+
+
+def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node, monkeypatch):
+    lives: list[Child] = []
+
+    class DiesOnce(Child):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            lives.append(self)
+            if len(lives) == 1:
+                self.kill()
+
+    monkeypatch.setattr("gpuwatch.launcher.head_collector.Child", DiesOnce)
+    node = make_node()
+    node.start_agent(node.start_collector())
+    node.train(0)
+    node.end_ranks()
+    assert node.verdict().kind == "clean"
+    assert len(lives) == 2
