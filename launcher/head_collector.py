@@ -83,14 +83,16 @@ class HeadCollector:
 
     def _first_answer(self) -> Bound | CannotBind | None:
         """What ends at once may have met a moment without memory or descriptors."""
+        answer = None
         for _ in range(_TRIES):
             began = time.monotonic()
             self._let_go()
             self._child = self._start()
             answer = self._first_word()
-            if answer is not None or time.monotonic() - began >= _FIRST_WORD_S:
-                return answer
-        return None
+            is_final = isinstance(answer, Bound) or (answer is not None and not answer.may_pass)
+            if is_final or time.monotonic() - began >= _FIRST_WORD_S:
+                break
+        return answer
 
     def _first_word(self) -> Bound | CannotBind | None:
         if self._child is None:

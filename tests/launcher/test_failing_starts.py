@@ -73,6 +73,8 @@ def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
     assert child.end(30.0) == -9
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1, of="helpers that die at once")
 def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node, monkeypatch):
     lives: list[Child] = []
 
