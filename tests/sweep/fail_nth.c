@@ -130,6 +130,9 @@ static int is_ours(const char *path) {
     return 0;
 }
 
+/* A launch opens the helper's log, then three pipes. torchrun has pipes of its own. */
+static _Thread_local int pipes_of_a_helper;
+
 static int counts_all(void) { return role == AGENT || role == COLLECTOR; }
 
 static const char *path_of(int fd, char *path, size_t size) {
@@ -203,6 +206,7 @@ int open(const char *path, int flags, ...) {
 int open64(const char *path, int flags, ...) {
     MODE(flags, mode)
     NEXT(open64);
+    if (role == LAUNCHER && flags & O_APPEND && !strcmp(path, "/dev/null")) pipes_of_a_helper = 3;
     return fails_on_path(OPEN, "open", path) ? -1 : next(path, flags, mode);
 }
 
@@ -226,7 +230,8 @@ int mkdir(const char *path, mode_t mode) {
 
 int pipe2(int fds[2], int flags) {
     NEXT(pipe2);
-    return counts && (counts_all() || role == LAUNCHER) && fails(OPEN, "pipe", "") ? -1 : next(fds, flags);
+    int of_ours = counts_all() || (role == LAUNCHER && pipes_of_a_helper-- > 0);
+    return counts && of_ours && fails(OPEN, "pipe", "") ? -1 : next(fds, flags);
 }
 
 int socket(int domain, int type, int protocol) {
