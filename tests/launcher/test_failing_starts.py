@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -92,3 +93,17 @@ def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node,
     node.end_ranks()
     assert node.verdict().kind == "clean"
     assert len(lives) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="an agent that does not answer")
+def test_an_agent_that_does_not_answer_at_the_end_is_ended_and_the_next_one_has_the_verdict(make_node, monkeypatch):
+    monkeypatch.setattr("gpuwatch.launcher.node_agent.SILENT_S", 8.0)  # one that is alive says so every 5 s
+    node = make_node()
+    node.start_agent(node.start_collector())
+    node.train(0, 1)
+    os.kill(node.agent.pid, signal.SIGSTOP)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+    assert node.said.count("the node agent does not answer") == 1
