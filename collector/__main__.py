@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import signal
+import sqlite3
 import sys
 import time
 import traceback
@@ -21,6 +23,20 @@ from .protocol.run_protocol import RunProtocol
 from .server import ReportFailed, Server
 from .store import RunStore
 
+_SHORT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EDQUOT,
+        errno.EIO,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.ENOSPC,
+    }
+)
+"""What a machine has run out of."""
+
 
 def main() -> int:
     """Entry of `python -m gpuwatch.collector`."""
@@ -32,13 +48,13 @@ def main() -> int:
     try:
         server = listen(config)
     except zmq.ZMQError as error:
-        write_line(sys.stdout.buffer, CannotBind(error.errno == zmq.EADDRINUSE, str(error)))
+        _refuse(CannotBind(error.errno == zmq.EADDRINUSE, str(error), may_pass=error.errno in _SHORT))
         return int(ExitCode.USAGE)
     try:
         server.serve_metrics(config.metrics)
     except UsageError as error:
         if not config.resume:
-            write_line(sys.stdout.buffer, CannotBind(False, str(error), is_told=True))
+            _refuse(CannotBind(False, str(error), is_told=True))
             server.close()
             return int(ExitCode.USAGE)
         _tell(f"the run goes on without metrics: {error}")
@@ -47,15 +63,24 @@ def main() -> int:
         fallback = Path(config.fallback) if config.fallback else None
         store = open_store(paths, config.max_frames, fallback, _tell)
     except (OSError, GpuwatchError) as error:
-        write_line(sys.stdout.buffer, CannotBind(False, f"no folder for the run: {error}"))
+        # the other folder was tried for the store, too
+        may_pass = isinstance(error.__cause__, sqlite3.OperationalError) or getattr(error, "errno", 0) in _SHORT
+        _refuse(CannotBind(False, f"no folder for the run: {error}", may_pass=may_pass))
         server.close()
         return int(ExitCode.USAGE)
     url = server.metrics.url if server.metrics is not None else ""
-    write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder), url))
+    if not write_line(sys.stdout.buffer, Bound(server.address, str(paths.folder), url)):
+        store.close()
+        server.close()
+        return int(ExitCode.UNKNOWN)  # the launch waits for this word, and starts another one
     with suppress(OSError):
         sys.stderr = (paths.logs / "collector.log").open("a", buffering=1)
     serve(server, paths, store, config)
     return 0
+
+
+def _refuse(why: CannotBind) -> None:
+    write_line(sys.stdout.buffer, why)
 
 
 def _tell(sentence: str) -> None:

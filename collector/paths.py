@@ -71,7 +71,11 @@ def new_run(runs_dir: Path, name: str = "") -> RunPaths:
             if not runs_dir.is_dir():
                 raise
             continue
-        paths.logs.mkdir()
+        try:
+            paths.logs.mkdir()
+        except OSError:
+            paths.folder.rmdir()
+            raise
         break
     point_latest(runs_dir, paths.run_id)
     return paths

@@ -22,6 +22,8 @@ from ..core.wire.pipe import (
 from .children import Child, Lives
 
 _FIRST_WORD_S = 30.0
+_TRIES = 3
+"""Of one that ends before its first word; one that says nothing is not tried again."""
 
 
 class HeadCollector:
@@ -39,9 +41,11 @@ class HeadCollector:
         self._ending = threading.Event()
         self.told_all = threading.Event()
         """It has said the last line about the preflight, or says no more."""
-        self._child = self._start()
+        self._trouble = ""
+        """Why the last one could not be started."""
+        self._child: Child | None = None
         """None: it could not be started."""
-        self.answer = self._first_word()
+        self.answer = self._first_answer()
         """Where it listens, or why it does not; None if it died or said nothing in time."""
         if isinstance(self.answer, Bound):
             self._config = replace(config, bind=self.answer.address, resume=self.answer.run_dir)
@@ -68,8 +72,27 @@ class HeadCollector:
         try:
             return Child("collector", self._config)
         except OSError as error:
-            self._say(f"the collector could not be started: {error}")
+            if str(error) != self._trouble:
+                self._say(f"the collector could not be started: {error}")
+            self._trouble = str(error)
             return None
+
+    def _let_go(self) -> None:
+        if self._child is not None:
+            self._child.end(0.01)
+
+    def _first_answer(self) -> Bound | CannotBind | None:
+        """What ends at once may have met a moment without memory or descriptors."""
+        answer = None
+        for _ in range(_TRIES):
+            began = time.monotonic()
+            self._let_go()
+            self._child = self._start()
+            answer = self._first_word()
+            is_final = isinstance(answer, Bound) or (answer is not None and not answer.may_pass)
+            if is_final or time.monotonic() - began >= _FIRST_WORD_S:
+                break
+        return answer
 
     def _first_word(self) -> Bound | CannotBind | None:
         if self._child is None:
@@ -124,8 +147,7 @@ class HeadCollector:
         self.told_all.set()
 
     def _start_again(self) -> None:
-        if self._child is not None:
-            self._child.end(0.01)
+        self._let_go()
         self._child = self._start()
         if isinstance(self._first_word(), Bound):
             self._say("the collector had ended; it was started again and goes on with what it had received")

@@ -117,15 +117,16 @@ class Helpers:
             return plan.connect or answer.address
         if answer is not None and answer.is_told:
             raise UsageError(answer.reason)
-        if answer is None:
-            say("the collector did not start; training on, and this node's own records will be kept")
+        if answer is None or answer.may_pass:
+            why = f": {answer.reason}" if answer is not None else ""
+            say(f"the collector did not start{why}; training on, and this node's own records will be kept")
         elif not answer.in_use:
             raise UsageError(
                 f"expected to start a collector at {plan.bind}, found: {answer.reason}; "
                 "pass another --runs-dir DIR or --collector-port PORT"
             )
         self._end_collector()
-        if answer is not None and not (plan.may_join and self._answers(plan.connect)):
+        if answer is not None and answer.in_use and not (plan.may_join and self._answers(plan.connect)):
             raise UsageError(
                 f"the port of {plan.bind.removeprefix('tcp://')} is in use by something that is not this run's "
                 "collector; pass a free one with --collector-port PORT, the same on every node"

@@ -17,7 +17,8 @@ from ..core.wire.pipe import AgentConfig, Notice, StopRequest, Verdict, Welcomed
 from .children import Child, Lives
 
 SILENT_S = 120.0
-"""At the end, an agent that is alive says so every few seconds; after so long without a word it is not waited for."""
+"""At the end, an agent that is alive says so every few seconds; after so long without a word it is ended, and the next
+one, which reads the recorders from the beginning, is waited for as long."""
 _TICK_S = 0.2
 
 
@@ -62,7 +63,7 @@ class NodeAgent:
 
     def wait(self) -> None:
         """Until it has a verdict or is given up."""
-        clock, lines, heard = OwnClock(), self._lines, 0.0
+        clock, lines, heard, was_ended = OwnClock(), self._lines, 0.0, False
         while not self._over.wait(_TICK_S):
             self._tell_the_rest()
             now = clock.now()
@@ -70,7 +71,16 @@ class NodeAgent:
                 lines, heard = self._lines, now
             if now - heard > SILENT_S:
                 self._say("the node agent does not answer")
-                return
+                if was_ended:
+                    return
+                was_ended, heard = True, now
+                self._kill()
+
+    def _kill(self) -> None:
+        """Whoever follows it starts another one."""
+        with self._lock:
+            if self._child is not None:
+                self._child.kill()
 
     def _tell_the_rest(self) -> None:
         """What its pipe did not take at first."""
@@ -115,9 +125,10 @@ class NodeAgent:
                     break
                 if self._child is not None:
                     self._child.end(0.01)
-                self._child = self._start(life)
-                for message in self._told if self._child is not None else ():
-                    write_line(self._child.stdin, message)
+                self._child = child = self._start(life)
+                if child is not None:
+                    for message in self._told:
+                        write_line(child.stdin, message)
         self._over.set()
 
     def _listen(self) -> None:

@@ -164,6 +164,8 @@ class CannotBind(msgspec.Struct, frozen=True, tag="cannot_bind"):
     reason: str
     is_told: bool = False
     """`reason` is the whole sentence for the user."""
+    may_pass: bool = False
+    """The machine has run out of something; nothing that the user has asked for is wrong."""
 
 
 class StageLine(msgspec.Struct, frozen=True, tag="stage"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,3 +72,38 @@ def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):
     child = Child("launcher.node.agent", config)
     assert child.stdout.read() == b""
     assert child.end(30.0) == -9
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="helpers that die at once")
+def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node, monkeypatch):
+    lives: list[Child] = []
+
+    class DiesOnce(Child):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            lives.append(self)
+            if len(lives) == 1:
+                self.kill()
+
+    monkeypatch.setattr("gpuwatch.launcher.head_collector.Child", DiesOnce)
+    node = make_node()
+    node.start_agent(node.start_collector())
+    node.train(0)
+    node.end_ranks()
+    assert node.verdict().kind == "clean"
+    assert len(lives) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1, of="an agent that does not answer")
+def test_an_agent_that_does_not_answer_at_the_end_is_ended_and_the_next_one_has_the_verdict(make_node, monkeypatch):
+    monkeypatch.setattr("gpuwatch.launcher.node_agent.SILENT_S", 8.0)  # one that is alive says so every 5 s
+    node = make_node()
+    node.start_agent(node.start_collector())
+    node.train(0, 1)
+    os.kill(node.agent.pid, signal.SIGSTOP)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (0, "clean"), verdict.text
+    assert node.said.count("the node agent does not answer") == 1

@@ -16,6 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpuwatch.core.wire.keys import derive_keys
+from gpuwatch.core.wire.pipe import Bound, CannotBind, CollectorConfig
+from gpuwatch.launcher.head_collector import HeadCollector
 
 sys.path.insert(0, str(Path(__file__).parent))  # sweep.py is a script, and finds its neighbours like this
 
@@ -152,6 +155,33 @@ def test_the_library_fails_the_call_that_it_is_told_to(n, lasting, said, tmp_pat
     assert calls["collector", "work", "open"] == 4
     assert failed == (0 if not n else 2 if lasting else 1)
     assert first == ("open gpuwatch.collector" if n else "")
+
+
+@pytest.mark.parametrize(
+    ("failure", "answer"),
+    [
+        (Failure("collector", "work", "open", 1), Bound),
+        (Failure("collector", "work", "open", 1, lasting=True), CannotBind),
+    ],
+    ids=str,
+)
+def test_a_collector_is_tried_again_and_what_the_machine_lacks_is_no_wrong_option(
+    failure, answer, tmp_path, monkeypatch
+):
+    new_counts(tmp_path)
+    env = {"LD_PRELOAD": str(compile_shim(tmp_path)), "SWEEP_COUNTS": str(tmp_path / "counts"), **failure.env()}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    keys = derive_keys("a secret of the tests", "job")
+    pairs = keys.collector.public, keys.collector.private, keys.agent.public, keys.viewer.public
+    config = CollectorConfig("tcp://127.0.0.1:*", *(key.decode() for key in pairs), str(tmp_path / "runs"), "job")
+    said: list[str] = []
+    collector = HeadCollector(config, said.append, print)
+    collector._ending.set()
+    collector._child.end(0.01)
+    assert isinstance(collector.answer, answer)
+    assert answer is Bound or collector.answer.may_pass, collector.answer.reason
+    assert counts_of(tmp_path)[1] > 0
 
 
 WITHOUT_MEMORY = """

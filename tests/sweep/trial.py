@@ -104,6 +104,18 @@ def compile_shim(folder: Path) -> Path:
 def new_counts(place: Path) -> None:
     """What the library writes into."""
     (place / "counts").write_bytes(bytes(_SHAPE.size))
+    (place / "made").touch()
+
+
+def environment(place: Path, failure: Failure) -> dict[str, str]:
+    """Of a launch in this folder."""
+    return {
+        "TMPDIR": str(place / "tmp"),
+        "SWEEP_COUNTS": str(place / "counts"),
+        "SWEEP_MADE": str(place / "made"),
+        "SWEEP_OURS": f"/dev/shm/gpuwatch-:{place}/tmp/gpuwatch-:{place}/gpuwatch-runs:/dev/null",
+        **failure.env(),
+    }
 
 
 def counts_of(place: Path) -> tuple[dict[tuple[str, str, str], int], int, str]:
@@ -158,19 +170,10 @@ class Launches:
         """One launch to its end, and a look at what it leaves behind."""
         place = self.folder / "run"
         shutil.rmtree(place, ignore_errors=True)
-        temporary = place / "tmp"
-        temporary.mkdir(parents=True)
+        (place / "tmp").mkdir(parents=True)
         new_counts(place)
-        (place / "made").touch()
         mark = uuid.uuid4().hex
-        env = {
-            MARK: mark,
-            "TMPDIR": str(temporary),
-            "SWEEP_COUNTS": str(place / "counts"),
-            "SWEEP_MADE": str(place / "made"),
-            "SWEEP_OURS": f"/dev/shm/gpuwatch-:{temporary}/gpuwatch-:{place}/gpuwatch-runs:/dev/null",
-            **failure.env(),
-        }
+        env = {MARK: mark, **environment(place, failure)}
         options, arguments = JOBS[job]
         script = [str(HERE / "light_rank.py"), str(BATCHES), *arguments]
         argv = ["launch", "--standalone", "--nproc-per-node", "2", "--preflight", "off", *options, *script]
