@@ -13,6 +13,7 @@ from .hang_finding import HangFinding
 from .outlook import outlook_of
 from .standing import BACKWARD, DEVICE, Standing, computes, standing_of
 
+
 def find_hang(looks: Sequence[RankLook], ended: Mapping[int, WorkerExit], world_size: int) -> HangFinding | None:
     """None if it is no hang: nobody was seen, somebody has stopped all of the ranks on purpose, or none of them waits
     and one computes: what does not show in its recorder, such as an import, a compilation or a search.
@@ -57,6 +58,8 @@ def _find(
         return _did_not_come(away, waiting, still_s, unseen, evidence)
     if away and any(computes(look) for look in looks):
         return None
+    if len(looks) == 1 and len(left) == world_size - 1 > 0 and away:
+        return _last_one(away[0], still_s, evidence)
     if away:
         return _nobody_waits(away, still_s, world_size, evidence)
     return _all_wait(waiting, still_s, unseen, evidence)
@@ -124,6 +127,20 @@ def _does_not_end(looks: Sequence[RankLook], standings: list[Standing], evidence
         ["Look for a thread that is not a daemon, a child process, or a function of atexit."],
         "does not end",
         may_end=raised,
+    )
+
+
+def _last_one(standing: Standing, still_s: float, evidence: list[str]) -> HangFinding:
+    """All others have come to their end, so the job waits for this one."""
+    return HangFinding(
+        f"Rank {standing.rank} has not moved for {still_s:.0f} s, and all other ranks have ended. It is "
+        f"{_what(standing)}.",
+        "supported" if standing.kind == "unknown" else "established",
+        standing.rank,
+        [],
+        evidence,
+        [f"Look at the line where rank {standing.rank} stands."],
+        "last one",
     )
 
 
