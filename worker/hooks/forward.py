@@ -217,6 +217,7 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
+        self.progress.groups.notice()
         with self._lock:
             self._graphs.take()
             for root in self._roots.infos():

@@ -186,6 +186,7 @@ class Steps:
         progress.step += 1
         progress.fields[Field.STEP] = progress.step
         progress.times.step_ends(progress.step)
+        progress.groups.notice()  # what DDP has issued in the backward
         if self._weights and not progress.skipped:
             try:
                 self.steps.add(progress.step, optimizer)
