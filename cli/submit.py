@@ -14,7 +14,7 @@ import click
 
 from ..collector.paths import RunPaths
 from ..core.errors import UsageError
-from ..core.job_runs import runs_of_job
+from ..core.recorder.job_runs import runs_of_job
 from ..slurm.command_line import LaunchOptions, Submission, take_apart
 from ..slurm.render import RUNS_DIR, BatchScript, render
 from ..slurm.sbatch import Slurm

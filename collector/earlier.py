@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..core.job_runs import job_run, runs_of_job
+from ..core.recorder.job_runs import job_run, runs_of_job
 from .paths import RunPaths
 from .report.model import EarlierLife
 

@@ -210,7 +210,7 @@ def test_schedulers_words_stay_in_their_modules():
         "launcher/scheduler/slurm.py",
         "launcher/scheduler/nodelist.py",
         "launcher/scheduler/cluster.py",
-        "core/job_runs.py",
+        "core/recorder/job_runs.py",
     }
     may |= {"launcher/arguments/options.py"}  # `gpuwatch check --slurm`
     words = ("slurm", "sbatch", "srun", "scontrol", "sinfo")

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.job_runs import job_run
+from gpuwatch.core.recorder.job_runs import job_run
 from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
 from gpuwatch.slurm.command_line import take_apart
 from gpuwatch.slurm.render import BatchScript, Option, directive, render

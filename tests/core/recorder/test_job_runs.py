@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from gpuwatch.core.job_runs import job_run, runs_of_job
+from gpuwatch.core.recorder.job_runs import job_run, runs_of_job
 from hypothesis import given
 from hypothesis import strategies as st
 
