@@ -34,7 +34,8 @@ from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
 from ..alarms.graph_users import Output, graph_users
-from ..alarms.judging import Judging, NonFiniteRow
+from ..alarms.held import NonFiniteRow
+from ..alarms.judging import Judging
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced

@@ -14,7 +14,8 @@ from ...core.recorder.writer import OpenPage
 from ...core.records import OptimizerStep
 from ...core.roles import parse_role
 from ..alarms.frames import Frames
-from ..alarms.judging import Judging, NonFiniteRow
+from ..alarms.held import NonFiniteRow
+from ..alarms.judging import Judging
 from ..alarms.optimizer_steps import OptimizerSteps
 from ..record.collectives import ranks
 from ..record.progress import Progress
