@@ -7,7 +7,7 @@ worker can talk to a new collector.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -274,17 +274,13 @@ class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
     value: str
 
 
-class LedNowhere(StrEnum):
-    """Why a bad value is a notice and no alarm."""
+LedNowhere = Literal["", "taken away", "no gradient", "not trained"]
+"""Why a bad value is a notice and no alarm.
 
-    MASK = ""
-    """nan of a mask of -inf, and a call around it took it away."""
-    TAKEN_AWAY = "taken away"
-    """A call around it returned something that cannot come of it."""
-    NO_GRADIENT = "no gradient"
-    """A weight that no output shows, and that gets no gradient."""
-    NOT_TRAINED = "not trained"
-    """A model that no optimizer holds and no backward reached returned it."""
+"": nan of a mask of -inf, and a call around it took it away. `taken away`: a call around it returned something that
+cannot come of it. `no gradient`: a weight that no output shows, and that gets no gradient. `not trained`: a model that
+no optimizer holds and no backward reached returned it.
+"""
 
 
 class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
@@ -298,7 +294,7 @@ class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
     dtype: str
     by: str = ""
     """Name of the module that took it away."""
-    why: LedNowhere = LedNowhere.MASK
+    why: LedNowhere = ""
 
 
 class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from ...core.frames import module_text
 from ...core.recorder.lone_process import is_rank, pid_of_number, rank_name
-from ...core.records import LedNowhere
 from ...core.text.shown import shown_name
 from ..facts.facts import RankFacts, RunFacts
 from .missing import batches_of, missing, nothing_watched
@@ -152,7 +151,7 @@ def _looked_at(batches: int, idle: int) -> str:
 def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:
     """`6 tensors of nan out of masks that the model took away`, or the first of them, where there are others."""
     tensors = f"{number} tensor{'s' if number != 1 else ''}"
-    others = [told for rank in ranks for told in rank.absorbed if told.why is not LedNowhere.MASK]
+    others = [told for rank in ranks for told in rank.absorbed if told.why]
     if not others:
         return f"{tensors} of nan out of masks that the model took away"
     first = others[0]

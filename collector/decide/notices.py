@@ -121,7 +121,7 @@ def absorbed_of(rank: RankFacts) -> list[dict[str, Any]]:
             "value": absorbed.value,
             "dtype": absorbed.dtype,
             "by": absorbed.by,
-            "why": absorbed.why.value,
+            "why": absorbed.why,
             "batch": absorbed.where.batch,
         }
         for absorbed in rank.absorbed

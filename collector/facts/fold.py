@@ -22,7 +22,6 @@ from ...core.records import (
     GpuHealth,
     Ignored,
     Inventory,
-    LedNowhere,
     LeftGroup,
     LooseParameters,
     NodeSignal,
@@ -217,7 +216,7 @@ class Fold:
                     self._facts.unnamed_pages += 1
                     continue
                 # what is left out of these can only take an alarm away: a call that returned something finite
-                excused_here = excused.get(page.root, frozenset())
+                excused_here = excused.get(page.root, set())
                 found = first_alarm(sorted(page.suspicious_frames, key=lambda frame: frame.index), excused_here)
                 if found is not None:
                     found = first_alarm(sorted(page.frames, key=lambda frame: frame.index), excused_here)
@@ -252,7 +251,7 @@ def _excused(rank: RankFacts) -> dict[str, set[tuple[str, str]]]:
     """Root -> (module, role) of what the rank has found to lead nowhere, and no page shows that."""
     found: dict[str, set[tuple[str, str]]] = {}
     for told in rank.absorbed:
-        if told.why in (LedNowhere.NO_GRADIENT, LedNowhere.NOT_TRAINED):
+        if told.why in ("no gradient", "not trained"):
             found.setdefault(told.where.root, set()).add((told.module, told.role))
     return found
 

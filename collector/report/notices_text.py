@@ -9,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
-from ...core.records import LedNowhere
 from ...core.text.shown import shown_name
 from ..decide.notices import share_text
 from ..decide.words import ranks_text
@@ -192,12 +191,12 @@ def _absorbed(ranks: list[RankReport]) -> list[str]:
 
 
 def _led_nowhere(told: dict[str, Any]) -> str:
-    if told["why"] == LedNowhere.NO_GRADIENT:
+    if told["why"] == "no gradient":
         return "which no output shows and which gets no gradient"
-    if told["why"] == LedNowhere.NOT_TRAINED:
+    if told["why"] == "not trained":
         return "which no optimizer holds and no backward reached"
     by = f"`{shown_name(told['by'])}`" if told["by"] else "the root module"
-    made = "made of a mask of -inf and " if told["why"] == LedNowhere.MASK else ""
+    made = "made of a mask of -inf and " if not told["why"] else ""
     return f"{made}taken away in {by}"
 
 

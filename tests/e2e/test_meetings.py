@@ -133,6 +133,18 @@ def test_a_groups_timeout_names_who_missed(bench, how, nproc):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="a group's timeout")
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_groups_timeout_in_ddps_own_reduction_names_who_missed(bench, nproc):
+    run = bench.launch("hang.py", *NEVER, nproc=nproc, args=("--how", "data", "--timeout", "15"))
+
+    verdict = run.verdict
+    assert (verdict["kind"], verdict["rank"], verdict["certainty"], run.code) == ("hang", 1, "supported", 5)
+    assert "did not come to the backward's reduction of gradients" in verdict["statement"]
+    assert (verdict["phase"], verdict["step"], verdict["batch"]) == ("script", 3, 2)
+
+
+@pytest.mark.slow
 def test_what_is_told_and_left_to_the_groups_timeout_is_a_hang_when_that_has_ended_it(bench):
     """The rank that never comes is told while it stands still, and named in the end; the others raise."""
     run, rank = run_of(bench, "barrier", 3, 0, *TOLD, more=("--timeout", "30"))

@@ -72,7 +72,7 @@ class Held:
 
     def _tell_of_weight(self, bad: NonFiniteRow) -> None:
         self._untrained.add(_place(bad))
-        self._notice(bad, LedNowhere.NO_GRADIENT)
+        self._notice(bad, "no gradient")
 
     def gradients_are_known(self) -> None:
         """A backward has ended: the weights that are trained have a gradient."""
@@ -94,7 +94,7 @@ class Held:
         if not self._trained.is_apart(page, called):
             return False
         if not page.with_gradients:
-            is_new = self._notice(bad, LedNowhere.NOT_TRAINED)
+            is_new = self._notice(bad, "not trained")
             if is_new and (self._apart is None or self._apart.page.step != page.step):
                 self._apart = bad
             return True
@@ -123,7 +123,7 @@ class Held:
         self._weights = [bad for bad in weights if page is not None and bad.page is not page]
         for bad in copies:
             if page is None or bad.page is page:
-                self._notice(bad, LedNowhere.NOT_TRAINED)
+                self._notice(bad, "not trained")
         for bad in weights:  # no backward has gone through this model: what it holds is what it is for
             if page is None or bad.page is page:
                 self._alarm(bad)

@@ -274,7 +274,7 @@ class Judging:
         if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
             self._scaled.append(NonFiniteRow(page, frame, found.scaled))
         for bad in found.absorbed:
-            why = LedNowhere.MASK if bad.out_of_mask else LedNowhere.TAKEN_AWAY
+            why: LedNowhere = "" if bad.out_of_mask else "taken away"
             self._led_nowhere(NonFiniteRow(page, bad.frame, bad.row), why, frame.module)
         if found.alarm is not None:
             bad_row = NonFiniteRow(page, found.of or frame, found.alarm)

@@ -32,7 +32,8 @@ from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
 from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..alarms.graph_users import Output, graph_users
-from ..alarms.judging import Judging, NonFiniteRow
+from ..alarms.held import NonFiniteRow
+from ..alarms.judging import Judging
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
@@ -201,6 +202,7 @@ class Hooks:
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
         self.put_back()
+        self.progress.groups.notice()
         with self._lock:
             self._graphs.take()
             for root in self._roots.infos():

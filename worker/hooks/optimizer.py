@@ -14,7 +14,8 @@ from ...core.recorder.writer import OpenPage
 from ...core.records import OptimizerStep
 from ...core.roles import parse_role
 from ..alarms.frames import Frames
-from ..alarms.judging import Judging, NonFiniteRow
+from ..alarms.held import NonFiniteRow
+from ..alarms.judging import Judging
 from ..alarms.optimizer_steps import OptimizerSteps
 from ..record.collectives import ranks
 from ..record.progress import Progress
@@ -201,6 +202,7 @@ class Steps:
         progress.step += 1
         progress.fields[Field.STEP] = progress.step
         progress.times.step_ends(progress.step)
+        progress.groups.notice()  # what DDP has issued in the backward
         if self._weights and not progress.skipped:
             try:
                 self.steps.add(progress.step, optimizer)

@@ -177,7 +177,11 @@ def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
             else f"rank {rank.rank} {how_it_ended(rank)} after a collective had raised in it"
             for rank in victims
         ],
-        next=["Look at the ranks that are not among these: one of them, or the link to it, went first."],
+        next=[
+            "Look at the ranks that are not among these: one of them, or the link to it, went first."
+            if len(victims) < max(facts.announced_ranks, len(facts.of_attempt(facts.last_attempt)))
+            else "No rank ended for a reason of its own: compare what they raised, and test the links: gpuwatch check."
+        ],
         cascade=[Cascade(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ....core.recorder.group_table import RECENT
 from ....core.records import GroupState
 from ....core.text.ranks_text import ranks_text
 from .hang_finding import HangFinding
@@ -223,7 +224,7 @@ class _Telling:
         if self._unseen or len(self.meetings) != 1 or not unplaced:
             return None
         meeting = self.meetings[0]
-        if meeting.untold or sorted(meeting.missing) != unplaced or len(meeting.members) != self.world_size:
+        if meeting.untold or len(meeting.members) != self.world_size or not self._are_elsewhere(unplaced, meeting):
             return None
         inside = meeting.text(self.world_size)
         if len(unplaced) == 1 and len(meeting.waiting) >= 2:
@@ -234,6 +235,8 @@ class _Telling:
         elif len(meeting.waiting) == 1 and len(unplaced) >= 2:
             odd = meeting.waiting[0]
             text = f"in {inside}, where {len(unplaced)} other ranks are {self.shown[unplaced[0]].what}"
+        elif len(meeting.waiting) == len(unplaced) == 1:
+            return self._one_of_two(meeting, unplaced[0])
         else:
             return None
         return HangFinding(
@@ -244,6 +247,30 @@ class _Telling:
             self._evidence(),
             ["Every rank must issue the same collectives in the same order: compare the lines below."],
             "mismatch",
+        )
+
+    def _one_of_two(self, meeting: Meeting, other: int) -> HangFinding:
+        return HangFinding(
+            f"The ranks do not issue the same collectives: {self._in_text(meeting.waiting)} "
+            f"{meeting.text(self.world_size)}, and rank {other} is {self.shown[other].what}. Which rank is the odd one "
+            "is unknown.",
+            "unknown",
+            None,
+            [],
+            self._evidence(),
+            ["Every rank must issue the same collectives in the same order: compare the lines below."],
+            "mismatch",
+        )
+
+    def _are_elsewhere(self, unplaced: list[int], meeting: Meeting) -> bool:
+        """Whether these never began the meeting, or have begun what no table describes under its number."""
+        if not set(meeting.missing) <= set(unplaced):
+            return False
+        came = [rank for rank in unplaced if rank not in meeting.missing]
+        states = [group for rank in came for group in self.shown[rank].groups if group.name == meeting.group]
+        return len(states) == len(came) and all(
+            state.begun - meeting.number < RECENT and all(each.number != meeting.number for each in state.recent)
+            for state in states
         )
 
     def all_came(self) -> HangFinding | None:

@@ -55,9 +55,11 @@ def _find(
     if waiting and left and not away:
         return _left_early(left, waiting, still_s, unseen, evidence)
     if waiting and away:
-        return _did_not_come(away, waiting, still_s, unseen, evidence)
+        return did_not_come(away, waiting, f"have waited{_for_text(still_s)}", unseen, evidence)
     if away and any(computes(look) for look in looks):
         return None
+    if len(looks) == 1 and len(left) == world_size - 1 > 0 and away:
+        return _last_one(away[0], still_s, evidence)
     if away:
         return _nobody_waits(away, still_s, world_size, evidence)
     return _all_wait(waiting, still_s, unseen, evidence)
@@ -70,23 +72,38 @@ def _away(standings: list[Standing], looks: Sequence[RankLook]) -> list[Standing
     return [standing for rank, standing in away.items() if rank not in raised] or list(away.values())
 
 
-def _did_not_come(
-    away: list[Standing], waiting: list[Standing], still_s: float, unseen: int, evidence: list[str]
+def did_not_come(
+    away: list[Standing],
+    waiting: list[Standing],
+    waited: str,
+    unseen: int,
+    evidence: list[str],
+    *,
+    stacks: bool = True,
 ) -> HangFinding:
+    """Some wait for others, and some are elsewhere.
+
+    `waited`: `have waited for 300 s`, `waited until they timed out`. `stacks`: the report has them.
+    """
     if any(standing.kind == "unknown" for standing in away) or unseen > 0:
         certainty = "supported"
     else:
         certainty = "established" if all(standing.kind == "waits" for standing in waiting) else "supported"
     who = _ranks(away).capitalize()
     where = f" It is {_what(away[0])}." if len(away) == 1 else ""
-    statement = f"{who} did not come to {_operations(waiting)}, in which {_wait_text(waiting, still_s)}.{where}"
+    statement = f"{who} did not come to {_operations(waiting)}, in which {_waited(waiting, waited)}.{where}"
     return HangFinding(
         statement,
         certainty if len(away) == 1 else "supported",
         away[0].rank if len(away) == 1 else None,
         [standing.rank for standing in away] if len(away) > 1 else [],
         evidence,
-        [f"Look at the line where {_ranks(away)} {'stands' if len(away) == 1 else 'stand'}; all stacks are below."],
+        [
+            f"Look at the line where {_ranks(away)} {'stands' if len(away) == 1 else 'stand'}; all stacks are below."
+            if stacks
+            else f"Look at what {_ranks(away)} did then. A stall that is told while it lasts shows the lines: "
+            "--hang-timeout below the group's timeout."
+        ],
     )
 
 
@@ -125,6 +142,20 @@ def _does_not_end(looks: Sequence[RankLook], standings: list[Standing], evidence
         ["Look for a thread that is not a daemon, a child process, or a function of atexit."],
         "does not end",
         may_end=raised,
+    )
+
+
+def _last_one(standing: Standing, still_s: float, evidence: list[str]) -> HangFinding:
+    """All others have come to their end, so the job waits for this one."""
+    return HangFinding(
+        f"Rank {standing.rank} has not moved for {still_s:.0f} s, and all other ranks have ended. It is "
+        f"{_what(standing)}.",
+        "supported" if standing.kind == "unknown" else "established",
+        standing.rank,
+        [],
+        evidence,
+        [f"Look at the line where rank {standing.rank} stands."],
+        "last one",
     )
 
 
@@ -238,7 +269,11 @@ def _operations(standings: list[Standing]) -> str:
 
 
 def _wait_text(waiting: list[Standing], still_s: float) -> str:
-    return f"{_ranks(waiting)} {'has' if len(waiting) == 1 else 'have'} waited{_for_text(still_s)}"
+    return _waited(waiting, f"have waited{_for_text(still_s)}")
+
+
+def _waited(waiting: list[Standing], waited: str) -> str:
+    return f"{_ranks(waiting)} {waited.replace('have', 'has', 1) if len(waiting) == 1 else waited}"
 
 
 def _for_text(still_s: float) -> str:

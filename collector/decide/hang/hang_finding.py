@@ -32,7 +32,8 @@ class HangFinding:
     evidence: list[str] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
     cause: str = ""
-    """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`; "" where none of them is known."""
+    """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`, `last one`; "" where none of them
+    is known."""
     may_end: bool = True
     """Whether the job may be ended for it at all: some rank waits for others, and none goes on."""
     outlook: Outlook = field(default_factory=lambda: Outlook("may go on"))

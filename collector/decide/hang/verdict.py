@@ -87,7 +87,7 @@ def _says_why(rank: RankFacts, *, waited: bool) -> bool:
 def verdict_of(
     facts: RunFacts, found: HangFinding, ranks: list[RankFacts], looks: dict[int, RankLook], kind: str = "hang"
 ) -> Verdict:
-    """What was found, as a verdict. Its place is that of the ranks that did not come, or else of all: what they share."""
+    """What was found, as a verdict. Its place is what the ranks share that did not come, or else all of them."""
     named = next((rank for rank in ranks if rank.rank == found.rank), None)
     absent = {found.rank, *found.others} - {None}
     meant = [rank for rank in ranks if rank.rank in absent] if absent else ranks

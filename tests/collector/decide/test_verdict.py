@@ -278,6 +278,16 @@ def test_who_left_before_the_others_lost_a_peer_left_early(make, seq, third, kin
     assert verdict.certainty == ("supported" if named is not None else "unknown")
 
 
+@pytest.mark.parametrize(("nproc", "others"), [(2, False), (3, True)])
+def test_the_ranks_that_are_not_among_these_are_spoken_of_where_there_are_any(make, nproc, others):
+    lost = [make.raised(rank, "RuntimeError", "Connection closed by peer", peer=True, seq=26) for rank in range(2)]
+    ended = [make.ended(rank, 1, seq=26) for rank in range(2)]
+    verdict = judge(make.hello(nproc=nproc), *lost, *ended, make.Bye("failed"))
+
+    assert verdict.statement == "Ranks 0 and 1 lost the connection to another rank; which one went first is unknown."
+    assert ("not among these" in verdict.next[0]) == others
+
+
 @pytest.mark.parametrize(
     ("message", "said"),
     [

@@ -545,6 +545,20 @@ def test_the_job_is_ended_only_where_that_was_asked_for(make, on_hang, stops):
     ] * stops
 
 
+@pytest.mark.parametrize(("on_hang", "stops"), [("auto", 0), ("abort", 1)])
+def test_the_last_living_rank_that_stands_still_is_ended_where_that_was_asked_for(make, on_hang, stops):
+    cluster = Cluster(make)
+    cluster.run_protocol.on_hang = on_hang
+    cluster.say("a0", make.ended(0, 0, phase="finished"), 300.0)
+    cluster.say("a1", stalled(1), 400.0)
+    cluster.say("a1", look(1, ""), 401.0)
+    actions = cluster.tick(401.1)
+    (text,) = told(actions)
+
+    assert text.startswith("Rank 1 has not moved for 300 s, and all other ranks have ended.")
+    assert len([a for a in actions if isinstance(a, Send) and isinstance(a.message, Stop)]) == stops
+
+
 def test_where_all_wait_and_nothing_says_that_it_never_comes_the_job_is_ended_later(make):
     cluster = Cluster(make)
     cluster.run_protocol.on_hang = "auto"

@@ -1,6 +1,7 @@
 """Two or more ranks that train, until one of them does what --how says in batch 3."""
 
 import argparse
+import datetime
 import os
 import signal
 import subprocess
@@ -68,11 +69,12 @@ def main():
     parser.add_argument("--how", required=True)
     parser.add_argument("--rank", type=int, default=1)
     parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--timeout", type=int, default=1800)
     parser.add_argument("--only-first", action="store_true", help="in the attempts after the first one nothing happens")
     options = parser.parse_args()
     if options.only_first and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         options.how = "nothing"
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
     me = dist.get_rank() == options.rank
     groups = [dist.new_group() for _ in range(2)] if options.how == "swaps" else []
     net = nn.Sequential(Block(), nn.Linear(16, 1))

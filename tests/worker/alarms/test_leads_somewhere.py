@@ -138,11 +138,11 @@ class Unused(nn.Module):
 
 
 HEALTHY: dict[str, tuple[Callable[[], None], LedNowhere | None]] = {
-    "nan_to_num": (_inside(_nan, lambda x, bad: x + bad.nan_to_num()), LedNowhere.TAKEN_AWAY),
-    "where": (_inside(_nan, lambda x, bad: torch.where(x > 2, bad, x)), LedNowhere.TAKEN_AWAY),
-    "masked_fill": (_inside(_nan, lambda x, bad: x + bad.masked_fill(x < 2, 0.0)), LedNowhere.TAKEN_AWAY),
-    "clamp": (_inside(lambda x: 1 / (x - x), lambda x, bad: x + bad.detach().clamp(max=9.0)), LedNowhere.TAKEN_AWAY),
-    "nobody uses it": (_inside(_nan, lambda x, bad: x), LedNowhere.TAKEN_AWAY),
+    "nan_to_num": (_inside(_nan, lambda x, bad: x + bad.nan_to_num()), "taken away"),
+    "where": (_inside(_nan, lambda x, bad: torch.where(x > 2, bad, x)), "taken away"),
+    "masked_fill": (_inside(_nan, lambda x, bad: x + bad.masked_fill(x < 2, 0.0)), "taken away"),
+    "clamp": (_inside(lambda x: 1 / (x - x), lambda x, bad: x + bad.detach().clamp(max=9.0)), "taken away"),
+    "nobody uses it": (_inside(_nan, lambda x, bad: x), "taken away"),
     "masked distances, and min": (
         _inside(
             lambda x: (
@@ -150,22 +150,22 @@ HEALTHY: dict[str, tuple[Callable[[], None], LedNowhere | None]] = {
             ),
             lambda x, bad: x + bad.min(-1, keepdim=True).values,
         ),
-        LedNowhere.TAKEN_AWAY,
+        "taken away",
     ),
     "argmin": (
         _inside(lambda x: x.detach() / 0, lambda x, bad: x + bad.argmin(-1, keepdim=True)),
-        LedNowhere.TAKEN_AWAY,
+        "taken away",
     ),
     "a metric inside of the model": (
         _inside(lambda x: (x.detach().sum() * 0 / 0, x), lambda x, bad: bad[1]),
-        LedNowhere.TAKEN_AWAY,
+        "taken away",
     ),
-    "a metric under no_grad": (lambda: _each_batch(_metric), LedNowhere.NOT_TRAINED),
-    "a copy that is probed under no_grad": (lambda: _each_batch(_probe(False)), LedNowhere.NOT_TRAINED),
-    "a copy that is probed": (lambda: _each_batch(_probe(True)), LedNowhere.NOT_TRAINED),
-    "a teacher's masked scores, and argmin": (lambda: _each_batch(_teacher), LedNowhere.NOT_TRAINED),
-    "rows of a frozen table": (lambda: _each_batch(net=FrozenRows()), LedNowhere.NO_GRADIENT),
-    "weights that nothing uses": (lambda: _each_batch(net=Unused()), LedNowhere.NO_GRADIENT),
+    "a metric under no_grad": (lambda: _each_batch(_metric), "not trained"),
+    "a copy that is probed under no_grad": (lambda: _each_batch(_probe(False)), "not trained"),
+    "a copy that is probed": (lambda: _each_batch(_probe(True)), "not trained"),
+    "a teacher's masked scores, and argmin": (lambda: _each_batch(_teacher), "not trained"),
+    "rows of a frozen table": (lambda: _each_batch(net=FrozenRows()), "no gradient"),
+    "weights that nothing uses": (lambda: _each_batch(net=Unused()), "no gradient"),
 }
 
 

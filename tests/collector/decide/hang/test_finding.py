@@ -136,6 +136,30 @@ def test_a_rank_that_has_left_while_others_wait():
     assert "left early: its script ended with exit code 0, while ranks 0, 2 have waited for 300 s" in found.statement
 
 
+def test_the_last_living_rank_that_stands_still_is_named_and_may_be_ended():
+    found = find(look(1, LOADING), ended={**left(0), **left(2)})
+
+    assert (found.rank, found.certainty, found.may_end, found.outlook.kind) == (1, "established", True, "may go on")
+    assert found.statement == (
+        "Rank 1 has not moved for 300 s, and all other ranks have ended. "
+        "It is outside of a forward, after batch 4, at data.py:7 in load: time.sleep(1)."
+    )
+
+
+def test_the_last_living_rank_is_not_known_to_be_the_last_one_where_a_rank_was_not_seen():
+    found = find(look(1, LOADING), ended=left(0), world=3)
+
+    assert (found.rank, found.certainty, found.may_end) == (None, "unknown", False)
+
+
+def test_the_last_living_rank_is_not_named_where_another_one_failed():
+    assert find(look(1, LOADING), ended=left(0, code=1)).rank is None
+
+
+def test_the_only_rank_of_a_job_is_not_ended():
+    assert find(look(0, LOADING)).may_end is False
+
+
 def test_a_rank_that_raised_because_another_had_left_is_not_the_one_that_did_not_come():
     """On a loaded machine: rank 0 leaves, rank 1 has lost the connection to it, ranks 2 and 3 do so in a moment."""
     found = find(

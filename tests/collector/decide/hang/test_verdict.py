@@ -41,8 +41,8 @@ ENDED = (exited(0), exited(1), exited(2))
 
 @pytest.fixture
 def verdict_of(make):
-    def verdict(*events, outcome="failed"):
-        bodies = [make.hello("a", "h", 3, 1), *map(EventMessage, events), Bye(outcome)]
+    def verdict(*events, outcome="failed", ranks=3):
+        bodies = [make.hello("a", "h", ranks, 1), *map(EventMessage, events), Bye(outcome)]
         return decide(fold(("a", n, body) for n, body in enumerate(bodies, 1)))
 
     return verdict
@@ -138,13 +138,13 @@ def test_a_rank_that_had_left_before_the_others_were_asked(verdict_of):
     assert "left early" in verdict.statement
 
 
-def left_with(rank, code, by, begun, phase="none", *operation, error="", members="0-2"):
+def left_with(rank, code, by, begun, phase="none", *operation, error="", members="0-2", inside="script", trace=""):
     """How a rank ended, with what its table of the default group showed."""
     issued = [Issued(begun, *operation)] if operation else []
     group = GroupState("0", members, 3, begun, begun - (phase != "none"), phase, begun, 1.0, issued)
-    exit_ = WorkerExit(Where(rank, step=4, batch=4, seq=begun), code, by, "script", groups=[group])
+    exit_ = WorkerExit(Where(rank, step=4, batch=4, seq=begun), code, by, inside, groups=[group])
     where = Where(rank, step=4, batch=4, seq=begun)
-    return [exit_, *([ScriptError(where, "RuntimeError", error, "", None, True)] if error else [])]
+    return [exit_, *([ScriptError(where, "RuntimeError", error, trace, None, True)] if error else [])]
 
 
 TIMED_OUT = "Timed out waiting 15000ms for recv operation to complete"
@@ -160,6 +160,82 @@ def test_a_groups_timeout_names_who_missed_and_not_who_raised(verdict_of):
     )
     assert (verdict.kind, verdict.rank, verdict.certainty) == ("hang", 1, "established")
     assert "in which ranks 0, 2 waited until the group's timeout" in verdict.statement
+
+
+IN_DDP = 'File "/torch/autograd/graph.py", line 9, in _engine_run_backward'
+
+
+def in_reduction(rank, begun=9, *, error=TIMED_OUT):
+    """It waited for DDP's reduction, which its table counts and does not describe."""
+    return left_with(rank, 1, "itself", begun, error=error, inside="raised", trace=IN_DDP)
+
+
+@pytest.mark.parametrize("others", [[in_reduction(2)], [left_with(2, -15, "torchrun", 8, inside="backward")]])
+def test_a_timeout_in_ddps_reduction_names_who_did_not_come(verdict_of, others):
+    """Its table stood a batch earlier."""
+    verdict = verdict_of(*in_reduction(0), *left_with(1, -15, "torchrun", 8), *(e for events in others for e in events))
+
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("hang", 1, "supported")
+    assert verdict.statement == (
+        "Rank 1 did not come to the backward's reduction of gradients, in which ranks 0, 2 waited until the group's "
+        "timeout. It is outside of a forward, after batch 4."
+    )
+    assert (verdict.phase, verdict.step, verdict.batch) == ("script", 4, 4)
+
+
+def test_two_that_did_not_come_to_ddps_reduction_are_both_told(verdict_of):
+    away = (left_with(rank, -15, "torchrun", 8) for rank in (1, 2))
+    verdict = verdict_of(*in_reduction(0), *(event for events in away for event in events))
+
+    assert (verdict.kind, verdict.rank, [one.rank for one in verdict.concurrent]) == ("hang", None, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("begun", "inside", "error"),
+    [
+        (9, "script", TIMED_OUT),  # it has begun the same reduction: the network
+        (8, "backward", TIMED_OUT),  # it may wait as the others do
+        (8, "script", CLOSED),  # the link between the others may have broken while it was late
+    ],
+)
+def test_who_may_have_come_to_ddps_reduction_is_not_named(verdict_of, begun, inside, error):
+    verdict = verdict_of(
+        *in_reduction(0, error=error),
+        *left_with(1, -15, "torchrun", begun, inside=inside),
+        *in_reduction(2, error=error),
+    )
+    assert (verdict.rank, verdict.certainty) == (None, "unknown")
+
+
+@pytest.mark.parametrize("third", [in_reduction(2, error=CLOSED), left_with(2, -15, "torchrun", 8, inside="backward")])
+def test_a_rank_that_issued_what_the_others_did_not_is_named(verdict_of, third):
+    """gloo ended it, as DDP's reduction of the others has another size."""
+    verdict = verdict_of(
+        *in_reduction(0, error=CLOSED), *left_with(1, -signal.SIGABRT, "itself", 9, "waiting", *SUM), *third
+    )
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("crash", 1, "supported")
+    assert verdict.statement.startswith(
+        "Rank 1 waits in all_reduce, where 2 other ranks are in the backward's reduction of gradients"
+    )
+
+
+def test_of_two_ranks_that_issued_different_collectives_neither_is_named(verdict_of):
+    aborted = left_with(1, -signal.SIGABRT, "itself", 9, "waiting", *SUM, members="0-1")
+    raised = left_with(0, 1, "itself", 9, error=CLOSED, inside="raised", trace=IN_DDP, members="0-1")
+    verdict = verdict_of(*raised, *aborted, ranks=2)
+
+    assert (verdict.rank, verdict.certainty) == (None, "unknown")
+    assert "rank 1 stands in all_reduce, and rank 0 is in the backward's reduction of gradients" in verdict.statement
+
+
+def test_a_rank_that_computes_in_its_backward_is_not_accused_where_no_backward_reduces(verdict_of):
+    """The script sums its gradients itself, and the link between two of its ranks has broken."""
+    verdict = verdict_of(
+        *left_with(0, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+        *left_with(1, 1, "itself", 9, "failed", *SUM, error=CLOSED),
+        *left_with(2, -15, "torchrun", 8, inside="backward"),
+    )
+    assert (verdict.rank, verdict.certainty) == (None, "unknown")
 
 
 def test_a_lost_connection_alone_names_nobody_who_was_elsewhere(verdict_of):
