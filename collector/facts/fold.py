@@ -24,6 +24,7 @@ from ...core.records import (
     LeftGroup,
     NodeSignal,
     NotLookedInto,
+    Passed,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
@@ -258,6 +259,7 @@ def _sort(rank: RankFacts) -> None:
     rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
+    rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
     rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
@@ -295,6 +297,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (ScalerSkip, rank.scaler_skips),
         (Ignored, rank.ignored),
         (Absorbed, rank.absorbed),
+        (Passed, rank.passed),
         (NotLookedInto, rank.not_looked_into),
         (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),
