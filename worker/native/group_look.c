@@ -13,76 +13,101 @@ static int is_readable(const GroupWriter *self, PyObject *tensor, TensorView *vi
            view_of(self->exchange, tensor, view) && is_plain(view);
 }
 
-static void look_at_one(const GroupWriter *self, PyObject *tensor, int is_checked, Look *look)
+static void add_to(Look *look, const TensorView *view)
 {
-    TensorView view;
     int64_t low, high;
-    if (!is_readable(self, tensor, &view) || (is_checked && is_in_storage(tensor, &view) != 1))
-        return;
-    reduce_extremes(view.address, (size_t)view.count, view.dl.dtype.bits / 8, &low, &high);
-    if (high >= inf_bits[view.dtype])
+    reduce_extremes(view->address, (size_t)view->count, view->dl.dtype.bits / 8, &low, &high);
+    if (high >= inf_bits[view->dtype])
         look->high = NOT_FINITE;
-    else if (look->high != NOT_FINITE && (look->high == NOT_LOOKED || (look->dtype == view.dtype && look->high < high))) {
+    else if (look->high == NOT_LOOKED || (look->high != NOT_FINITE && look->dtype == view->dtype && look->high < high)) {
         look->high = high;
-        look->dtype = view.dtype;
+        look->dtype = view->dtype;
     }
 }
 
-void look_at(const GroupWriter *self, PyObject *tensors, int is_checked, Look *look)
-{
-    if (!PyList_CheckExact(tensors)) {
-        look_at_one(self, tensors, is_checked, look);
-        return;
-    }
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
-        PyObject *item = Py_NewRef(PyList_GET_ITEM(tensors, i)); /* held: Python may run in between */
-        look_at(self, item, is_checked, look);
-        Py_DECREF(item);
-    }
-}
-
-static int add_refs(const GroupWriter *self, PyObject *tensors, PyObject *found)
+void look_at(const GroupWriter *self, PyObject *tensors, Look *look)
 {
     TensorView view;
-    if (PyList_CheckExact(tensors)) {
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++)
-            if (add_refs(self, PyList_GET_ITEM(tensors, i), found) < 0)
-                return -1;
-        return 0;
+    if (!PyList_CheckExact(tensors)) {
+        if (is_readable(self, tensors, &view))
+            add_to(look, &view);
+        return;
     }
-    if (!is_readable(self, tensors, &view))
-        return 0;
-    PyObject *ref = PyWeakref_NewRef(tensors, NULL);
-    const int done = ref != NULL ? PyList_Append(found, ref) : -1;
-    Py_XDECREF(ref);
-    return done;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++)
+        look_at(self, PyList_GET_ITEM(tensors, i), look);
 }
 
-PyObject *refs_to(const GroupWriter *self, PyObject *tensors)
+static int add_place(PyObject *found, PyObject *tensor, const TensorView *view)
+{
+    PyObject *ref = PyWeakref_NewRef(tensor, NULL), *address = PyLong_FromVoidPtr(view->address);
+    const int done = ref != NULL && address != NULL && PyList_Append(found, ref) == 0 && PyList_Append(found, address) == 0;
+    Py_XDECREF(ref);
+    Py_XDECREF(address);
+    return done ? 0 : -1;
+}
+
+static int add_places(const GroupWriter *self, PyObject *tensors, PyObject *found)
+{
+    TensorView view;
+    if (!PyList_CheckExact(tensors))
+        return is_readable(self, tensors, &view) ? add_place(found, tensors, &view) : 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++)
+        if (add_places(self, PyList_GET_ITEM(tensors, i), found) < 0)
+            return -1;
+    return 0;
+}
+
+PyObject *places_of(const GroupWriter *self, PyObject *tensors)
 {
     PyObject *found = PyList_New(0);
-    if (found != NULL && (add_refs(self, tensors, found) < 0 || PyList_GET_SIZE(found) == 0))
+    if (found != NULL && (add_places(self, tensors, found) < 0 || PyList_GET_SIZE(found) == 0))
         Py_CLEAR(found);
+    return found;
+}
+
+/* The tensor at a position of what places_of has returned, if it is alive, with its memory where it was: a storage may be
+   freed under its tensors. NULL if not. */
+static PyObject *tensor_at(const GroupWriter *self, PyObject *places, Py_ssize_t position, TensorView *view)
+{
+    PyObject *tensor = object_of(PyList_GET_ITEM(places, position));
+    const int is_there = tensor != NULL && is_readable(self, tensor, view) &&
+                         view->address == PyLong_AsVoidPtr(PyList_GET_ITEM(places, position + 1));
+    if (!is_there)
+        Py_CLEAR(tensor);
+    return tensor;
+}
+
+/* All of them in a new list. NULL with an exception set. */
+static PyObject *tensors_at(const GroupWriter *self, PyObject *places)
+{
+    TensorView view;
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i + 1 < PyList_GET_SIZE(places); i += 2) {
+        PyObject *tensor = tensor_at(self, places, i, &view);
+        if (tensor != NULL && PyList_Append(found, tensor) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(tensor);
+    }
     return found;
 }
 
 int look_at_outputs(GroupWriter *self, const Place *place)
 {
+    TensorView view;
+    Look look = {NOT_LOOKED, 0};
     if (place->outputs == NULL || self->passed == NULL)
         return 0;
-    PyObject *alive = PyList_New(0);
-    for (Py_ssize_t i = 0; alive != NULL && i < PyList_GET_SIZE(place->outputs); i++) {
-        PyObject *tensor = object_of(PyList_GET_ITEM(place->outputs, i));
-        if (tensor != NULL && PyList_Append(alive, tensor) < 0)
-            Py_CLEAR(alive);
+    for (Py_ssize_t i = 0; i + 1 < PyList_GET_SIZE(place->outputs); i += 2) {
+        PyObject *tensor = tensor_at(self, place->outputs, i, &view);
+        if (tensor != NULL)
+            add_to(&look, &view);
         Py_XDECREF(tensor);
     }
-    if (alive == NULL)
-        return -1;
-    Look look = {NOT_LOOKED, 0};
-    look_at(self, alive, 1, &look);
-    const int done = look.high == NOT_FINITE ? tell_passed(self, place, 1, alive) : 0;
-    Py_DECREF(alive);
+    PyObject *tensors = look.high == NOT_FINITE ? tensors_at(self, place->outputs) : NULL;
+    if (tensors == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    const int done = tell_passed(self, place, 1, tensors);
+    Py_DECREF(tensors);
     return done;
 }
 

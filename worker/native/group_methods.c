@@ -69,13 +69,13 @@ static int look_at_inputs(GroupMethod *self, PyObject *const *args, Py_ssize_t g
         return 0;
     const int is_root = place->root < 0 || place->root == writer->slots[place->slot].rank;
     if (self->returned >= 0 && self->returned + 1 < given && (is_root || !self->returned_at_root)) {
-        place->outputs = refs_to(writer, args[self->returned + 1]);
+        place->outputs = places_of(writer, args[self->returned + 1]);
         if (place->outputs == NULL && PyErr_Occurred())
             return -1;
     }
     if (self->given < 0 || self->given + 1 >= given || (!is_root && self->given_at_root))
         return 0;
-    look_at(writer, args[self->given + 1], 0, &place->given);
+    look_at(writer, args[self->given + 1], &place->given);
     return place->given.high == NOT_FINITE ? tell_passed(writer, place, 0, args[self->given + 1]) : 0;
 }
 

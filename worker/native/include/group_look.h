@@ -5,13 +5,12 @@
 
 #include "group_writer.h"
 
-/* Add what is in a tensor, or in lists of tensors, to `look`. Only floats in one piece of host memory are looked at.
-   `is_checked`: the memory may be gone. */
-void look_at(const GroupWriter *self, PyObject *tensors, int is_checked, Look *look);
+/* Add what is in a tensor, or in lists of tensors, to `look`. Only floats in one piece of host memory are looked at. */
+void look_at(const GroupWriter *self, PyObject *tensors, Look *look);
 
-/* Weak references to the tensors that `look_at` would look at, in a new list. NULL if there are none, or with an exception
-   set. */
-PyObject *refs_to(const GroupWriter *self, PyObject *tensors);
+/* Of the tensors that `look_at` would look at, a weak reference and the address, one after the other in a new list. NULL if
+   there are none, or with an exception set. */
+PyObject *places_of(const GroupWriter *self, PyObject *tensors);
 
 /* Look at those that are alive, and tell `passed` of them if one is not finite. -1 with an exception set. */
 int look_at_outputs(GroupWriter *self, const Place *place);

@@ -40,7 +40,7 @@ typedef struct {
     int64_t message; /* what message_begun has returned; NO_MESSAGE */
     int64_t operation, root;
     Look given;
-    PyObject *outputs; /* weak references to the tensors it writes into; NULL: they are not looked at. Owned */
+    PyObject *outputs; /* places_of the tensors it writes into; NULL: they are not looked at. Owned */
 } Place;
 
 /* A work that somebody may wait for. `work` is only compared. */
