@@ -24,7 +24,7 @@ from .progress import Progress
 NOT_LOOKED, NOT_FINITE = -1, -2
 _MOST = 512
 _MOST_ALIKE = 32
-"""Events of one operation with one peer in one group: a metric that is nan in every step leaves room for others."""
+"""Events of one operation with one peer in one group, of one size: a metric that is nan leaves room for others."""
 _ENCODINGS = {CODES[dtype]: kind.meta >> 8 & 0xFF for dtype, kind in FLOATS.items()}
 
 
@@ -65,7 +65,7 @@ class PassedValues:
     def __init__(self, progress: Progress, groups: GroupTable) -> None:
         self._progress = progress
         self._groups = groups
-        self._told: defaultdict[tuple[str, int, int], int] = defaultdict(int)
+        self._told: defaultdict[tuple[object, ...], int] = defaultdict(int)
         self._all = 0
 
     def note(
@@ -86,15 +86,15 @@ class PassedValues:
         if message >= 0:
             number, member, tag = message_of(message)
             peer = group.member(member) if group is not None else -1
-        key = (OPERATIONS[operation], slot, peer)
-        if group is None or self._told[key] >= _MOST_ALIKE or self._all >= _MOST:
-            return
         worst = self._worst(tensors)
-        if worst is None:
+        if group is None or worst is None:
+            return
+        tensor, flags = worst
+        key = (operation, slot, peer, came_out, tensor.dtype, tensor.numel())
+        if self._told[key] >= _MOST_ALIKE or self._all >= _MOST:
             return
         self._told[key] += 1
         self._all += 1
-        tensor, flags = worst
         self._progress.recorder.append(
             Passed(
                 self._progress.where(),
