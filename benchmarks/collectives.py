@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.hooks.collectives import Collectives
-from gpuwatch.worker.record.group_table import GroupTable
+from gpuwatch.worker.record.passed import PassedValues
+from gpuwatch.worker.record.progress import Progress
 from turns import in_turns, interval
 
 PLAIN, NATIVE, PYTHON = "plain", "native", "Python"
+SHOWN = "native, not looked into"
 AT_MOST_US = 1.0
 """What the native writer may add to a collective and its wait."""
 _CALLS = 200
@@ -28,22 +31,29 @@ _CALLS = 200
 def measure(rounds: int) -> dict[str, list[float]]:
     """Variant -> microseconds for a collective and its wait, one number a round. SystemExit on a fault of ours."""
     tensor = torch.ones(4)
-    spent: dict[str, list[float]] = {PLAIN: [], NATIVE: [], PYTHON: []}
+    spent: dict[str, list[float]] = {PLAIN: [], SHOWN: [], NATIVE: [], PYTHON: []}
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         recorder = RecorderWriter(Path(folder) / "recorder", rank=0, local_rank=0, world_size=1, attempt=0)
-        groups = GroupTable(recorder)
+        progress = Progress(recorder, WorkerSettings(""), 0)
+        groups = progress.groups
+        passed = PassedValues(progress, groups)
         faults: list[Exception] = []
         watchers = {
-            name: Collectives(groups, lambda part, error: faults.append(error), native=name == NATIVE)
-            for name in (NATIVE, PYTHON)
+            name: Collectives(
+                groups,
+                lambda part, error: faults.append(error),
+                native=name != PYTHON,
+                passed=passed if name != SHOWN else None,
+            )
+            for name in (SHOWN, NATIVE, PYTHON)
         }
 
         def run(variant: str) -> None:
             watcher = watchers.get(variant)
             if watcher is not None:
                 watcher.attach()
-                if (groups.native is not None) != (variant == NATIVE):
+                if (groups.native is not None) != (variant != PYTHON):
                     raise SystemExit("the native part is not there: install a C compiler, then gpuwatch again")
             dist.all_reduce(tensor)
             began = time.perf_counter()
@@ -70,7 +80,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=200, help=f"of {_CALLS} collectives each (default: 200)")
     spent = measure(parser.parse_args().rounds)
     print(f"all_reduce of 4 numbers, one process: {statistics.median(spent[PLAIN]):.2f} us")
-    for name in (NATIVE, PYTHON):
+    for name in (SHOWN, NATIVE, PYTHON):
         added = [watched - plain for plain, watched in zip(spent[PLAIN], spent[name], strict=True)]
         low, high = interval(added)
         print(f"shown in the recorder, {name}: {statistics.median(added):.2f} us more ({low:.2f} to {high:.2f})")

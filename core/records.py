@@ -304,6 +304,32 @@ class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
     digests: dict[str, str]
 
 
+class Passed(msgspec.Struct, frozen=True, tag="passed"):
+    """A tensor that went into a collective, a send or a receive, or came out of it, and was not finite."""
+
+    where: Where
+    operation: str
+    """As in core/recorder/group_table.py: `all_reduce`, `recv`."""
+    group: str
+    members: str
+    """Ranks as text, `0-6:2,7`; "" is unknown."""
+    number: int
+    """Among the collectives of its group. Of a message: among those from its sender to its receiver with its tag."""
+    peer: int = -1
+    """Rank in the job of the root, or of whom it is sent to or received from; -1: none, or not known."""
+    tag: int = 0
+    came_out: bool = False
+    """False: it went in."""
+    value: str = "nan"
+    """`nan`, `+inf`, `-inf`, `inf`"""
+    dtype: str = ""
+    elements: int = 0
+    given: str = ""
+    """What this rank has put in: `finite`, `not finite`; "": nothing, or nobody has looked."""
+    given_max: float | None = None
+    """abs max of that, where it was finite."""
+
+
 class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
     """A module in which compiled code runs that no frame shows.
 
@@ -660,6 +686,7 @@ WorkerEvent = (
     | ScalerSkip
     | Ignored
     | Absorbed
+    | Passed
     | NotLookedInto
     | LooseParameters
     | BatchInputs

@@ -11,7 +11,7 @@ VARIABLE = "GPUWATCH_WORKER"
 """The worker removes it from its environment, so that the script's own child processes do not act as workers."""
 
 OnOverflow = Literal["abort", "continue"]
-Watched = Literal["forward", "grads", "weights"]
+Watched = Literal["forward", "grads", "weights", "comms"]
 OnHang = Literal["report", "auto", "abort"]
 OnPreflightFailure = Literal["stop", "continue"]
 PreflightMode = Literal["full", "quick", "off"]
@@ -31,7 +31,7 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     preflight_timeout_s: float = 300.0
     """Deadline for the arrival of all ranks. No later stage gets more than this."""
     on_preflight_failure: OnPreflightFailure = "stop"
-    watch: tuple[Watched, ...] = ("forward", "grads", "weights")
+    watch: tuple[Watched, ...] = ("forward", "grads", "weights", "comms")
     modules: list[str] = []
     """Shell patterns of the modules that get frames. Without a pattern, all do."""
     every: int = 1

@@ -21,6 +21,7 @@ from ...core.records import (
     LooseParameters,
     NodeSignal,
     NotLookedInto,
+    Passed,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
@@ -74,6 +75,8 @@ class RankFacts:
     scaler_skips: list[ScalerSkip] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     absorbed: list[Absorbed] = field(default_factory=list)
+    passed: list[Passed] = field(default_factory=list)
+    """What was not finite and went into collectives and messages, or came out of them; the earliest first."""
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
     loose_parameters: list[LooseParameters] = field(default_factory=list)
     batch_inputs: list[BatchInputs] = field(default_factory=list)

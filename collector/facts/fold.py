@@ -26,6 +26,7 @@ from ...core.records import (
     LooseParameters,
     NodeSignal,
     NotLookedInto,
+    Passed,
     PreflightBegan,
     PreflightResult,
     PreflightStage,
@@ -287,6 +288,7 @@ def _sort(rank: RankFacts) -> None:
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
     rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
+    rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
     rank.looks.sort(key=lambda look: (look.number, look.where.time_ns))
     rank.costs.sort(key=lambda cost: (cost.watched_batches, cost.plain_batches, cost.where.time_ns))
@@ -333,6 +335,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (ScalerSkip, rank.scaler_skips),
         (Ignored, rank.ignored),
         (Absorbed, rank.absorbed),
+        (Passed, rank.passed),
         (NotLookedInto, rank.not_looked_into),
         (LooseParameters, rank.loose_parameters),
         (BatchInputs, rank.batch_inputs),

@@ -26,7 +26,7 @@ def add_watching_options(group: argparse._ArgumentGroup) -> None:
         type=parsers.watched,
         default=get_args(Watched),
         metavar="WHAT,WHAT",
-        help="what to look at: forward (inputs and outputs), grads, weights (all three)",
+        help="what to look at: forward (inputs and outputs), grads, weights, comms (what passes between ranks); all",
     )
     add_option(
         group,

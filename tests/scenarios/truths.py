@@ -891,6 +891,45 @@ COMMUNICATION = [
         )
         for stage in range(4)
     ),
+    Scenario(
+        "a broadcast of nan from rank 0",
+        "passed.py",
+        _found("input", 0, "", "Net", role="input[0]", value="nan", batch=2),
+        args=("--way", "broadcast"),
+        evidence="rank 0 put nan into broadcast",
+        witness="",
+    ),
+    *(
+        Scenario(
+            f"what one rank's own code passes on, {way}",
+            "passed.py",
+            {"kind": "overflow", "phase": "collective", "rank": rank, "module": None, "class": None, "root": None},
+            args=("--way", way),
+            nproc=nproc,
+            weaker=({"kind": "overflow", "rank": None, "certainty": "unknown"},),
+            evidence=f"rank {rank} put .inf into {evidence}",
+        )
+        for way, rank, nproc, evidence in (
+            ("send", 0, 2, "message 3 from rank 0 to rank 1"),
+            ("all_to_all", 1, 2, "all_to_all"),
+            ("partial", 1, 4, "all_reduce"),
+            ("ring", 2, 4, "message 7 from rank 2 to rank 3"),
+        )
+    ),
+    Scenario(
+        "a sum of finite numbers over the ranks",
+        "passed.py",
+        {
+            "kind": "overflow",
+            "phase": "collective",
+            "rank": None,
+            "module": None,
+            "class": None,
+            "certainty": "established",
+        },
+        args=("--way", "sum"),
+        statement="what every rank put in was finite, their sum was not",
+    ),
     Scenario("a group that counts no collectives", "fake_group.py", _forward(1, "body.up", batch=2)),
 ]
 KINDS = {

@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from ...core.frames import Frame, Page, format_frames
 from ...core.judge import anomaly_of_page
@@ -131,7 +131,7 @@ class Watch:
 def watch(
     model: nn.Module | None = None,
     *,
-    watch: Iterable[Watched] = ("forward", "grads", "weights"),
+    watch: Iterable[Watched] = ("forward", "grads", "weights", "comms"),
     modules: Iterable[str] = (),
     every: int = 1,
     on_overflow: OnOverflow = "abort",
@@ -159,10 +159,10 @@ def watch(
         raise ValueError(f"expected every=1 or more, found every={every}")
     if state_every < 0:
         raise ValueError(f"expected state_every=0 (never) or more, found state_every={state_every}")
-    unknown = set(watch) - {"forward", "grads", "weights"}
+    unknown = set(watch) - set(get_args(Watched))
     if unknown or on_overflow not in ("abort", "continue"):
         raise ValueError(
-            "expected watch= of forward, grads, weights and on_overflow= abort or continue, "
+            "expected watch= of forward, grads, weights, comms and on_overflow= abort or continue, "
             f"found {watch!r}, {on_overflow!r}"
         )
     settings = WorkerSettings(

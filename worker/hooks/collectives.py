@@ -22,6 +22,7 @@ import torch
 from ...core.recorder.group_table import OPERATIONS
 from ..record.collectives import count_with
 from ..record.group_table import GroupCall, GroupTable, Place, described
+from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to
 from .native_writer import difference
 
 try:
@@ -43,17 +44,36 @@ class Method:
     """Which argument is the other rank; -1: none."""
     is_rooted: bool = False
     """Its last argument has `rootRank`."""
+    tag: int = -1
+    """Which argument is a message's tag; -1: none."""
+    given: int = -1
+    """Which argument has the tensors that go in; -1: none."""
+    returned: int = -1
+    """Which argument has the tensors that it writes into; -1: none."""
+    given_at_root: bool = False
+    returned_at_root: bool = False
+    """No other rank gives anything, or is given anything."""
 
 
-def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False) -> Method:
-    return Method(name, GroupCall.COLLECTIVE, operation, tensor, is_rooted=is_rooted)
+def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> Method:
+    return Method(
+        name,
+        GroupCall.COLLECTIVE,
+        operation,
+        tensor,
+        is_rooted=is_rooted,
+        given=given,
+        returned=0,
+        given_at_root=operation == "broadcast",
+        returned_at_root=operation == "reduce",
+    )
 
 
 METHODS = (
-    _collective("allreduce", "all_reduce"),
-    _collective("allreduce_coalesced", "all_reduce"),
-    _collective("broadcast", "broadcast", is_rooted=True),
-    _collective("reduce", "reduce", is_rooted=True),
+    _collective("allreduce", "all_reduce", given=0),
+    _collective("allreduce_coalesced", "all_reduce", given=0),
+    _collective("broadcast", "broadcast", is_rooted=True, given=0),
+    _collective("reduce", "reduce", is_rooted=True, given=0),
     _collective("allgather", "all_gather", 1),
     _collective("allgather_coalesced", "all_gather", 1),
     _collective("allgather_into_tensor_coalesced", "all_gather", 1),
@@ -70,10 +90,10 @@ METHODS = (
     _collective("alltoall", "all_to_all", 1),
     _collective("alltoall_base", "all_to_all", 1),
     _collective("all_to_all_single", "all_to_all", 1),
-    _collective("barrier", "barrier", -1),
-    Method("send", GroupCall.P2P, "send", tensor=0, peer=1),
-    Method("recv", GroupCall.P2P, "recv", tensor=0, peer=1),
-    Method("recv_anysource", GroupCall.P2P, "recv", tensor=0),
+    Method("barrier", GroupCall.COLLECTIVE, "barrier"),
+    Method("send", GroupCall.P2P, "send", tensor=0, peer=1, tag=2, given=0),
+    Method("recv", GroupCall.P2P, "recv", tensor=0, peer=1, tag=2, returned=0),
+    Method("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
     Method("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
 )
 """Of a process group."""
@@ -84,8 +104,16 @@ WAIT = Method("wait", GroupCall.WAIT)
 class Collectives:
     """The replaced methods. `attach` puts them in place, `detach` takes them away."""
 
-    def __init__(self, groups: GroupTable, on_fault: Callable[[str, Exception], None], native: bool = True) -> None:
+    def __init__(
+        self,
+        groups: GroupTable,
+        on_fault: Callable[[str, Exception], None],
+        native: bool = True,
+        passed: PassedValues | None = None,
+    ) -> None:
+        """`passed` is told what is not finite; None: nobody looks at what passes."""
         self._groups = groups
+        self._passed = passed
         self._on_fault = on_fault
         self._native = native
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -133,6 +161,7 @@ class Collectives:
                 find_slot=self._groups.slot_of,
                 message_begun=self._groups.message_begun,
                 message_received=self._groups.message_received,
+                passed=self._passed.note if self._passed is not None else None,
                 on_fault=self._fault,
                 exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
             )
@@ -146,8 +175,20 @@ class Collectives:
         writer = self._groups.native
         if writer is not None:
             operation = OPERATIONS.index(method.operation)
-            call, tensor, peer = method.call, method.tensor, method.peer
-            ours = writer.method(method.name, before, call, operation, tensor, peer, method.is_rooted)
+            ours = writer.method(
+                method.name,
+                before,
+                method.call,
+                operation,
+                method.tensor,
+                method.peer,
+                method.is_rooted,
+                method.tag,
+                method.given,
+                method.returned,
+                method.given_at_root,
+                method.returned_at_root,
+            )
         else:
             ours = self._around(before, method)
         setattr(owner, method.name, ours)
@@ -199,10 +240,27 @@ class Collectives:
                 tensor = tensor[0] if tensor else None
             if method.call == GroupCall.P2P:
                 peer = args[method.peer] if 0 <= method.peer < len(args) else -1
-                return groups.begin_p2p(group, code, tensor, peer)
-            return groups.begin(group, code, tensor, getattr(args[-1], "rootRank", -1) if method.is_rooted else -1)
+                tag = args[method.tag] if 0 <= method.tag < len(args) else 0
+                place = groups.begin_p2p(group, code, tensor, peer, tag)
+            else:
+                root = getattr(args[-1], "rootRank", -1) if method.is_rooted else -1
+                place = groups.begin(group, code, tensor, root)
+            if place is not None and self._passed is not None:
+                self._look_at_inputs(self._passed, place, group, method, args)
+            return place
 
         return begin
+
+    @staticmethod
+    def _look_at_inputs(passed: PassedValues, place: Place, group: Any, method: Method, args: tuple[Any, ...]) -> None:
+        """Look at what goes in, and remember where it will come out."""
+        is_root = place.root < 0 or place.root == group.rank()
+        if 0 <= method.returned < len(args) and (is_root or not method.returned_at_root):
+            place.outputs = refs_to(args[method.returned])
+        if 0 <= method.given < len(args) and (is_root or not method.given_at_root):
+            place.given = look_at(args[method.given])
+            if place.given[0] == NOT_FINITE:
+                _tell(passed, place, False, args[method.given])
 
     def _finish_of(self, method: Method) -> Callable[[Place, Any, Any], None]:
         groups = self._groups
@@ -214,7 +272,23 @@ class Collectives:
                 groups.count_again(place, owner)
             if ends:
                 groups.ended(place)
+                alive = [tensor for ref in place.outputs if (tensor := ref()) is not None]
+                if self._passed is not None and look_at(alive).high == NOT_FINITE:
+                    _tell(self._passed, place, True, alive)
             else:
                 groups.issued(place, result)
 
         return finish
+
+
+def _tell(passed: PassedValues, place: Place, came_out: bool, tensors: Any) -> None:
+    passed.note(
+        place.slot.number,
+        place.number,
+        place.operation,
+        place.root,
+        place.message,
+        came_out,
+        *place.given,
+        tensors,
+    )

@@ -43,11 +43,12 @@ from ..record.cost import CostMeter
 from ..record.graph_calls import GraphCalls, next_node
 from ..record.leaves import inputs_of, outputs_of
 from ..record.names import class_of, unwrap
+from ..record.passed import PassedValues
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
-from ..stats.device import is_on_device
+from ..stats.device import is_on_device, late_device
 from ..stats.notable import Notable
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from ..without_modes import without_modes
@@ -146,7 +147,9 @@ class Hooks:
         )
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
-        self._collectives = Collectives(self.progress.groups, self._fault)
+        passed = PassedValues(self.progress, self.progress.groups)
+        looks = "comms" in settings.watch and late_device() is None
+        self._collectives = Collectives(self.progress.groups, self._fault, passed=passed if looks else None)
         self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
         self._exports = Exports(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None

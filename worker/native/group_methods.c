@@ -3,6 +3,7 @@
 
 #include "group_methods.h"
 
+#include "group_look.h"
 #include "group_writer.h"
 #include "objects.h"
 #include "types.h"
@@ -11,9 +12,9 @@ typedef struct {
     PyObject_HEAD
     GroupWriter *writer;
     PyObject *before, *name, *doc; /* before: what it calls */
-    int call, is_rooted;
+    int call, is_rooted, given_at_root, returned_at_root; /* at root: no other rank gives, or is given, anything */
     int64_t operation;
-    Py_ssize_t tensor, peer; /* positions of arguments, without the object; -1: none */
+    Py_ssize_t tensor, peer, tag, given, returned; /* positions of arguments, without the object; -1: none */
     PyMethodDef definition;
 } GroupMethod;
 
@@ -54,6 +55,30 @@ static int64_t root_of(PyObject *options)
     return integer_of(options, s_rootRank, &root) ? root : -1;
 }
 
+static int64_t integer_at(PyObject *const *args, Py_ssize_t given, Py_ssize_t position, int64_t otherwise)
+{
+    int64_t number;
+    return position >= 0 && position + 1 < given && integer_from(args[position + 1], &number) ? number : otherwise;
+}
+
+/* Look at what goes in, and remember where it will come out. -1 with an exception set. */
+static int look_at_inputs(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Place *place)
+{
+    GroupWriter *writer = self->writer;
+    if (writer->passed == NULL || writer->passed == Py_None)
+        return 0;
+    const int is_root = place->root < 0 || place->root == writer->slots[place->slot].rank;
+    if (self->returned >= 0 && self->returned + 1 < given && (is_root || !self->returned_at_root)) {
+        place->outputs = places_of(writer, args[self->returned + 1]);
+        if (place->outputs == NULL && PyErr_Occurred())
+            return -1;
+    }
+    if (self->given < 0 || self->given + 1 >= given || (!is_root && self->given_at_root))
+        return 0;
+    look_at(writer, args[self->given + 1], &place->given);
+    return place->given.high == NOT_FINITE ? tell_passed(writer, place, 0, args[self->given + 1]) : 0;
+}
+
 /* As GroupTable's begin of the same call. `args` begins with the object. */
 static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Place *place)
 {
@@ -66,25 +91,23 @@ static int begin(GroupMethod *self, PyObject *const *args, Py_ssize_t given, Pla
     Py_XINCREF(tensor);
     int noted;
     if (self->call == CALL_P2P) {
-        int64_t peer = -1;
-        if (self->peer >= 0 && self->peer + 1 < given && !integer_from(args[self->peer + 1], &peer))
-            peer = -1;
-        noted = begin_p2p(self->writer, args[0], self->operation, tensor, peer, place);
+        const int64_t peer = integer_at(args, given, self->peer, -1), tag = integer_at(args, given, self->tag, 0);
+        noted = begin_p2p(self->writer, args[0], self->operation, tensor, peer, tag, place);
     } else {
         const int64_t root = self->is_rooted && given > 1 ? root_of(args[given - 1]) : -1;
         noted = begin_collective(self->writer, args[0], self->operation, tensor, root, place);
     }
     Py_XDECREF(tensor);
-    return noted;
+    return noted > 0 && look_at_inputs(self, args, given, place) < 0 ? -1 : noted;
 }
 
-static int finish(GroupMethod *self, PyObject *object, PyObject *result, const Place *place)
+static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *place)
 {
     GroupWriter *writer = self->writer;
     if ((self->call == CALL_P2P || self->call == CALL_BARRIER) && count_again(writer, place, object) < 0)
         return -1;
     if (self->call == CALL_WAIT || self->call == CALL_BARRIER)
-        return ended(writer, place);
+        return ended(writer, place) < 0 ? -1 : look_at_outputs(writer, place);
     return issued_work(writer, place, result);
 }
 
@@ -99,7 +122,7 @@ static void note_failure(GroupMethod *self, const Place *place)
 
 static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_t given, PyObject *names)
 {
-    Place place;
+    Place place = {.outputs = NULL};
     Py_INCREF(self); /* a fault takes the method away, while it runs */
     const int noted = begin(self, args, given, &place);
     if (noted < 0)
@@ -111,6 +134,7 @@ static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_
         else if (finish(self, args[0], result, &place) < 0)
             tell_fault(self->writer);
     }
+    Py_CLEAR(place.outputs);
     Py_DECREF(self);
     return result;
 }
@@ -148,10 +172,11 @@ static PyType_Spec method_spec = {"gpuwatch.worker.native.core.GroupMethod", siz
 static PyObject *writer_method(GroupWriter *self, PyObject *args)
 {
     PyObject *name, *before;
-    int call, is_rooted;
+    int call, is_rooted, given_at_root, returned_at_root;
     long long operation;
-    Py_ssize_t tensor, peer;
-    if (!PyArg_ParseTuple(args, "UOiLnnp", &name, &before, &call, &operation, &tensor, &peer, &is_rooted))
+    Py_ssize_t tensor, peer, tag, given, returned;
+    if (!PyArg_ParseTuple(args, "UOiLnnpnnnpp", &name, &before, &call, &operation, &tensor, &peer, &is_rooted, &tag, &given,
+                          &returned, &given_at_root, &returned_at_root))
         return NULL;
     GroupMethod *method = (GroupMethod *)method_type->tp_alloc(method_type, 0);
     if (method == NULL)
@@ -165,6 +190,11 @@ static PyObject *writer_method(GroupWriter *self, PyObject *args)
     method->tensor = tensor;
     method->peer = peer;
     method->is_rooted = is_rooted;
+    method->tag = tag;
+    method->given = given;
+    method->returned = returned;
+    method->given_at_root = given_at_root;
+    method->returned_at_root = returned_at_root;
     PyErr_Clear();
     method->definition = (PyMethodDef){PyUnicode_AsUTF8(name), METHOD(method_call), METH_FASTCALL | METH_KEYWORDS,
                                        method->doc != NULL && PyUnicode_Check(method->doc) ? PyUnicode_AsUTF8(method->doc)
@@ -256,8 +286,8 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 
 static PyMethodDef writer_methods[] = {
     {"method", METHOD(writer_method), METH_VARARGS,
-     "method(name, before, call, operation, tensor, peer, is_rooted) -> method\n\n"
-     "A method that notes and calls `before`. `tensor`, `peer`: positions of its arguments; -1: none."},
+     "method(name, before, call, operation, tensor, peer, is_rooted, tag, given, returned, given_at_root, returned_at_root)"
+     " -> method\n\nA method that notes and calls `before`. Positions of its arguments are -1 for none."},
     {"enter", METHOD(writer_enter), METH_VARARGS, "enter(number, group) -> None\n\nThe group holds that slot from now on."},
     {"forget", METHOD(writer_forget), METH_NOARGS, "forget() -> None\n\nForget all groups, and all works."},
     {NULL, NULL, 0, NULL},

@@ -38,6 +38,11 @@ int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group)
     if (ref == NULL)
         return -1;
     GroupSlot *slot = &self->slots[number];
+    PyObject *rank = PyObject_CallMethodNoArgs(group, s_rank);
+    if (rank == NULL || !integer_from(rank, &slot->rank))
+        slot->rank = -1;
+    Py_XDECREF(rank);
+    PyErr_Clear();
     Py_XSETREF(slot->ref, ref);
     slot->group = group;
     slot->holders++;
@@ -54,6 +59,7 @@ void forget_groups(GroupWriter *self)
     for (int i = 0; i < PENDING_WORKS; i++) {
         self->pending[i].work = NULL;
         Py_CLEAR(self->pending[i].ref);
+        Py_CLEAR(self->pending[i].place.outputs);
     }
 }
 
@@ -176,11 +182,11 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     recent[2] = new.elements;
     move(fields, number, GROUP_ISSUING, number);
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE};
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, root, {NOT_LOOKED, 0}, NULL};
     return 1;
 }
 
-int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, Place *place)
+int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, int64_t tag, Place *place)
 {
     Begun new;
     const int found = look(self, group, tensor, &new);
@@ -195,12 +201,13 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
     fields[G_P2P_ELEMENTS] = new.elements;
     move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number);
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE};
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, -1, {NOT_LOOKED, 0}, NULL};
     if (self->message_begun == NULL) /* the interpreter ends, and has cleared this object */
         return 1;
-    PyObject *source = PyObject_CallFunction(self->message_begun, "iLL", new.slot, (long long)operation, (long long)peer);
-    const int good = source != NULL && integer_from(source, &place->source);
-    Py_XDECREF(source);
+    PyObject *message = PyObject_CallFunction(self->message_begun, "iLLL", new.slot, (long long)operation, (long long)peer,
+                                              (long long)tag);
+    const int good = message != NULL && integer_from(message, &place->message);
+    Py_XDECREF(message);
     return good ? 1 : -1;
 }
 
@@ -241,6 +248,7 @@ int waits_for(GroupWriter *self, PyObject *work, Place *place)
         return 0;
     const int is_same = is_ref_to(entry->ref, work);
     *place = entry->place;
+    entry->place.outputs = NULL;
     entry->work = NULL;
     Py_CLEAR(entry->ref);
     int64_t *fields = is_same ? borrow_place(self, place, &memory) : NULL;
@@ -251,7 +259,7 @@ int waits_for(GroupWriter *self, PyObject *work, Place *place)
     return 1;
 }
 
-int issued_work(GroupWriter *self, const Place *place, PyObject *work)
+int issued_work(GroupWriter *self, Place *place, PyObject *work)
 {
     Py_buffer memory;
     int64_t *fields = borrow_place(self, place, &memory);
@@ -266,7 +274,10 @@ int issued_work(GroupWriter *self, const Place *place, PyObject *work)
         return -1;
     PendingWork *entry = room_for(self, work);
     entry->work = work;
+    PyObject *outputs = entry->place.outputs;
     entry->place = *place;
+    place->outputs = NULL; /* the entry owns them now */
+    Py_XDECREF(outputs);
     Py_XSETREF(entry->ref, ref);
     return 1;
 }
@@ -282,9 +293,9 @@ int ended(GroupWriter *self, const Place *place)
         fields[G_ENDED] = place->number;
     publish(&fields[G_STATE], 0);
     PyBuffer_Release(&memory);
-    if (place->source == NO_MESSAGE || self->message_received == NULL)
+    if (place->message == NO_MESSAGE || self->message_received == NULL)
         return 1;
-    PyObject *done = PyObject_CallFunction(self->message_received, "iL", place->slot, (long long)place->source);
+    PyObject *done = PyObject_CallFunction(self->message_received, "iL", place->slot, (long long)place->message);
     Py_XDECREF(done);
     return done != NULL ? 1 : -1;
 }

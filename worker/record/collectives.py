@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ class _History:
         self.groups = 0
         """How many groups there were then."""
         self.moments: deque[Moment] = deque(maxlen=_MOST_MOMENTS)
-        self.table: GroupTable | None = None
+        self.table: Callable[[], GroupTable | None] = lambda: None
         self.silent: dict[int, weakref.ref[Any]] = {}
         """Groups whose backend has no counter, by id: torch's `fake`."""
 
@@ -42,7 +42,7 @@ _history = _History()
 
 def count_with(table: GroupTable) -> None:
     """From now on `table` tells collectives from messages."""
-    _history.table = table
+    _history.table = weakref.ref(table)
 
 
 def issued() -> int:
@@ -60,7 +60,8 @@ def issued() -> int:
         if not groups:
             return -1
         number = len(groups)
-        total = history.table.received if history.table is not None else 0
+        table = history.table()
+        total = table.received if table is not None else 0
         if history.silent:
             groups = _counting(groups)
             if not groups:
@@ -107,13 +108,13 @@ def ranks() -> int:
 
 
 def _moment(seq: int) -> Moment:
-    table = _history.table
+    table = _history.table()
     sent, received = table.messages() if table is not None else ({}, {})
     return Moment(seq, clock(), sent, received)
 
 
 def _count_of(group: Any) -> int:
-    table = _history.table
+    table = _history.table()
     try:
         return table.count_of(group) if table is not None else int(group._get_sequence_number_for_group())
     except RuntimeError:  # its backend has no counter

@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -45,7 +46,7 @@ class GroupCall(IntEnum):
 class Slot:
     """One group's place in the table."""
 
-    __slots__ = ("at", "field", "group", "name", "number", "ranks")
+    __slots__ = ("at", "field", "group", "members", "name", "number", "ranks")
 
     def __init__(self, group: Any, number: int) -> None:
         self.group = weakref.ref(group)
@@ -57,15 +58,39 @@ class Slot:
         self.name = str(group.group_name)
         self.ranks: list[int] = []
         """The members, in the order of their ranks within the group."""
+        self.members = ""
+        """The same as text, sorted."""
+
+    def member(self, number: int) -> int:
+        """Rank in the job of a rank of the group; -1 if it is not known."""
+        return self.ranks[number] if 0 <= number < len(self.ranks) else ANYONE
 
 
 Messages = dict[str, dict[int, int]]
 """Name of a group -> rank of the peer in the job (ANYONE: it is not known) -> how many."""
-Place = tuple[Slot, int, int]
-"""A slot, the number of an operation in it, and whose message it receives (rank of the group, ANYONE, NO_MESSAGE)."""
 ANYONE = -1
-NO_MESSAGE = -2
-"""It is no receive."""
+NO_MESSAGE = -1
+
+
+@dataclass
+class Place:
+    """An operation that has begun."""
+
+    slot: Slot
+    number: int
+    message: int = NO_MESSAGE
+    """What `message_begun` has returned."""
+    operation: int = 0
+    root: int = -1
+    given: tuple[int, int] = (-1, 0)
+    """passed.Look"""
+    outputs: list[weakref.ref[Any]] = field(default_factory=list)
+    """The tensors that it writes into, as far as they are looked at."""
+
+
+def message_of(message: int) -> tuple[int, int, int]:
+    """(number, rank of the peer in the group or ANYONE, tag) of what `message_begun` has returned."""
+    return message >> 41, (message >> 1 & 0xF_FFFF) - 1, message >> 21 & 0xF_FFFF
 
 
 def described(tensor: Any) -> tuple[int, int]:
@@ -92,6 +117,8 @@ class GroupTable:
         """id of a work -> (weak reference, place)"""
         self._sent: dict[tuple[int, int], int] = {}
         """(slot, rank of the group) -> sends begun"""
+        self._messages: dict[tuple[int, int, int, bool], int] = {}
+        """(slot, rank of the group, tag, whether it is sent) -> how many were begun"""
         self._received: dict[tuple[int, int], int] = {}
         """(slot, rank of the group) -> receives that have come to their end"""
         self.received = 0
@@ -120,6 +147,10 @@ class GroupTable:
         """(sends begun, receives that have come to their end)."""
         return self._by_peer(self._sent), self._by_peer(self._received)
 
+    def slot_at(self, number: int) -> Slot | None:
+        """The slot of that number, if a group holds it."""
+        return next((slot for slot in self._slots.values() if slot is not None and slot.number == number), None)
+
     def _by_peer(self, counts: dict[tuple[int, int], int]) -> Messages:
         if not counts:
             return {}
@@ -128,8 +159,7 @@ class GroupTable:
         for (number, member), count in counts.items():
             slot = slots.get(number)
             if slot is not None:
-                peer = slot.ranks[member] if 0 <= member < len(slot.ranks) else ANYONE
-                found.setdefault(slot.name, {})[peer] = count
+                found.setdefault(slot.name, {})[slot.member(member)] = count
         return found
 
     def clear(self, failed: bool = False) -> None:
@@ -174,9 +204,9 @@ class GroupTable:
         self._slots[key] = None
         if number is not None:
             slot = Slot(group, number)
-            for counts in (self._sent, self._received):
+            for counts in (self._sent, self._received, self._messages):
                 for old in [old for old in counts if old[0] == number]:
-                    del counts[old]
+                    del counts[old]  # type: ignore[arg-type]  # of whichever of them it is
             try:
                 self._write_slot(slot, group)
             except RuntimeError:  # a backend without the counter
@@ -207,9 +237,9 @@ class GroupTable:
         place = at + _RECENT_AT + _OPERATION_BYTES * (number & _RING_MASK)
         _pack_operation(self._view, place, number, _what_of(operation, dtype, root), elements)
         _pack_move(self._view, at + _MOVE_AT, number, _ISSUING, number, _now())
-        return slot, number, NO_MESSAGE
+        return Place(slot, number, operation=operation, root=root)
 
-    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int) -> Place | None:
+    def begin_p2p(self, group: Any, operation: int, tensor: Any, peer: int, tag: int = 0) -> Place | None:
         """A send or a receive begins."""
         slot = self.slot_of(group)
         if slot is None:
@@ -221,20 +251,21 @@ class GroupTable:
         dtype, fields[at + 2] = described(tensor)
         fields[at + 1] = _what_of(operation, dtype, peer)
         _pack_move(self._view, slot.at + _MOVE_AT, fields[slot.field + _BEGUN], _ISSUING, -number, _now())
-        return slot, -number, self.message_begun(slot.number, operation, peer)
+        return Place(slot, -number, self.message_begun(slot.number, operation, peer, tag), operation)
 
     def waits_for(self, work: Any) -> Place | None:
         """The rank begins to wait for a work. None if it is not known which one that is."""
         entry = self._pending.pop(id(work), None)
         if entry is None or entry[0]() is not work:
             return None
-        slot, number, _ = place = entry[1]
-        _pack_move(self._view, slot.at + _MOVE_AT, self._fields[slot.field + _BEGUN], _WAITING, number, _now())
+        place = entry[1]
+        slot = place.slot
+        _pack_move(self._view, slot.at + _MOVE_AT, self._fields[slot.field + _BEGUN], _WAITING, place.number, _now())
         return place
 
     def issued(self, place: Place, work: Any) -> None:
         """The call that began an operation has returned `work`, which somebody may wait for."""
-        self._fields[place[0].field + _STATE] = 0
+        self._fields[place.slot.field + _STATE] = 0
         if work is not None:
             pending = self._pending
             if len(pending) > _MOST_PENDING:
@@ -243,36 +274,40 @@ class GroupTable:
 
     def ended(self, place: Place) -> None:
         """The wait has come to its end on this rank, as far as the host can see."""
-        slot, number, source = place
-        at = slot.field
+        at = place.slot.field
         fields = self._fields
         self._header[_WAITED] += _now() - fields[at + _SINCE]
         fields[at + _STATE] = 0
-        if number > fields[at + _ENDED]:
-            fields[at + _ENDED] = number
-        if source != NO_MESSAGE:
-            self.message_received(slot.number, source)
+        if place.number > fields[at + _ENDED]:
+            fields[at + _ENDED] = place.number
+        if place.message != NO_MESSAGE:
+            self.message_received(place.slot.number, place.message)
 
     def failed(self, place: Place) -> None:
         """The call or the wait has raised."""
-        self._fields[place[0].field + _STATE] = _FAILED
+        self._fields[place.slot.field + _STATE] = _FAILED
 
     def count_again(self, place: Place, group: Any) -> None:
         """The group's own counter may have counted what is no collective, or a collective by its messages."""
-        self._fields[place[0].field + _COUNTED] = group._get_sequence_number_for_group()
+        self._fields[place.slot.field + _COUNTED] = group._get_sequence_number_for_group()
 
     # -- messages: what worker/native/group_writer.c calls as well ----------------------------------------------
 
-    def message_begun(self, slot: int, operation: int, peer: int) -> int:
-        """Count a send. Returns whose message it receives, for `message_received`."""
-        if operation != _SEND:
-            return peer
-        self._sent[slot, peer] = self._sent.get((slot, peer), 0) + 1
-        return NO_MESSAGE
+    def message_begun(self, slot: int, operation: int, peer: int, tag: int) -> int:
+        """Count it. Returns an integer for `message_of` and `message_received`."""
+        is_sent, tag = operation == _SEND, tag & 0xF_FFFF
+        key = slot, peer, tag, is_sent
+        number = self._messages[key] = self._messages.get(key, 0) + 1
+        if is_sent:
+            self._sent[slot, peer] = self._sent.get((slot, peer), 0) + 1
+        return (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
 
-    def message_received(self, slot: int, source: int) -> None:
-        """A receive has come to its end."""
+    def message_received(self, slot: int, message: int) -> None:
+        """Somebody has waited for a message; count it if it was received."""
+        if message & 1:
+            return
         self.received += 1
+        _, source, _ = message_of(message)
         if source != ANYONE:
             self._received[slot, source] = self._received.get((slot, source), 0) + 1
 
@@ -285,7 +320,8 @@ class GroupTable:
         ranks = [int(rank) for rank in places]
         slot.ranks = [int(rank) for rank in sorted(places, key=places.__getitem__)]
         self._write_text(slot.at + table.NAME_AT, table.NAME_BYTES, str(group.group_name))
-        self._write_text(slot.at + table.MEMBERS_AT, table.MEMBERS_BYTES, table.members_text(sorted(ranks)))
+        slot.members = table.members_text(sorted(ranks))
+        self._write_text(slot.at + table.MEMBERS_AT, table.MEMBERS_BYTES, slot.members)
         self._fields[slot.field + GroupField.SIZE] = group.size()
         self._count_unseen(slot, group._get_sequence_number_for_group())
         self._fields[slot.field + GroupField.USED] = 1

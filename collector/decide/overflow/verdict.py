@@ -7,14 +7,16 @@ from dataclasses import replace
 from ....core.recorder.lone_process import rank_name
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
+from ..own_faults import doubts_about
 from ..verdict_model import Concurrent, Verdict
-from ..words import COMPILED, cascade_of, found_text, seen_in
+from ..words import COMPILED, cascade_of, device_of, found_text, seen_in
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
+from .handed_on import as_passed
 from .order import Order
-from .passed import as_passed
+from .passed import Fed, fed_by, fed_lines, way_text
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
+from .words import fed_sentence, next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 
 _TIERS = (("made", "changed"), ("outside", "weight", "unread"), ("skipped",), ("reduced",), ("received",), ("carried",))
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
@@ -35,6 +37,9 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     level = [as_passed(facts, d) if d in outside else d for d in level]
     tier = next(found for tier in _TIERS if (found := [d for d in level if d.source in tier]))
     first = tier[0]
+    fed = fed_by(facts, first)
+    if fed is not None:
+        return _fed(facts, tier, diagnoses, order, fed)
     if first.source == "reduced":
         return of_reduced(facts, tier, diagnoses)
     alone = len(tier) == 1
@@ -57,6 +62,61 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     if odd is not None and odd.certain:
         first = _of_weight(first, odd)
     return _named(facts, first, rest, diagnoses, order, odd)
+
+
+def _fed(
+    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], order: Order, fed: Fed
+) -> Verdict:
+    """The verdict where another rank has passed the value on, or a sum over the ranks has made it."""
+    met = tier[0]
+    put = fed.put
+    if put is None:
+        return _of_sum(facts, met, diagnoses, fed)
+    others = [one for one in tier[1:] if (theirs := fed_by(facts, one)) is None or theirs.rank != fed.rank]
+    own = next((one for one in diagnoses if one.rank == fed.rank), None)
+    if own is not None and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
+        first = replace(own, notes=(*own.notes, *fed_lines(fed)))
+        return _named(facts, first, [one for one in others if one is not own], diagnoses, order, None)
+    rank = facts.ranks[met.attempt, put.where.rank]
+    return overflow_at(
+        met,
+        rank=rank.rank,
+        host=facts.host(rank) or None,
+        device=device_of(rank),
+        module=None,
+        cls=None,
+        role=None,
+        root=None,
+        phase="collective",
+        value=put.value,
+        step=put.where.step,
+        batch=put.where.batch,
+        statement=fed_sentence(met, fed, facts.host(rank)),
+        certainty="supported",
+        evidence=[*fed_lines(fed), *met.notes, f"rank {rank.rank}: no module call of its own is known to have made it"],
+        next=[f"Look at what rank {rank.rank} computes outside of its modules, or is handed, before {way_text(put)}."],
+        cascade=cascade_of(facts, met.attempt, {rank.rank}),
+    )
+
+
+def _of_sum(facts: RunFacts, met: LocalDiagnosis, diagnoses: list[LocalDiagnosis], fed: Fed) -> Verdict:
+    """The verdict where every rank put finite numbers into a reduction, and what came out was not finite."""
+    failed = [line for rank in facts.of_attempt(met.attempt) for line in doubts_about(rank)]
+    came = fed.ways[-1]
+    return overflow_at(
+        met,
+        module=None,
+        cls=None,
+        role=None,
+        root=None,
+        phase="collective",
+        statement=f"{came.value} came out of {way_text(came)} in batch {met.batch}: what every rank put in was finite, "
+        f"their sum was not ({came.dtype}).",
+        certainty="supported" if failed else "established",
+        evidence=[*fed_lines(fed), *met.notes, *failed],
+        next=["Divide before the sum, or add up in float32 or bfloat16."],
+        cascade=cascade_of(facts, met.attempt, {other.rank for other in diagnoses}),
+    )
 
 
 def _of_weight(first: LocalDiagnosis, odd: OddWeight) -> LocalDiagnosis:

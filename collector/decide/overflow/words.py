@@ -11,6 +11,7 @@ from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..verdict_model import Verdict
 from ..words import between_text, device_of, found_text, one_on, place_of, ranks_text, seen_in
+from .passed import Fed, way_text
 from .replicas import OddWeight
 
 _WHOLE_BATCHES = (
@@ -196,6 +197,18 @@ def unknown_sentence(tier: list[LocalDiagnosis]) -> str:
     return (
         f"{who} met {what} in {batch} at the same point ({found_text(first)}); "
         f"it was made before, where nobody looked, so the first rank is unknown{cause}."
+    )
+
+
+def fed_sentence(met: LocalDiagnosis, fed: Fed, host: str) -> str:
+    """The statement where a rank has put a value into an operation that none of its modules is known to have made."""
+    put = fed.put
+    assert put is not None
+    who = f"Rank {put.where.rank}{f' on {host}' if host else ''}"
+    batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
+    return (
+        f"{who} put {put.value} into {way_text(put)}; rank {met.rank} was handed it in {batch} ({found_text(met)}). "
+        f"No module of rank {put.where.rank} was seen to make it: its own code did, or was handed it."
     )
 
 

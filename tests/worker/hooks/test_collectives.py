@@ -433,3 +433,90 @@ collectives.attach()
     assert shown[0]["waits"]["received"] == {}
     assert shown[0]["waits"]["seq"] < shown[0]["received"]["seq"]
     assert shown[0]["reduced"]["clock"] == shown[1]["reduced"]["clock"]
+
+
+@BOTH
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_what_passes_and_is_not_finite_is_told_and_nothing_else(both):
+    """Also from DDP's own hooks that are written in Python, from lists of tensors, and by root."""
+    shown = both(
+        """
+from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker.record.passed import PassedValues
+from gpuwatch.worker.record.progress import Progress
+
+collectives.detach()
+recorder = RecorderWriter(folder / f"passed-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0)
+progress = Progress(recorder, WorkerSettings(""), rank)
+passed = PassedValues(progress, progress.groups)
+on_fault = lambda part, error: faults.append(repr(error))
+collectives = Collectives(progress.groups, on_fault, native=sys.argv[3] == "native", passed=passed)
+collectives.attach()
+told = RecorderReader(folder / f"passed-{rank}")
+inf, nan = float("inf"), float("nan")
+
+def after(name, call):
+    call()
+    shown[name] = [
+        [e.operation, e.number, e.peer, e.tag, e.came_out, e.value, e.dtype, e.elements, e.given, e.given_max]
+        for e in told.new_entries()[1]
+    ]
+
+mine = lambda bad, good=1.0: torch.full((3,), bad if rank == 1 else good)
+after("finite", lambda: dist.all_reduce(torch.ones(3)))
+after("sum", lambda: dist.all_reduce(torch.full((3,), 2e38)))
+after("one", lambda: dist.all_reduce(mine(nan)))
+after("broadcast", lambda: dist.broadcast(mine(-inf, inf), src=1))
+after("gather", lambda: dist.all_gather([torch.empty(3, dtype=torch.float64) for _ in range(2)], mine(inf).double()))
+after("single", lambda: dist.all_gather_into_tensor(torch.empty(6), mine(inf)))
+def exchange():
+    parts = [torch.ones(2), torch.full((2,), nan if rank == 1 else 1.0)]
+    dist.all_to_all_single(torch.empty(4), torch.cat(parts[::-1]))
+after("exchange", exchange)
+def messages():
+    for tag in (4, 4, 5):
+        tensor = torch.full((2, 2), inf if tag == 4 else 0.0)
+        if rank == 1:
+            dist.send(tensor, 0, tag=tag)
+        else:
+            work = dist.irecv(tensor := torch.empty(2, 2), 1, tag=tag)
+            work.wait()
+after("messages", messages)
+after("integers", lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64)))
+def freed():
+    gone = torch.full((4,), inf)
+    work = dist.all_gather_into_tensor(gone, torch.full((2,), inf if rank else 0.0), async_op=True)
+    while not work.is_completed():
+        pass
+    gone.untyped_storage().resize_(0)
+    work.wait()
+after("freed", freed)
+def many():
+    for _ in range(50):
+        dist.all_reduce(mine(nan))
+after("many", many)
+"""
+    )
+    nothing = ["", None]
+    for rank, found in enumerate(shown):
+        assert found["finite"] == found["integers"] == []
+        (total,) = found["sum"]
+        assert total[:9] == ["all_reduce", 2, -1, 0, True, "+inf", "float32", 3, "finite"]
+        assert total[9] == pytest.approx(2e38)
+        put = ["all_reduce", 3, -1, 0, False, "nan", "float32", 3, "not finite", None]
+        out = ["all_reduce", 3, -1, 0, True, "nan", "float32", 3, *(["not finite", None] if rank else ["finite", 1.0])]
+        assert found["one"] == ([put, out] if rank else [out])
+        sent = ["broadcast", 4, 1, 0, False, "-inf", "float32", 3, "not finite", None]
+        got = ["broadcast", 4, 1, 0, True, "-inf", "float32", 3, *(["not finite", None] if rank else nothing)]
+        assert found["broadcast"] == ([sent, got] if rank else [got]), "what is there before it comes is not looked at"
+        assert [each[:5] for each in found["gather"]][-1] == ["all_gather", 5, -1, 0, True]
+        assert found["gather"][-1][6] == "float64"
+        assert [each[4] for each in found["single"]] == ([False, True] if rank else [True])
+        assert [each[4] for each in found["freed"]] == ([False] if rank else [])
+        assert len(found["many"]) == (31 + 30 if rank else 30), "a metric leaves room for others"
+    assert [each[:6] for each in shown[1]["exchange"]] == [["all_to_all", 7, -1, 0, False, "nan"]]
+    assert [each[:6] for each in shown[0]["exchange"]] == [["all_to_all", 7, -1, 0, True, "nan"]]
+    assert [each[:6] for each in shown[1]["messages"]] == [["send", n, 0, 4, False, "+inf"] for n in (1, 2)]
+    assert [each[:6] for each in shown[0]["messages"]] == [["recv", n, 1, 4, True, "+inf"] for n in (1, 2)]
+    assert [each[8:] for each in shown[0]["messages"]] == [nothing, nothing]

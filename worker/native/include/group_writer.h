@@ -12,25 +12,35 @@
 
 /* memory: the recorder's map. tensor, parameter, group: torch's classes. counter: the group's method that returns its own
    sequence number. describe(tensor) -> (code of the dtype, elements), of any tensor. find_slot(group): a group that is not
-   known yet gets its slot there, with `enter`; or none. message_begun(slot, operation, peer) -> whose message it receives.
-   message_received(slot, whose). on_fault(exception). */
+   known yet gets its slot there, with `enter`; or none. message_begun(slot, operation, peer, tag) -> message.
+   message_received(slot, message). passed(slot, number, operation, root, message, came out?, high, dtype, tensors): some of
+   the tensors are not finite; high and dtype tell what went in. None: nothing is looked at. on_fault(exception). */
 #define EACH_GROUP_PART(DO) \
     DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) \
-    DO(message_begun) DO(message_received) DO(on_fault)
+    DO(message_begun) DO(message_received) DO(passed) DO(on_fault)
 
 /* Who holds a slot of the table. `group` is only compared: `ref` tells whether it is still the same one. */
 typedef struct {
     PyObject *group, *ref;
     int64_t holders; /* how many groups have held this slot */
+    int64_t rank;    /* this rank's number in the group */
 } GroupSlot;
 
-enum { NO_MESSAGE = -2 }; /* as in worker/record/group_table.py: it is no receive */
+enum { NO_MESSAGE = -1, NOT_LOOKED = -1, NOT_FINITE = -2 }; /* as in worker/record/group_table.py and passed.py */
+
+/* What some tensors hold: the bits of the largest number, or one of the above, and the code of its dtype. */
+typedef struct {
+    int64_t high, dtype;
+} Look;
 
 /* An operation in the table. */
 typedef struct {
     int slot;
     int64_t holders, number;
-    int64_t source; /* whose message it receives; NO_MESSAGE */
+    int64_t message; /* what message_begun has returned; NO_MESSAGE */
+    int64_t operation, root;
+    Look given;
+    PyObject *outputs; /* places_of the tensors it writes into; NULL: they are not looked at. Owned */
 } Place;
 
 /* A work that somebody may wait for. `work` is only compared. */
@@ -53,9 +63,10 @@ typedef struct {
 /* Each of these returns 1 if the operation is noted, 0 if its group or work is not shown, -1 with an exception set. They
    do what GroupTable (worker/record/group_table.py) does under the same name. `tensor` may be NULL. */
 int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t root, Place *place);
-int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, Place *place);
+int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *tensor, int64_t peer, int64_t tag,
+              Place *place);
 int waits_for(GroupWriter *self, PyObject *work, Place *place);
-int issued_work(GroupWriter *self, const Place *place, PyObject *work);
+int issued_work(GroupWriter *self, Place *place, PyObject *work);
 int ended(GroupWriter *self, const Place *place);
 int failed(GroupWriter *self, const Place *place);
 int count_again(GroupWriter *self, const Place *place, PyObject *group);

@@ -1,79 +1,124 @@
-"""What a rank was fed is its own only if nothing has passed between the last finite value that was seen and that."""
+"""From which rank a value came that another was handed, by what the ranks tell of their collectives and messages."""
 
 from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.records import Passed
+from gpuwatch.core.wire.messages import EventMessage
+
+HUGE = 2e38
 
 
-def judge(make, *batches):
-    bodies = [make.hello(nproc=len({batch.rank for batch in batches}))]
-    bodies += [body for batch in batches for body in batch.messages()]
-    return decide(fold(("a0", n, body) for n, body in enumerate(bodies)))
+def tells(make, rank, operation, number, *, came_out=True, value="+inf", given="", largest=None, seq=3, **more):
+    """What a rank tells of an operation with six elements."""
+    more = {"group": "0", "members": "0-3", "dtype": "float32", "elements": 6, **more}
+    place = make.where(rank, step=2, batch=2, seq=seq)
+    return EventMessage(
+        Passed(place, operation, number=number, came_out=came_out, value=value, given=given, given_max=largest, **more)
+    )
 
 
-def called(make, rank, number, *, seq=0, root="Net", module="fc", gradient=None, **place):
-    """A forward of a model that is handed `number`; the gradient of what it returned, if that is given."""
-    batch = make.Batch(rank, root=root, seq=seq, clock={"0": seq} if seq else {}, **place)
-    x, y = batch.tensor(number), batch.tensor(number)
-    batch.call(module, "Linear", given=[x], returned=[y], weights={"weight": batch.tensor()})
-    batch.call("", root, given=[x], returned=[y])
-    if gradient is not None:
-        batch.backward(module, "Linear", "output", gradient[0], seq=gradient[1])
-    return batch
+def put(make, rank, operation, number, **more):
+    return tells(make, rank, operation, number, came_out=False, given="not finite", **more)
 
 
-def ranks(make, seq, **bad):
-    """Two ranks after a batch that ended with 5 collectives; rank 1 is fed a nan."""
-    before = [called(make, rank, 1.0, seq=5, page=0, batch=0, step=0, **bad) for rank in (0, 1)]
-    now = [called(make, rank, make.NAN if rank else 1.0, seq=seq, page=2, batch=1, step=1, **bad) for rank in (0, 1)]
-    return [*before, *now]
+def fed(make, rank, *, seq=4, bad=None, **place):
+    """A rank whose model was handed something bad."""
+    batch = make.Batch(rank, batch=2, seq=seq, clock={"0": 3}, **place)
+    given = batch.tensor(bad if bad is not None else make.INF)
+    batch.call("", "Net", given=[given], returned=[batch.tensor(make.NAN)])
+    return batch.messages()
 
 
-def test_where_nothing_has_passed_it_is_the_ranks_own(make):
-    verdict = judge(make, *ranks(make, 5))
-    assert (verdict.rank, verdict.phase, verdict.certainty) == (1, "input", "established")
-    assert "data loader" in verdict.next[0]
+def verdict_of(make, *messages):
+    """Of four ranks. Each argument is a list of messages."""
+    bodies = [make.hello(nproc=4), *(body for several in messages for body in several)]
+    return decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
 
 
-def test_replicas_that_have_issued_a_collective_leave_a_doubt(make):
-    """Such as the sum of a loss that is printed."""
-    verdict = judge(make, *ranks(make, 7))
-    assert (verdict.rank, verdict.phase, verdict.certainty) == (1, "input", "supported")
-    assert (
-        "2 collectives, sends or receives were issued by rank 1 between what it did before and that: one can have "
-        "brought it from another rank"
-    ) in verdict.evidence
-    assert verdict.next[0].startswith("Look at what this rank receives")
+def test_the_sender_is_named_and_not_who_was_handed_it(make):
+    verdict = verdict_of(
+        make,
+        fed(make, 1),
+        [put(make, 0, "send", 5, peer=1, tag=2), tells(make, 1, "recv", 5, peer=0, tag=2)],
+    )
+    assert (verdict.rank, verdict.module, verdict.phase, verdict.certainty) == (0, None, "collective", "supported")
+    assert "put +inf into message 5 from rank 0 to rank 1; rank 1 was handed it" in verdict.statement
 
 
-def test_before_the_first_batch_all_collectives_count(make):
-    verdict = judge(make, called(make, 0, 1.0, seq=3), called(make, 1, make.NAN, seq=3))
-    assert (verdict.rank, verdict.certainty) == (1, "supported")
-    assert any("3 collectives" in line and "its start" in line for line in verdict.evidence)
-
-
-def test_a_stage_that_has_received_something_is_not_named(make):
-    """Rank 0 runs the stage before; between its module and its send is the script's own code."""
-    first = [called(make, 0, 1.0, seq=5 + n, page=n, batch=n, root="First", module="a") for n in (0, 1)]
-    second = [
-        called(make, 1, make.INF if n else 1.0, seq=5 + n, page=n, batch=n, root="Second", module="b") for n in (0, 1)
+def test_it_is_followed_from_rank_to_rank(make):
+    verdict = verdict_of(
+        make,
+        fed(make, 2),
+        [put(make, 0, "send", 1, peer=1, seq=1), tells(make, 1, "recv", 1, peer=0, seq=1)],
+        [put(make, 1, "send", 1, peer=2, seq=2), tells(make, 2, "recv", 1, peer=1, seq=3)],
+    )
+    assert verdict.rank == 0
+    assert [line for line in verdict.evidence if line.startswith("rank ")][:3] == [
+        "rank 0 put +inf into message 1 from rank 0 to rank 1",
+        "rank 1: +inf came out of message 1 from rank 0 to rank 1, 6 elements of float32",
+        "rank 2: +inf came out of message 1 from rank 1 to rank 2, 6 elements of float32",
     ]
-    verdict = judge(make, *first, *second)
-    assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "unknown")
-    assert "it may have come from any rank" in verdict.statement
-    assert any("1 collectives, sends or receives were issued by rank 1" in line for line in verdict.evidence)
-    assert not any("data loader" in line for line in verdict.next)
 
 
-@pytest.mark.parametrize(("seq", "certainty"), [(5, "established"), (6, "supported")])
-def test_a_gradient_from_outside_may_have_been_received(make, seq, certainty):
-    """Between the forward's end and the first gradient a collective can have brought it."""
-    batches = [
-        called(make, rank, 1.0, seq=5, gradient=(make.INF if rank else 1.0, seq), batch=1, page=1) for rank in (0, 1)
+def test_a_rank_whose_model_was_handed_what_it_then_passed_on_is_named_with_its_model(make):
+    """A broadcast from rank 3: every rank's model was fed it, its own as well."""
+    ranks = [fed(make, rank) for rank in range(4)]
+    told = [tells(make, rank, "broadcast", 7, peer=3) for rank in range(4)]
+    verdict = verdict_of(make, *ranks, [put(make, 3, "broadcast", 7, peer=3), *told])
+    assert (verdict.rank, verdict.phase, verdict.role) == (3, "input", "input[0]")
+    assert verdict.concurrent == []
+    assert any("rank 3 put +inf into broadcast 7" in line for line in verdict.evidence)
+
+
+def summed(make, *sizes, value="+inf", members="0-1"):
+    return [
+        tells(make, rank, "all_reduce", 7, given="finite", largest=size, value=value, members=members)
+        for rank, size in enumerate(sizes)
     ]
-    verdict = judge(make, *batches)
-    assert (verdict.rank, verdict.phase, verdict.certainty) == (1, "backward", certainty)
-    assert ("Look at the loss" in verdict.next[0]) == (certainty == "established")
-    assert any("between the forward's end and that" in line for line in verdict.evidence) == (seq > 5)
+
+
+def test_a_sum_of_finite_numbers_is_no_ranks_fault(make):
+    verdict = verdict_of(make, fed(make, 0), fed(make, 1), summed(make, HUGE, HUGE))
+    assert (verdict.rank, verdict.phase, verdict.certainty) == (None, "collective", "established")
+    assert "what every rank put in was finite, their sum was not (float32)" in verdict.statement
+
+
+OTHERS = {
+    "too small to overflow": lambda make: summed(make, 1.0, 1.0),
+    "nan is no sum of finite numbers": lambda make: summed(make, HUGE, HUGE, value="nan"),
+    "one rank has told nothing": lambda make: summed(make, HUGE, HUGE, members="0-2"),
+    "two ranks have put it in": lambda make: [
+        *(put(make, rank, "all_reduce", 7, members="0-1") for rank in range(2)),
+        *(tells(make, rank, "all_reduce", 7, given="not finite", members="0-1") for rank in range(2)),
+    ],
+    "one of two has lost what it put in": lambda make: [
+        put(make, 1, "all_reduce", 7, members="0-1"),
+        *(tells(make, rank, "all_reduce", 7, given="not finite", members="0-1") for rank in range(2)),
+    ],
+    "another tensor": lambda make: [
+        put(make, 1, "send", 5, peer=0),
+        tells(make, 0, "recv", 5, peer=1, elements=7),
+    ],
+    "another message": lambda make: [put(make, 1, "send", 6, peer=0), tells(make, 0, "recv", 5, peer=1)],
+    "another tag": lambda make: [put(make, 1, "send", 5, peer=0, tag=1), tells(make, 0, "recv", 5, peer=1)],
+    "it came later": lambda make: [put(make, 1, "send", 5, peer=0), tells(make, 0, "recv", 5, peer=1, seq=9)],
+    "whoever sent it is not known": lambda make: [put(make, 1, "send", 5, peer=0), tells(make, 0, "recv", 5)],
+}
+
+
+@pytest.mark.parametrize("told", OTHERS.values(), ids=OTHERS)
+def test_without_a_whole_way_nothing_is_said_of_it(make, told):
+    verdict = verdict_of(make, fed(make, 0), told(make))
+    assert (verdict.rank, verdict.phase) == (0, "input")
+
+
+def test_a_finite_rank_stays_out_of_it_whatever_order_the_messages_come_in(make):
+    messages = [
+        *fed(make, 1),
+        put(make, 0, "send", 5, peer=1),
+        tells(make, 1, "recv", 5, peer=0),
+    ]
+    assert verdict_of(make, messages) == verdict_of(make, messages[::-1])
