@@ -33,6 +33,10 @@ _FAR = 2.0**8
 
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
     """The diagnosis of a gradient that was non-finite as soon as the backward had made it."""
+    if anomaly.again is not None and anomaly.again.left and (frame.index, row.role) == (anomaly.frame, anomaly.role):
+        return diagnosis_of_row(
+            page, frame, row, anomaly, module=frame.module, cls=frame.cls, phase="backward", source="left"
+        )
     backward = _Backward(page, frames, frame, row, anomaly)
     if row.role_kind is RoleKind.GRAD_OUTPUT:
         return backward.of_output()

@@ -10,7 +10,7 @@ from ...core.records import Anomaly, LookedAgain, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried"]
+Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
 """How the value came to the place that a diagnosis names.
 
 made        that place made it, out of finite values
@@ -22,6 +22,7 @@ skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
 received    collectives ran there, so it may have come from any rank
 carried     that place was handed it, and no frame shows its maker
+left        it was in a parameter's gradient before the backward began that has added to that
 """
 
 

@@ -447,6 +447,14 @@ BACKWARD = [
             ("attention", "block"),
         )
     ),
+    Scenario(
+        "a nan that was left in .grad",
+        "left_gradient.py",
+        # no backward of this run has made it
+        _found("backward", 1, "head", "Linear", role="grad weight", value="nan", batch=0, certainty="established"),
+        statement="had nan in the grad weight of `head` .* before the backward of batch 0 began",
+        witness="rank=1 phase=weight module=head class=Linear batch=1",  # it sees what a backward makes, not the sum
+    ),
     Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
     Scenario(
         "sum of accumulated gradients",

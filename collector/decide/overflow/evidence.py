@@ -101,6 +101,7 @@ _HANDED = {
     "reduced": "it came out of a reduction over the ranks",
     "received": "collectives ran there, so another rank can have sent it",
     "carried": "its maker was not seen",
+    "left": "it was in a gradient before that backward began",
 }
 
 
@@ -113,6 +114,11 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
         return [
             f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; "
             "whether its weights were, nobody has looked"
+        ]
+    if first.source == "left":
+        return [
+            f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
+            "module was first called was still there, and the backward has added to it"
         ]
     if first.phase == "forward" and first.is_origin:
         if first.between is not None or first.own_code:

@@ -15,7 +15,14 @@ from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 
-_TIERS = (("made", "changed"), ("outside", "weight", "unread"), ("skipped",), ("reduced",), ("received",), ("carried",))
+_TIERS = (
+    ("made", "changed"),
+    ("outside", "weight", "unread", "left"),
+    ("skipped",),
+    ("reduced",),
+    ("received",),
+    ("carried",),
+)
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 _MOST_PASSED = 8
 """Of so many ranks that were fed it, it is looked for what may have brought it."""
@@ -45,7 +52,9 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     rest += [  # each rank may have been fed it, unless one rank is fed what another has made
         d
         for d in level
-        if d not in tier and d.source in ("outside", "weight", "unread") and run_the_same_model(page, page_of(facts, d))
+        if d not in tier
+        and d.source in ("outside", "weight", "unread", "left")
+        and run_the_same_model(page, page_of(facts, d))
     ]
     odd = (
         odd_weight(facts, first)

@@ -63,6 +63,11 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
         )
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
+    if first.source == "left":
+        return (
+            f"{who} had {first.value} in the {first.role} of {module} before the backward of {batch} began: an earlier "
+            "backward, or the script, has left it in .grad"
+        )
     if first.source == "unread":
         return f"{who} had {first.value} in the {first.role} of {module} in {batch}, out of finite inputs; {_UNREAD}"
     if first.phase == "input":
@@ -251,6 +256,11 @@ def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> li
         ]
     if first.phase == "input":
         return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
+    if first.source == "left":
+        return [
+            "Call zero_grad() before that backward. What made the gradient ran before: have that watched, too (a cell of "
+            "a notebook, a step that was left out)."
+        ]
     if first.phase == "backward":
         return [_of_backward(first)]
     if first.phase == "optimizer":
