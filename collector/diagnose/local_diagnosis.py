@@ -62,6 +62,10 @@ class LocalDiagnosis:
     """A bad weight was finite when it was read after the last step."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
+    bad_buffers: tuple[str, ...] = ()
+    """Buffers of the alarm's module that were not finite: `buffer inv_freq of `rotary` (Rotary)`."""
+    changed: bool = False
+    """Weights have changed since they were last read, by no step that was seen."""
     passed: bool = False
     """What a model was handed may have come from another rank, or from another model."""
     suspects: tuple[str, ...] = ()
@@ -135,6 +139,8 @@ def diagnosis_of_row(
         seen_in=frame.phase,
         cause=anomaly.cause,
         notes=(*notes, *_of_scale(anomaly, phase), *_of_threads(again), *around(anomaly)),
+        bad_buffers=tuple(_buffers(anomaly)),
+        changed=again is not None and bool(again.changed),
     )
 
 
@@ -162,8 +168,7 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
     again = anomaly.again
     if again is None:
         return ()
-    place = module_text(anomaly.module, anomaly.cls)
-    found = [f"buffer {name} of {place} is {value}" for name, value in again.buffers.items()]
+    found = [f"{name} is {value}" for name, value in _buffers(anomaly).items()]
     found += [
         f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
     ]
@@ -174,6 +179,13 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
         name = again.optimizer.cls.rpartition(".")[2]
         found.append(f"the last step before was of {name}, learning rate {again.optimizer.settings['lr']:g}")
     return tuple(found)
+
+
+def _buffers(anomaly: Anomaly) -> dict[str, str]:
+    """Each bad buffer of the alarm's module, named with its module -> what is in it."""
+    place = module_text(anomaly.module, anomaly.cls)
+    buffers = anomaly.again.buffers if anomaly.again is not None else {}
+    return {f"buffer {name} of {place}": value for name, value in buffers.items()}
 
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:

@@ -12,8 +12,9 @@ from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
 from ..own_faults import doubts_about
 from ..words import found_text, place_of, ranks_text
+from .advice import wild_line
 from .order import before
-from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
+from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 from .words import is_alike
 
 _MAX_LINES = 8
@@ -25,6 +26,7 @@ def evidence_of(
     diagnoses: list[LocalDiagnosis],
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
+    wild: WildWeight | None,
 ) -> tuple[str, list[str]]:
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
@@ -56,13 +58,8 @@ def evidence_of(
         )
     lines += _of_clean(facts, first)
     lines += _of_inputs(facts, first)
-    if first.is_origin and first.seen_in == "forward" and odd is None:
-        wild = wild_weight(facts, first)
-        if wild is not None:
-            doubts.append(
-                f"first wild number: {wild.row.role} of {module_text(wild.frame.module, wild.frame.cls)}, "
-                f"abs max {format_number(wild.row.abs_max).strip()}, against {wild.against}"
-            )
+    if wild is not None:
+        doubts.append(wild_line(wild))
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
 
 

@@ -8,12 +8,13 @@ from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..verdict_model import Concurrent, Verdict
 from ..words import COMPILED, cascade_of, found_text, seen_in
+from .advice import clues_of, next_steps
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .order import before, earliest
 from .passed import as_passed
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .words import next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
+from .words import overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 
 _TIERS = (
     ("made", "changed"),
@@ -44,9 +45,9 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         return of_reduced(facts, tier, diagnoses)
     alone = len(tier) == 1
     if first.source == "skipped":
-        return _skipped(facts, tier, diagnoses) if alone else _unknown(tier)
+        return _skipped(facts, tier, diagnoses) if alone else _unknown(facts, tier)
     if first.source == "received" or (not alone and all(d.source in ("weight", "unread", "carried") for d in tier)):
-        return _unknown(tier)
+        return _unknown(facts, tier)
     rest = tier[1:]
     page = page_of(facts, first)
     rest += [  # each rank may have been fed it, unless one rank is fed what another has made
@@ -82,10 +83,11 @@ def _named(
     odd: OddWeight | None,
 ) -> Verdict:
     host = facts.host(facts.ranks[first.attempt, first.rank])
-    certainty, evidence = evidence_of(facts, first, diagnoses, rest, odd)
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
+    clues = clues_of(facts, first, odd, blamed, large[0] if large is not None else "")
+    certainty, evidence = evidence_of(facts, first, diagnoses, rest, odd, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to there: {large[0]}, abs max {large[1]}")
     return overflow_at(
@@ -97,7 +99,7 @@ def _named(
         evidence=evidence,
         next=[
             *([COMPILED] if is_compiled(facts, first) else []),
-            *next_steps(first, blamed, large[0] if large is not None else ""),
+            *next_steps(first, clues),
         ],
         concurrent=[
             Concurrent(
@@ -130,12 +132,12 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalD
         statement=skipped_sentence(first, host),
         certainty="supported",
         evidence=evidence,
-        next=next_steps(first, None),
+        next=next_steps(first),
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 
 
-def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
+def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
     """Several ranks met it at once, and none made it in a watched place. No rank is named."""
     first = tier[0]
     skipped = first.source == "skipped"
@@ -150,5 +152,5 @@ def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
             *first.notes,
         ],
         between=first.between,
-        next=next_steps(first, None),
+        next=next_steps(first, clues_of(facts, first)),
     )
