@@ -132,7 +132,7 @@ def diagnosis_of_row(
         seq=min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1),
         frame=frame.index,
         between=between,
-        sure=sure and not (source == "made" and again is not None and _may_be_elsewhere(again, module)),
+        sure=sure and not (source == "made" and again is not None and _may_be_elsewhere(again, module, phase)),
         clock=anomaly.where.clock,
         at=(frame.module, frame.cls, row.role),
         turned=turned,
@@ -144,9 +144,11 @@ def diagnosis_of_row(
     )
 
 
-def _may_be_elsewhere(again: LookedAgain, module: str) -> bool:
+def _may_be_elsewhere(again: LookedAgain, module: str, phase: str) -> bool:
     """Whether a second look has found what may have made a value in another place than `module`."""
-    return bool(again.changed) or again.threads or any(each.module != module for each in again.held)
+    # where the graph tells who is behind a value, an attribute may only have kept it afterwards
+    held = phase == "forward" and not again.own_code and any(each.module != module for each in again.held)
+    return bool(again.changed) or again.threads or held
 
 
 def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
