@@ -144,6 +144,17 @@ def diagnosis_of_row(
     )
 
 
+def left_before(page: Page, frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis | None:
+    """The diagnosis of an alarm's gradient that was not finite before its backward began; None for another one."""
+    again = anomaly.again
+    mine = (anomaly.frame, anomaly.module, anomaly.role)
+    if again is None or not again.left or mine != (frame.index, frame.module, row.role):
+        return None
+    return diagnosis_of_row(
+        page, frame, row, anomaly, module=frame.module, cls=frame.cls, phase="backward", source="left"
+    )
+
+
 def _may_be_elsewhere(again: LookedAgain, module: str, phase: str) -> bool:
     """Whether a second look has found what may have made a value in another place than `module`."""
     # where the graph tells who is behind a value, an attribute may only have kept it afterwards

@@ -650,7 +650,7 @@ class Hooks:
 
     def _was_left(self, bad: NonFiniteRow) -> bool:
         """Whether a parameter's bad gradient was not finite before the backward began."""
-        parameter = self._parameter_of(bad) if bad.frame.phase == "backward" else None
+        parameter = self._parameter_of(bad) if bad.frame.phase in ("backward", "collective") else None
         return parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number)
 
     def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:

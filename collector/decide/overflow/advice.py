@@ -153,6 +153,8 @@ def _by_source(first: LocalDiagnosis, clues: Clues) -> list[str]:
     if first.step == 0 and first.phase == "forward":
         what = f"the {clues.large}" if clues.large else "the weights, and at the scale of the inputs"
         return [_NO_STEP + f"look at the initialisation of {what}."]
+    if not first.from_page:
+        return []
     return ["Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."]
 
 

@@ -115,7 +115,7 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
     if first.source == "left":
         return [
             f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
-            "module was first called was still there, and the backward has added to it"
+            "module was first called was still there when it began"
         ]
     if first.phase == "forward" and first.is_origin:
         if first.between is not None or first.own_code:

@@ -9,7 +9,7 @@ import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Mark
-from gpuwatch.core.records import Fault, NotLookedInto, OptimizerStep
+from gpuwatch.core.records import Fault, LookedAgain, NotLookedInto, OptimizerStep
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -169,6 +169,24 @@ def test_gradients_that_ranks_hand_each_other_name_nobody(make):
     assert "may have come from any rank" in verdict.statement
     assert "share a collective with it" in verdict.next[0]
     assert not any("--sync" in text for text in verdict.next)
+
+
+@pytest.mark.parametrize("bad", [(1,), (0, 1)])
+def test_a_gradient_that_was_left_there_is_of_no_backward_of_this_run(make, bad):
+    batches = [backward(make, rank, local=make.NAN if rank in bad else 1.0, batch=0) for rank in (0, 1)]
+    for batch in batches:
+        if batch.anomaly is not None:
+            batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(left=True))
+    verdict = judge(make, *batches)
+    assert (verdict.rank, verdict.phase, verdict.role, verdict.certainty) == (
+        bad[0],
+        "backward",
+        "grad weight",
+        "established" if len(bad) == 1 else "supported",
+    )
+    who = "Rank 1 on alpha" if len(bad) == 1 else "All 2 ranks"
+    assert verdict.statement.startswith(f"{who} had nan in the grad weight of `embed` (Linear) before the backward")
+    assert not any("derivative" in text for text in verdict.next)
 
 
 # -- GradScaler ---------------------------------------------------------------------------------------------------

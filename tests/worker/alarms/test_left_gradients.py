@@ -74,6 +74,35 @@ def test_what_was_cleared_or_finite_is_not_to_blame(left, between):
     assert "before the backward" not in verdict.statement
 
 
+class WithUnused(Net):
+    """`unused` is called, and no gradient flows to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return super().forward(x) + self.unused(x).detach()
+
+
+def test_a_gradient_that_no_backward_adds_to_is_told_too():
+    """The optimizer gets it."""
+    model = WithUnused()
+    model.unused.weight.grad = torch.full((4, 4), math.nan)
+    handle = gpuwatch.watch(model, on_overflow="continue")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        verdict = handle.verdict()
+    finally:
+        handle.remove()
+    assert (verdict.module, verdict.role, verdict.batch) == ("unused", "grad weight", 0)
+    assert "before the backward of batch 0 began" in verdict.statement
+    assert "zero_grad()" in verdict.next[0]
+
+
 def test_a_gradient_that_this_backward_makes_is_its_own():
     """The left gradients are finite; the loss's derivative is not."""
 
