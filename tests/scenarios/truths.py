@@ -288,6 +288,23 @@ PLACES = [
         own_faults=1,
     ),
     Scenario(
+        "a value that goes on by an attribute",
+        "by_another_way.py",
+        # no frame shows it: the module around it that takes it out has returned it first
+        {"kind": "overflow", "rank": 1, "phase": "forward", "module": "encoder", "batch": 2, "certainty": "supported"},
+        evidence="MulBackward0 of `encoder`",
+        witness="rank=1 phase=forward module=taker class=Taker batch=2",
+    ),
+    Scenario(
+        "a value that goes on by a list",
+        "by_another_way.py",
+        # which of the two has made it, no number tells: the smallest module that holds both is the model
+        {"kind": "overflow", "rank": 1, "phase": "forward", "module": "", "batch": 2, "certainty": "supported"},
+        args=("--way", "list"),
+        statement="made by the own code of `encoder` or of `taker`",
+        witness="rank=1 phase=forward module=taker class=Taker batch=2",
+    ),
+    Scenario(
         "a process that leaves in a forward with exit code 0",
         "places.py",
         {"kind": "crash", "rank": 1, "batch": 2, "certainty": "established"},
