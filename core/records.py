@@ -203,6 +203,8 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """The role of that value in the alarm's frame."""
     held: list[HeldValue] = []
     """Of the whole model. What an attribute holds, no frame shows."""
+    left: bool = False
+    """A parameter's gradient was not finite before the backward began that has added to it."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):

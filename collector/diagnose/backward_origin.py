@@ -22,7 +22,7 @@ from ...core.values import DTYPE_MAX
 from .bounds import largest_gradient
 from .calls import Calls
 from .graph_makers import Maker, makers_of
-from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
+from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
 from .users import Users, users_inside, users_of
 
 _OPERATIONS = {"Linear": ("AddmmBackward0",), "Embedding": ("EmbeddingBackward0",)}
@@ -33,6 +33,9 @@ _FAR = 2.0**8
 
 def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
     """The diagnosis of a gradient that was non-finite as soon as the backward had made it."""
+    left = left_before(page, frame, row, anomaly)
+    if left is not None:
+        return left
     backward = _Backward(page, frames, frame, row, anomaly)
     if row.role_kind is RoleKind.GRAD_OUTPUT:
         return backward.of_output()

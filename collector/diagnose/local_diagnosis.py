@@ -10,7 +10,7 @@ from ...core.records import Anomaly, LookedAgain, Moment, Where, split_label
 from ...core.roles import RoleKind, parse_role
 from ...core.values import NonFinite, name_of
 
-Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried"]
+Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
 """How the value came to the place that a diagnosis names.
 
 made        that place made it, out of finite values
@@ -22,6 +22,7 @@ skipped     `--every` skipped that batch
 reduced     this rank's own gradient was finite, and the one that the optimizer got was not
 received    collectives ran there, so it may have come from any rank
 carried     that place was handed it, and no frame shows its maker
+left        it was in a parameter's gradient before the backward began that has added to that
 """
 
 
@@ -66,6 +67,10 @@ class LocalDiagnosis:
     """What is known of a bad weight from before: a clause (weight_timeline.py)."""
     computed: bool = False
     """The script has computed the bad weight from other tensors."""
+    bad_buffers: tuple[str, ...] = ()
+    """Buffers of the alarm's module that were not finite: `buffer inv_freq of `rotary` (Rotary)`."""
+    changed: bool = False
+    """Weights have changed since they were last read, by no step that was seen."""
     passed: bool = False
     """What a model was handed may have come from another rank, or from another model."""
     suspects: tuple[str, ...] = ()
@@ -134,7 +139,7 @@ def diagnosis_of_row(
         seq=seq,
         frame=frame.index,
         between=between,
-        sure=sure and not (source == "made" and again is not None and _may_be_elsewhere(again, module)),
+        sure=sure and not (source == "made" and again is not None and _may_be_elsewhere(again, module, phase)),
         clock=then.clock,
         sent=then.sent,
         received=then.received,
@@ -143,6 +148,8 @@ def diagnosis_of_row(
         seen_in=frame.phase,
         cause=anomaly.cause,
         notes=(*notes, *_of_scale(anomaly, phase), *_of_threads(again), *around(anomaly)),
+        bad_buffers=tuple(_buffers(anomaly)),
+        changed=again is not None and bool(again.changed),
     )
 
 
@@ -151,9 +158,22 @@ def _issued_then(anomaly: Anomaly, seq: int) -> Moment | Where:
     return next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
 
 
-def _may_be_elsewhere(again: LookedAgain, module: str) -> bool:
+def left_before(page: Page, frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis | None:
+    """The diagnosis of an alarm's gradient that was not finite before its backward began; None for another one."""
+    again = anomaly.again
+    mine = (anomaly.frame, anomaly.module, anomaly.role)
+    if again is None or not again.left or mine != (frame.index, frame.module, row.role):
+        return None
+    return diagnosis_of_row(
+        page, frame, row, anomaly, module=frame.module, cls=frame.cls, phase="backward", source="left"
+    )
+
+
+def _may_be_elsewhere(again: LookedAgain, module: str, phase: str) -> bool:
     """Whether a second look has found what may have made a value in another place than `module`."""
-    return bool(again.changed) or again.threads or any(each.module != module for each in again.held)
+    # where the graph tells who is behind a value, an attribute may only have kept it afterwards
+    held = phase == "forward" and not again.own_code and any(each.module != module for each in again.held)
+    return bool(again.changed) or again.threads or held
 
 
 def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
@@ -175,8 +195,7 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
     again = anomaly.again
     if again is None:
         return ()
-    place = module_text(anomaly.module, anomaly.cls)
-    found = [f"buffer {name} of {place} is {value}" for name, value in again.buffers.items()]
+    found = [f"{name} is {value}" for name, value in _buffers(anomaly).items()]
     found += [
         f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
     ]
@@ -187,6 +206,13 @@ def around(anomaly: Anomaly) -> tuple[str, ...]:
         name = again.optimizer.cls.rpartition(".")[2]
         found.append(f"the last step before was of {name}, learning rate {again.optimizer.settings['lr']:g}")
     return tuple(found)
+
+
+def _buffers(anomaly: Anomaly) -> dict[str, str]:
+    """Each bad buffer of the alarm's module, named with its module -> what is in it."""
+    place = module_text(anomaly.module, anomaly.cls)
+    buffers = anomaly.again.buffers if anomaly.again is not None else {}
+    return {f"buffer {name} of {place}": value for name, value in buffers.items()}
 
 
 def from_event(anomaly: Anomaly) -> LocalDiagnosis:

@@ -10,7 +10,7 @@ from ...core.frames import Frame, Mark, Page, Row, format_number
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, OptimizerStep
 from ...core.roles import RoleKind, role_of_parameter
-from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
+from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
 from .step_rules import KnownStep, can_make_non_finite, is_torchs, square_overflows
 from .weight_timeline import readings
 
@@ -22,6 +22,9 @@ def explain_reduced(
 
     Only all ranks together tell where it came from, unless a GradScaler was to catch this rank's own gradient.
     """
+    left = left_before(page, frame, row, anomaly)
+    if left is not None:  # no backward has added to it
+        return left
     local = local_gradients(frames, frame, row.role)
     sure = bool(local)
     notes: tuple[str, ...] = ()

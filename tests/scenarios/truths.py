@@ -288,6 +288,23 @@ PLACES = [
         own_faults=1,
     ),
     Scenario(
+        "a value that goes on by an attribute",
+        "by_another_way.py",
+        # no frame shows it: the module around it that takes it out has returned it first
+        {"kind": "overflow", "rank": 1, "phase": "forward", "module": "encoder", "batch": 2, "certainty": "supported"},
+        evidence="MulBackward0 of `encoder`",
+        witness="rank=1 phase=forward module=taker class=Taker batch=2",
+    ),
+    Scenario(
+        "a value that goes on by a list",
+        "by_another_way.py",
+        # which of the two has made it, no number tells: the smallest module that holds both is the model
+        {"kind": "overflow", "rank": 1, "phase": "forward", "module": "", "batch": 2, "certainty": "supported"},
+        args=("--way", "list"),
+        statement="made by the own code of `encoder` or of `taker`",
+        witness="rank=1 phase=forward module=taker class=Taker batch=2",
+    ),
+    Scenario(
         "a process that leaves in a forward with exit code 0",
         "places.py",
         {"kind": "crash", "rank": 1, "batch": 2, "certainty": "established"},
@@ -446,6 +463,14 @@ BACKWARD = [
             ("gated", "block.scale"),
             ("attention", "block"),
         )
+    ),
+    Scenario(
+        "a nan that was left in .grad",
+        "left_gradient.py",
+        # no backward of this run has made it
+        _found("backward", 1, "head", "Linear", role="grad weight", value="nan", batch=0, certainty="established"),
+        statement="had nan in the grad weight of `head` .* before the backward of batch 0 began",
+        witness="rank=1 phase=weight module=head class=Linear batch=1",  # it sees what a backward makes, not the sum
     ),
     Scenario("no_sync", "accumulation_no_sync.py", _backward(1, "length", "Length", batch=4)),
     Scenario(

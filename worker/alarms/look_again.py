@@ -52,10 +52,10 @@ def _look_again(root: nn.Module | None, module: nn.Module) -> LookedAgain:
 
 
 def _held(root: nn.Module) -> Iterator[HeldValue]:
-    """What the attributes of all modules hold that is nan or +inf. A -inf is a mask's."""
+    """What attributes of all modules hold that is nan or +inf. A -inf is a mask's, a single inf a bound or a start."""
     for name, module, key, tensor in islice(_attributes(root), _MOST_HELD):
         found = _found(tensor)
-        if found not in ("", "finite", "-inf"):
+        if found not in ("", "finite", "-inf") and not (found == "+inf" and tensor.numel() == 1):
             yield HeldValue(name, class_of(module), key, found)
 
 

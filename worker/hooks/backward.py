@@ -23,6 +23,7 @@ from ..alarms.judging import Judging
 from ..record.graph_calls import Graph, GraphCalls, running_graph
 from ..record.graph_hold import GraphHold
 from ..record.leaves import OUTPUTS, outputs_of
+from ..record.left_gradients import LeftGradients
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import Rows
@@ -111,6 +112,7 @@ class Gradients:
         """id of a gradient -> (weak reference, version when it was recorded)."""
         self.writer: Any = None
         """The native frame writer, if there is one. Its hooks call this class for what they cannot record."""
+        self.left = LeftGradients()
         self._page: OpenPage | None = None
         """The page of the running backward."""
         self.scaled = False
@@ -166,6 +168,8 @@ class Gradients:
             hook = self.writer.hook(info, role) if self.writer is not None else _ParameterHook(self, info, role)
             handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # likewise
             self.parameters[id(parameter)] = (weakref.ref(parameter), handle)
+            if parameter.grad is not None and not self._rows.is_capturing:
+                self.left.add(parameter)
 
     def watch_graph(self, calls: GraphCalls, output: Any) -> None:
         """Remember the graph of the backward that reaches this output of a root."""
@@ -194,6 +198,8 @@ class Gradients:
             self._backwards.append(calls.page)
             if self._judging.held is not None:
                 self._judging.held.backward_begins(calls.page)
+            if self.left:
+                self.left.backward_begins(calls.page)
             if not any(graph.calls is calls for graph in self.graphs):
                 graph = running_graph(calls)
                 if graph is not None:

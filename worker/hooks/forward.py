@@ -660,7 +660,20 @@ class Hooks:
             threads=self._page_with_threads == bad.page.number,
             own_code=own_code,
             own_code_of=role,
+            left=self._was_left(bad),
         )
+
+    def _was_left(self, bad: NonFiniteRow) -> bool:
+        """Whether a parameter's bad gradient was not finite before the backward began."""
+        parameter = self._parameter_of(bad) if bad.frame.phase in ("backward", "collective") else None
+        return parameter is not None and self._gradients.left.was_bad(parameter, bad.page.number)
+
+    def _parameter_of(self, bad: NonFiniteRow) -> torch.Tensor | None:
+        """The parameter that a row of a gradient is about; None if it is about none."""
+        role = parse_role(bad.row.role)
+        owned = ((held(), info, name) for held, info, name in list(self._roots.parameters.values()))
+        place = (bad.page.root, bad.frame.module, bad.frame.cls, role.name)
+        return next((each for each, info, name in owned if (info.root.id, info.name, info.cls, name) == place), None)
 
     def _own_code_of(self, bad: NonFiniteRow, module: torch.nn.Module) -> tuple[str, list[OwnCode]]:
         """(role, whose own code lies behind it) of the value that explains an alarm of a forward."""
@@ -692,8 +705,7 @@ class Hooks:
             is_late = self.rows.device_buffer is not None and not self._sync
             maker = torch._C._current_autograd_node() if not is_late else None
             return graph_users(graphs, Output(number, shape, "[" not in role.name, maker))
-        owned = ((held(), i.id, name) for held, i, name in list(self._roots.parameters.values()))
-        parameter = next((each for each, owner, name in owned if (owner, name) == (number, role.name)), None)
+        parameter = self._parameter_of(bad)
         return graph_users(graphs, parameter) if parameter is not None else []
 
     def _changed_weights(self, bad: NonFiniteRow) -> tuple[list[str], BadWeight | None]:

@@ -13,8 +13,9 @@ from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
 from ..own_faults import doubts_about
 from ..words import found_text, place_of, ranks_text
+from .advice import wild_line
 from .order import Order, reason
-from .replicas import WILD, OddWeight, page_of, peers, run_the_same_model, wild_weight
+from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
 from .words import is_alike
 
 _MAX_LINES = 8
@@ -27,6 +28,7 @@ def evidence_of(
     order: Order,
     concurrent: list[LocalDiagnosis],
     odd: OddWeight | None,
+    wild: WildWeight | None,
 ) -> tuple[str, list[str]]:
     """(certainty, lines) of a verdict that names a rank."""
     lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
@@ -63,13 +65,8 @@ def evidence_of(
         )
     lines += _of_clean(facts, first)
     lines += _of_inputs(facts, first)
-    if first.is_origin and first.seen_in == "forward" and odd is None:
-        wild = wild_weight(facts, first)
-        if wild is not None:
-            doubts.append(
-                f"first wild number: {wild.row.role} of {module_text(wild.frame.module, wild.frame.cls)}, "
-                f"abs max {format_number(wild.row.abs_max).strip()}, against {wild.against}"
-            )
+    if wild is not None:
+        doubts.append(wild_line(wild))
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
 
 
@@ -116,6 +113,7 @@ _HANDED = {
     "reduced": "it came out of a reduction over the ranks",
     "received": "collectives ran there, so another rank can have sent it",
     "carried": "its maker was not seen",
+    "left": "it was in a gradient before that backward began",
 }
 
 
@@ -128,6 +126,11 @@ def _of_itself(first: LocalDiagnosis) -> list[str]:
         return [
             f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; "
             "whether its weights were, nobody has looked"
+        ]
+    if first.source == "left":
+        return [
+            f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
+            "module was first called was still there when it began"
         ]
     if first.phase == "forward" and first.is_origin:
         if first.between is not None or first.own_code:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ....core.frames import Row, format_number
-from ....core.values import DTYPE_MAX
+from ....core.values import DTYPE_MAX, NonFinite
 
 Answer = Literal["sum", "narrower", "no"]
 """sum         the sum is beyond the largest number of the gradient's dtype
@@ -42,13 +42,13 @@ class GradientSum:
     @property
     def is_alike(self) -> bool:
         """Whether nothing contradicts that all ranks got the same."""
-        return len({row.flags for row in self.got.values()}) <= 1
+        return len({(row.nan, _has_inf(row)) for row in self.got.values()}) <= 1
 
     @property
     def answer(self) -> Answer:
         """Whether a sum can have made what the optimizers got."""
         bad = [row for row in self.got.values() if not row.finite]
-        if not bad or not all(row.posinf or row.neginf for row in bad):
+        if not bad or not all(map(_has_inf, bad)):
             return "no"
         limits = [DTYPE_MAX.get(row.dtype, 0.0) for row in bad]
         if self.bound > min(limits):
@@ -74,6 +74,11 @@ class GradientSum:
     def all_zero(self) -> bool:
         """Whether every rank's own gradient was 0 throughout."""
         return all(row.abs_max == 0 for row in self.own.values())
+
+
+def _has_inf(row: Row) -> bool:
+    """Whether there is an inf in it, of either sign or of one that was not read."""
+    return bool(row.flags & (NonFinite.POSINF | NonFinite.NEGINF | NonFinite.INF))
 
 
 def _size(row: Row) -> str:

@@ -9,7 +9,7 @@ that rank and the place: no collective, send or receive, and no call of another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ....core.frames import Frame
@@ -76,7 +76,7 @@ def _other_models(facts: RunFacts, page: KeptPage, *, is_backward: bool) -> Iter
             yield other
 
 
-def _is_tensor(shape: tuple[int, ...] | None) -> bool:
+def _is_tensor(shape: Sequence[int] | None) -> bool:
     return shape is None or len(shape) > 0
 
 

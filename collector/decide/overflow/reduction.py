@@ -15,10 +15,11 @@ from ...facts.kept_pages import KeptPage
 from ..own_faults import doubts_about
 from ..verdict_model import Verdict
 from ..words import cascade_of, found_text, place_of, ranks_text
+from .advice import next_steps
 from .evidence import missing_ranks
 from .gradient_sum import GradientSum
 from .replicas import page_of, peers
-from .words import next_steps, overflow_at, whose
+from .words import overflow_at, whose
 
 
 def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
@@ -105,16 +106,16 @@ def _next(first: LocalDiagnosis, found: GradientSum, unseen: list[int]) -> list[
         return [
             f"Look at what {ranks_text(unseen)} computed in that step: no gradient of "
             f"{'its' if len(unseen) == 1 else 'their'} own was seen there.",
-            *next_steps(first, None)[-1:],
+            *next_steps(first)[-1:],
         ]
     if found.answer == "sum":
-        return next_steps(first, None)
+        return next_steps(first)
     of_zero = "every own gradient was 0, so a division by a norm of them is one by 0" if found.all_zero() else ""
     return [
         "Look at what the script does with gradients between backward() and step(), and at a communication hook: "
         f"{of_zero or 'a norm of 0, a count of 0 tokens, a scale of inf'}.",
         *(["Let the communication hook divide before it sums, or reduce in bfloat16."] * (found.answer == "narrower")),
-        *next_steps(first, None)[-1:],
+        *next_steps(first)[-1:],
     ]
 
 

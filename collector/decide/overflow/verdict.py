@@ -10,15 +10,23 @@ from ...facts.facts import RunFacts
 from ..own_faults import doubts_about
 from ..verdict_model import Concurrent, Verdict
 from ..words import COMPILED, cascade_of, device_of, found_text, seen_in
+from .advice import clues_of, next_steps
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .handed_on import as_passed
 from .order import Order
 from .passed import Fed, fed_by, fed_lines, way_text
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
-from .words import fed_sentence, next_steps, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
+from .words import fed_sentence, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
 
-_TIERS = (("made", "changed"), ("outside", "weight", "unread"), ("skipped",), ("reduced",), ("received",), ("carried",))
+_TIERS = (
+    ("made", "changed"),
+    ("outside", "weight", "unread", "left"),
+    ("skipped",),
+    ("reduced",),
+    ("received",),
+    ("carried",),
+)
 """Ranks of diagnoses that nothing puts in order. A value's maker may have passed it to the others, not vice versa."""
 _MOST_PASSED = 8
 """Of so many ranks that were fed it, it is looked for what may have brought it."""
@@ -44,15 +52,17 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         return of_reduced(facts, tier, diagnoses)
     alone = len(tier) == 1
     if first.source == "skipped":
-        return _skipped(facts, tier, diagnoses, order) if alone else _unknown(tier)
+        return _skipped(facts, tier, diagnoses, order) if alone else _unknown(facts, tier)
     if first.source == "received" or (not alone and all(d.source in ("weight", "unread", "carried") for d in tier)):
-        return _unknown(tier)
+        return _unknown(facts, tier)
     rest = tier[1:]
     page = page_of(facts, first)
     rest += [  # each rank may have been fed it, unless one rank is fed what another has made
         d
         for d in level
-        if d not in tier and d.source in ("outside", "weight", "unread") and run_the_same_model(page, page_of(facts, d))
+        if d not in tier
+        and d.source in ("outside", "weight", "unread", "left")
+        and run_the_same_model(page, page_of(facts, d))
     ]
     odd = (
         odd_weight(facts, first)
@@ -136,10 +146,11 @@ def _named(
     odd: OddWeight | None,
 ) -> Verdict:
     host = facts.host(facts.one(first.attempt, first.rank))
-    certainty, evidence = evidence_of(facts, first, diagnoses, order, rest, odd)
     blamed = odd if odd is not None and odd.certain else None
     page = page_of(facts, first)
     large = large_weight(page, first.frame) if page is not None and first.step == 0 and first.is_origin else None
+    clues = clues_of(facts, first, odd, blamed, large[0] if large is not None else "")
+    certainty, evidence = evidence_of(facts, first, diagnoses, order, rest, odd, clues.wild)
     if large is not None:
         evidence.append(f"the largest weight up to there: {large[0]}, abs max {large[1]}")
     return overflow_at(
@@ -151,7 +162,7 @@ def _named(
         evidence=evidence,
         next=[
             *([COMPILED] if is_compiled(facts, first) else []),
-            *next_steps(first, blamed, large[0] if large is not None else ""),
+            *next_steps(first, clues),
         ],
         concurrent=[
             Concurrent(
@@ -184,12 +195,12 @@ def _skipped(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalD
         statement=skipped_sentence(first, host),
         certainty="supported",
         evidence=evidence,
-        next=next_steps(first, None),
+        next=next_steps(first),
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
 
 
-def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
+def _unknown(facts: RunFacts, tier: list[LocalDiagnosis]) -> Verdict:
     """Several ranks met it at once, and none made it in a watched place. No rank is named."""
     first = tier[0]
     skipped = first.source == "skipped"
@@ -204,5 +215,5 @@ def _unknown(tier: list[LocalDiagnosis]) -> Verdict:
             *first.notes,
         ],
         between=first.between,
-        next=next_steps(first, None),
+        next=next_steps(first, clues_of(facts, first)),
     )

@@ -1,4 +1,4 @@
-"""What a verdict about an overflow says: its place, its sentence, and what to do next."""
+"""What a verdict about an overflow says: its place and its sentence."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from ..words import between_text, device_of, found_text, one_on, place_of, ranks
 from .passed import Fed, way_text
 from .replicas import OddWeight
 
-_WHOLE_BATCHES = (
-    "To see whole batches: gpuwatch launch --trace-batches N,N; to train on past it: --on-overflow continue."
-)
 _MOST_NAMED = 4
 _SHARED = ("module", "cls", "root", "phase", "value", "dtype", "attempt", "step", "batch")
 _NOT_BY_RULE = "that step's rule cannot have made it"
-_NO_STEP = "No optimizer step has run yet: "
 _UNREAD = "whether its weights were finite, nobody has looked"
-_FLOAT16 = "float16 ends at 65504: compute this part in bfloat16, or in float32 under torch.autocast(enabled=False)."
 
 
 def sentence(
@@ -66,6 +61,11 @@ def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, 
         )
     if first.source == "carried":
         return f"{who} handed {first.value} to {module} ({first.role}) in {batch}; where it was made was not seen"
+    if first.source == "left":
+        return (
+            f"{who} had {first.value} in the {first.role} of {module} before the backward of {batch} began: an earlier "
+            "backward, or the script, has left it in .grad"
+        )
     if first.source == "unread":
         return f"{who} had {first.value} in the {first.role} of {module} in {batch}, out of finite inputs; {_UNREAD}"
     if first.phase == "input":
@@ -223,104 +223,6 @@ def skipped_sentence(first: LocalDiagnosis, host: str) -> str:
 
 def _batch(first: LocalDiagnosis) -> str:
     return f"batch {first.batch}" + (f" (step {first.step})" if first.step != first.batch else "")
-
-
-def next_steps(first: LocalDiagnosis, odd: OddWeight | None, largest: str = "") -> list[str]:
-    """Short advice on what to look at. `largest` names a very large weight, if there is one."""
-    steps = [*_by_source(first, odd, largest)]
-    if first.dtype == "float16" and first.source in ("made", "reduced") and first.phase != "optimizer":
-        steps.insert(0, _FLOAT16)
-    if first.source != "skipped":
-        steps.append(_WHOLE_BATCHES)
-    return steps
-
-
-def _by_source(first: LocalDiagnosis, odd: OddWeight | None, largest: str) -> list[str]:
-    if odd is not None:
-        memory = (
-            "the node's memory checks (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg for Xid or machine checks), "
-            "and leave it out of the next run if it happens again."
-        )
-        if odd.agreed_in is not None and odd.untrained:
-            return [f"If no code of the script changes that weight on this rank alone, run {memory}"]
-        if odd.agreed_in is not None:
-            return [
-                "Look at what trains or changes that weight on this rank alone: a gradient that is not reduced, a "
-                "learning rate, a copy."
-            ]
-        return [
-            "Look whether every rank starts from the same seed and checkpoint; --trace-batches 0,N shows since when "
-            "they differ.",
-            *([f"If they started alike, run {memory}"] if odd.untrained else []),
-        ]
-    if first.source == "skipped":
-        return ["Run it again with --every 1 (or --trace-batches with that batch) to have the module named."]
-    if first.source == "changed" or first.changed_since:
-        when = "between backward() and step()" if first.source == "changed" else "between two steps"
-        own = "an update of its own or a compiled step, " if first.changed_since and first.step == 0 else ""
-        return [
-            f"Look at what the script does with weights {when}: {own}an average, a clamp, a copy, a load. If nothing "
-            "does, check the memory of that GPU or host (nvidia-smi -q -d ECC,ROW_REMAPPER; dmesg)."
-        ]
-    if first.source == "received":
-        return ["Look at what the ranks of this module's group computed just before: --sync names the first of them."]
-    if first.source == "reduced":
-        return ["Divide gradients before they are summed, or reduce them in float32 or bfloat16."]
-    if first.turned is not None:
-        return [
-            "A row of the mask that is -inf everywhere makes softmax nan: keep one position open, or use torch.where."
-        ]
-    if first.source == "unread":
-        return ["Watch the weights, too: --watch forward,grads,weights."]
-    if first.phase == "input" and first.passed:
-        return [
-            "Look at what this rank receives, and at what it calls before that model. If that is finite, look at its "
-            "data loader."
-        ]
-    if first.phase == "input":
-        return ["Look at the data loader of this rank, or at the code that makes what the model is handed."]
-    if first.phase == "backward":
-        return [_of_backward(first)]
-    if first.phase == "optimizer" and parse_role(first.role).kind is RoleKind.STATE:
-        return [
-            "Keep the optimizer's state in float32, or scale the gradients down: a square of a gradient overflows, and "
-            "a weight whose exp_avg_sq is inf is never changed again."
-        ]
-    if first.phase == "optimizer":
-        return ["Look at the learning rate and eps of this parameter's group, and at the optimizer's state above."]
-    if first.source == "weight":
-        if first.computed:
-            return ["Look at the code that computes that weight, and at what it is computed of."]
-        if first.seen_in == "optimizer":
-            return ["Watch the gradients, too: --watch forward,grads,weights."]
-        if first.step == 0:
-            return [_NO_STEP + "look at how that weight is initialised (torch.empty?), or at the checkpoint."]
-        return [
-            "What changed it was not seen: look at the gradients and the learning rate of the steps before, and at "
-            "what the script does with that weight: a copy, an average, a load."
-        ]
-    if first.step == 0 and first.phase == "forward":
-        what = f"the {largest}" if largest else "the weights, and at the scale of the inputs"
-        return [_NO_STEP + f"look at the initialisation of {what}."]
-    return ["Look at abs max in the frames before it: growth over many batches means a learning rate that is too high."]
-
-
-def _of_backward(first: LocalDiagnosis) -> str:
-    if first.cause:
-        return "No scale helps against a gradient that is never finite: look at that module's backward, not the scaler."
-    if first.source == "outside" and first.passed:
-        return (
-            "Look at where that gradient comes from: what the script does with the model's output, another model, "
-            "another rank."
-        )
-    if first.source == "outside":
-        return "Look at the loss: its derivative at that output is not finite (log, sqrt or a division at 0)."
-    if first.value == "nan":
-        return (
-            "Look for a derivative that is not finite at 0 (sqrt, norm, log, division), and clamp its input: "
-            "torch.where around it keeps the forward finite, not the backward."
-        )
-    return "Scale the loss down (GradScaler), or compute this part in bfloat16 or float32."
 
 
 def overflow_at(first: LocalDiagnosis, **rest: Any) -> Verdict:

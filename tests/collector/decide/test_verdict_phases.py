@@ -9,7 +9,7 @@ import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.frames import Mark
-from gpuwatch.core.records import Fault, NotLookedInto, OptimizerStep
+from gpuwatch.core.records import Fault, LookedAgain, NotLookedInto, OptimizerStep
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -167,6 +167,26 @@ def test_gradients_that_ranks_hand_each_other_name_nobody(make):
     verdict = judge(make, spread(0), spread(1))
     assert (verdict.rank, verdict.certainty, verdict.phase) == (None, "unknown", "collective")
     assert "may have come from any rank" in verdict.statement
+    assert "share a collective with it" in verdict.next[0]
+    assert not any("--sync" in text for text in verdict.next)
+
+
+@pytest.mark.parametrize("bad", [(1,), (0, 1)])
+def test_a_gradient_that_was_left_there_is_of_no_backward_of_this_run(make, bad):
+    batches = [backward(make, rank, local=make.NAN if rank in bad else 1.0, batch=0) for rank in (0, 1)]
+    for batch in batches:
+        if batch.anomaly is not None:
+            batch.anomaly = msgspec.structs.replace(batch.anomaly, again=LookedAgain(left=True))
+    verdict = judge(make, *batches)
+    assert (verdict.rank, verdict.phase, verdict.role, verdict.certainty) == (
+        bad[0],
+        "backward",
+        "grad weight",
+        "established" if len(bad) == 1 else "supported",
+    )
+    who = "Rank 1 on alpha" if len(bad) == 1 else "All 2 ranks"
+    assert verdict.statement.startswith(f"{who} had nan in the grad weight of `embed` (Linear) before the backward")
+    assert not any("derivative" in text for text in verdict.next)
 
 
 # -- GradScaler ---------------------------------------------------------------------------------------------------
@@ -298,6 +318,7 @@ def test_a_step_on_one_rank(make):
     assert (verdict.phase, verdict.certainty) == ("optimizer", "established")
     assert any("exp_avg" in line for line in verdict.evidence)
     assert "the step after batch 2 made -inf" in verdict.statement
+    assert "the optimizer's state, of which the evidence has the extremes" in verdict.next[0]
 
     stepped_by(bad, lr=1e-3)
     verdict = judge(make, whole(make, 0, batch=2), bad)
@@ -320,6 +341,18 @@ def test_weights_whose_gradients_nobody_looked_at_name_nobody(make):
     verdict = judge(make, blind(0), blind(1))
     assert (verdict.rank, verdict.phase, verdict.module, verdict.certainty) == (None, "weight", "embed", "unknown")
     assert verdict.next[0] == "Watch the gradients, too: --watch forward,grads,weights."
+
+
+def test_where_other_gradients_were_looked_at_it_is_not_said_to_watch_them(make):
+    """The weight itself had none: no step changes it."""
+    batch = forward(make, 0, batch=2)
+    batch.backward("head", "Linear", "weight", 1.0)
+    batch.got("head", "Linear", {"weight": 1.0})
+    batch.stepped("embed", "Linear", {"weight": make.NAN})
+    verdict = judge(make, batch)
+    assert (verdict.phase, verdict.module) == ("weight", "embed")
+    assert not any("--watch" in text for text in verdict.next)
+    assert "no gradient of it was seen in that batch, others were" in verdict.next[0]
 
 
 # -- one rank's copy of a weight ----------------------------------------------------------------------------------
@@ -627,6 +660,24 @@ def test_a_wild_weight_further_up_is_the_first_wild_number(make, history):
     line = f"first wild number: weight of `embed` (Linear), abs max 2.00e+30, against {against}"
     assert line in verdict.evidence
     assert (verdict.module, verdict.certainty) == ("head", "supported")
+    assert verdict.next[0].startswith("Look first at what has made the weight of `embed` (Linear) so large, 2.00e+30")
+    assert not any("learning rate" in text for text in verdict.next)
+
+
+@pytest.mark.parametrize("where", ["in the backward of a module", "in the loss"])
+def test_a_wild_weight_is_looked_for_where_a_gradient_is_bad_too(make, where):
+    """A weight of 5e29 against 0.5: no derivative at 0 is to be clamped."""
+    made = outside if where == "in the loss" else lambda *args, **place: backward(*args, bad=make.NAN, **place)
+    bad = made(make, 1, embed=5e29, batch=3, page=1)
+    verdict = judge(
+        make, backward(make, 1, embed=0.5, batch=2, page=0), backward(make, 0, batch=3, page=1), bad, nproc=2
+    )
+    assert (verdict.rank, verdict.phase, verdict.certainty) == (1, "backward", "supported")
+    assert (
+        "first wild number: weight of `embed` (Linear), abs max 5.00e+29, against 5.00e-01 in batch 2"
+    ) in verdict.evidence
+    assert verdict.next[0].startswith("Look first at what has made the weight of `embed` (Linear) so large")
+    assert not any("clamp" in text or "Look at the loss" in text for text in verdict.next)
 
 
 def test_a_weight_that_has_grown_from_zero_is_not_wild(make):

@@ -708,3 +708,5 @@ def test_an_attribute_of_another_module_that_holds_it_leaves_a_doubt(make):
     assert (found.module, found.sure) == ("taker", False)
     assert "attribute kept of `encoder` (Encoder) holds +inf" in found.notes
     assert taken(make, held=[HeldValue("taker", "Taker", "last", "+inf")]).sure, "its own"
+    kept = [HeldValue("encoder", "Encoder", "kept", "+inf")]
+    assert taken(make, own_code=[TAKER], own_code_of="output", held=kept).sure, "the graph has nobody else behind it"

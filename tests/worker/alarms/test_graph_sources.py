@@ -160,6 +160,14 @@ def test_the_verdict_names_the_module_that_made_it_or_both(path, way, module):
     assert any("MulBackward0 of `encoder` (Encoder) behind it" in line for line in verdict.evidence)
 
 
+def test_a_bound_or_a_start_that_is_inf_is_no_value_that_goes_on(watch, path):
+    watched = watch()
+    model = Net("a list")
+    model.head.best, model.head.bound = torch.tensor(math.inf), torch.full((4,), -math.inf)
+    train(model, model.encoder)
+    assert first_again(watched).held == []
+
+
 def test_without_a_graph_a_bad_attribute_is_told(path):
     model = Net("an attribute")
     handle = gpuwatch.watch(model, on_overflow="continue")
