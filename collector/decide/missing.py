@@ -41,6 +41,11 @@ def nothing_watched(facts: RunFacts) -> bool:
     return bool(ranks) and not facts.processes and set(missing(facts)) == idle
 
 
+def ran_another_program(rank: RankFacts) -> bool:
+    """Whether it is a program that `--no-python` has started."""
+    return rank.exit is not None and rank.exit.phase == "unwatched"
+
+
 def batches_of(rank: RankFacts) -> int:
     """Forwards of its models, as far as is known."""
     if rank.exit is not None and rank.exit.where.batch >= 0:
@@ -54,7 +59,7 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     if exit_ is None or exit_.code is None:
         place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "to its end"
         return [(f"was not heard {place}", f"were not heard {place}")]
-    if exit_.phase == "unwatched":
+    if ran_another_program(rank):
         return [("ran a program that is not watched", "ran programs that are not watched")]
     if state is None or not state.final:
         if exit_.phase == "starting" or state is None:

@@ -37,6 +37,8 @@ class Endings:
     same: list[RankFacts] = field(default_factory=list)
     """Others that ended at the same point as the first. Of ranks of one host: and at the same time, or within a second
     where they raised the same."""
+    alike: list[tuple[RankFacts, int]] = field(default_factory=list)
+    """Of these the ones that were later by the clock of their common host, and raised the same: by how much."""
     later: list[tuple[RankFacts, int]] = field(default_factory=list)
     """Others that ended at the same point, and at least so many nanoseconds later by the clock of their common host."""
     behind: list[tuple[RankFacts, int]] = field(default_factory=list)
@@ -65,6 +67,7 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
         [one.rank for one in [*earliest, *(one for one in ended if one not in earliest)]],
         first.rank,
         [rank for rank, ns in gaps if _is_together(first.rank, rank, ns)],
+        [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS and _is_together(first.rank, rank, ns)],
         [(rank, ns) for rank, ns in gaps if not _is_together(first.rank, rank, ns)],
         behind,
     )

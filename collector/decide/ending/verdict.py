@@ -207,12 +207,13 @@ def _beside(endings: Endings) -> str:
 
 
 def _later_lines(endings: Endings) -> list[str]:
+    alike = "raised the same at the same point,"
     at_once = "ended at the same point,"
     behind = "had issued fewer collectives, and ended"
     return [
         f"rank {rank.rank} {what} at least {ns / 1e6:.0f} ms later by the clock of the same host: "
         f"it {how_it_ended(rank)}"
-        for what, ranks in ((at_once, endings.later), (behind, endings.behind))
+        for what, ranks in ((alike, endings.alike), (at_once, endings.later), (behind, endings.behind))
         for rank, ns in ranks
     ]
 

@@ -503,6 +503,14 @@ def test_ranks_that_lack_the_same_share_a_clause(make):
     assert verdict.missing == ["ranks 0-3 ended before 2 numbers had come back from the device"]
 
 
+def test_what_no_python_has_started_is_watched_by_gpuwatch_run(make):
+    bodies = [make.ended(rank, 0, phase="unwatched") for rank in range(2)]
+    verdict = judge(make.hello(), *bodies, make.Bye("ok"))
+    assert verdict.kind == "unknown"
+    assert "gpuwatch run -- torchrun" in verdict.next[0]
+    assert judge(make.hello(), *make.finished(0), make.Bye("ok")).next == []
+
+
 def test_a_script_without_any_module_is_unknown_and_that_is_what_is_missing(make):
     bodies = [body for rank in range(2) for body in make.finished(rank, batch=-1, page=-1)]
     verdict = judge(make.hello(), *bodies, make.Bye("ok"))
