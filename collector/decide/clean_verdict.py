@@ -15,8 +15,8 @@ from .words import COMPILED, ranks_text
 
 _MOST_EVIDENCE = 12
 _BY_ANOTHER_PROGRAM = (
-    "gpuwatch launch watches the Python script that it runs itself. Every Python that another program starts is watched "
-    "by gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
+    "gpuwatch launch watches the Python script that it runs itself. Every Python that another program starts is "
+    "watched by gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
 )
 
 

@@ -333,7 +333,8 @@ def concluded(rank, findings=(), outcome="ok", stage="", detail="", *, stops=Non
 
 
 def state(rank, *, local_rank=0, attempt=0, step=0, batch=0, seq=0, phase="forward", **more) -> RankState:
-    return RankState(rank, local_rank, attempt, 100 + rank, phase, step, batch, seq, **more)
+    pid = more.pop("pid", 100 + rank)
+    return RankState(rank, local_rank, attempt, pid, phase, step, batch, seq, **more)
 
 
 BUILDERS = SimpleNamespace(

@@ -7,19 +7,25 @@ import subprocess
 import sys
 
 import pytest
+from gpuwatch.core.host import host_name
 from gpuwatch.core.recorder import writer
-from gpuwatch.core.recorder.layout import file_name
+from gpuwatch.core.recorder.layout import Field, file_name
+from gpuwatch.core.recorder.lone_process import number_of_process, pid_of_number
+from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.run_folder import process_file
 from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
 from gpuwatch.launcher.run.ranks import Ranks
 
 
-def record(monkeypatch, pid, path):
+def record(monkeypatch, pid, path, **fields):
     """What such a process would leave as rank 0."""
     with monkeypatch.context() as patch:
         patch.setattr(writer.os, "getpid", lambda: pid)
         sizes = {"log_bytes": 1 << 16, "segments": 2}
-        writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, **sizes).close()
+        made = writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=0, **sizes)
+    for name, value in fields.items():
+        made.fields[Field[name]] = value
+    made.close()
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -53,4 +59,70 @@ def test_a_rank_that_is_the_command_has_ended_by_itself_once_whoever_started_it_
     ranks.last_look({command.pid: -signal.SIGKILL})
 
     assert told[1:] == [WorkersEnded(0, {0: -signal.SIGKILL}, [0])]
+    ranks.close()
+
+
+@pytest.fixture
+def waiting():
+    """Processes that end when they are told a code."""
+    made = []
+
+    def start() -> subprocess.Popen:
+        made.append(subprocess.Popen([sys.executable, "-c", "raise SystemExit(int(input()))"], stdin=subprocess.PIPE))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def number_of(process) -> int:
+    return number_of_process(process.pid, host_name())
+
+
+def test_of_two_that_train_without_a_group_one_is_the_rank_and_the_other_has_its_own_row(
+    tmp_path, monkeypatch, waiting
+):
+    first, second = waiting(), waiting()
+    for process in (first, second):
+        record(monkeypatch, process.pid, tmp_path / process_file(process.pid), STEP=3, BATCH=2)
+    told, ended = [], []
+    ranks = Ranks(tmp_path, told.append, lambda *end: ended.append(end))
+    for _ in range(2):
+        ranks.look({})
+    assert [each.pids for each in told] == [{0: first.pid}, {number_of(second): second.pid}]
+    assert ranks.running == [0], "a process that is no rank is not waited for"
+
+    first.communicate(b"0\n")
+    second.communicate(b"3\n")
+    ranks.last_look({})
+
+    assert sorted(ended) == [(0, number_of(second), 3), (0, 0, 0)]
+    reader = RecorderReader(tmp_path / file_name(number_of(second), 0))
+    assert reader.pid == second.pid
+    reader.close()
+    ranks.close()
+
+
+def test_a_process_that_only_made_a_model_is_not_in_the_report_and_one_that_called_it_is_once_it_has_ended(
+    tmp_path, monkeypatch, waiting
+):
+    rank, made, called = waiting(), waiting(), waiting()
+    record(monkeypatch, rank.pid, tmp_path / file_name(0, 0), STEP=3, BATCH=2)
+    record(monkeypatch, made.pid, tmp_path / process_file(made.pid))
+    record(monkeypatch, called.pid, tmp_path / process_file(called.pid), BATCH=0)
+    told = []
+    ranks = Ranks(tmp_path, told.append, lambda *end: None)
+    for _ in range(2):
+        ranks.look({})
+    assert [each.pids for each in told] == [{0: rank.pid}]
+
+    for process in (rank, made, called):
+        process.communicate(b"0\n")
+    ranks.last_look({})
+
+    started = [number for each in told if isinstance(each, WorkersStarted) for number in each.pids]
+    assert [pid_of_number(number) for number in started if number < 0] == [called.pid]
+    assert {number for each in told if isinstance(each, WorkersEnded) for number in each.codes} == set(started)
     ranks.close()
