@@ -49,6 +49,8 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
     """Which ranks of an attempt ended by themselves, and in which order."""
     signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
     ranks = [rank for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
+    if not ranks:  # a parent fails because its ranks have, and not vice versa
+        ranks = [process for process in facts.lone(attempt) if _ended_by_itself(process, signals)]
     ended = sorted((_Ended(facts, rank) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number))
     own = [one for one in ended if not one.lost_a_peer]
     own = [one for one in own if not one.is_weak or not any(_stopped_for(one, other) for other in own)]

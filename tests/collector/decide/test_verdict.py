@@ -528,6 +528,17 @@ def test_a_process_that_is_no_rank_is_looked_at_to_its_end_or_the_run_is_not_cle
     assert lost.missing == ["process 4242 (no rank) was not heard after batch 3"]
 
 
+def test_a_process_that_is_no_rank_and_failed_is_named_where_no_rank_did(make):
+    raised = [make.raised(process(), "ValueError", "boom"), make.ended(process(), 1)]
+    verdict = judge(make.hello(nproc=0), *make.finished(0), *raised, make.Bye("failed"))
+    assert (verdict.kind, verdict.rank, verdict.pid, verdict.certainty) == ("crash", None, 4242, "established")
+    assert verdict.statement == "Process 4242 (no rank) on h0 raised ValueError: boom."
+    first = judge(make.hello(nproc=0), make.raised(0), make.ended(0, 1), *raised, make.Bye("failed"))
+    assert (first.rank, first.pid) == (0, None)
+    killed = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), -9), make.Bye("failed"))
+    assert (killed.kind, killed.pid, killed.signal) == ("lost", 4242, "SIGKILL")
+
+
 def test_a_process_that_could_not_be_watched_keeps_a_run_from_being_clean(make):
     bye = make.Bye("ok", unwatched=["process 4242 was not watched (no recorder: No space left on device)"])
     verdict = judge(make.hello(nproc=1), *make.finished(0), bye)
