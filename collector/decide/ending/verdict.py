@@ -335,7 +335,8 @@ def _crash(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
     else:
         code = first.script_exit.code if first.script_exit is not None else first.exit.code if first.exit else None
         statement = f"{who} ended with exit code {code}."
-        evidence = []
+        seen = first.exit
+        evidence = [f"no exception of it was heard; its recorder says: {doing(seen)}"] if seen is not None else []
         where = first.exit.where if first.exit is not None else Where(first.rank, first.attempt)
     return Verdict(
         kind="crash",
@@ -443,7 +444,7 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
             statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
             certainty="supported",
             attempt=facts.last_attempt,
-            evidence=[error, *(progress(rank) for rank in facts.of_attempt(facts.last_attempt))],
+            evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)] or ["no rank had begun"],
             next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
         )
     return Verdict(
