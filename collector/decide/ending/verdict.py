@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ....core.recorder.group_table import members_of
 from ....core.recorder.lone_process import is_rank, pid_of_number, rank_name
 from ....core.records import Where, WorkerExit
@@ -214,7 +216,7 @@ def _who(first: RankFacts, endings: Endings, host: str) -> str:
     return f"{one_on(first.rank)}{_beside(endings)} on {host}"
 
 
-def _whose(first: RankFacts) -> dict[str, int | None]:
+def _whose(first: RankFacts) -> dict[str, Any]:
     """The verdict's rank; or its process, which is none."""
     return {"rank": first.rank} if is_rank(first.rank) else {"pid": pid_of_number(first.rank)}
 
