@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from gpuwatch.core.host import host_name
@@ -77,6 +78,14 @@ def waiting():
         process.wait()
 
 
+def to_the_end(ranks: Ranks) -> None:
+    """As a run does it: until each rank was seen to end."""
+    ranks.last_look({})
+    while ranks.running:
+        time.sleep(0.01)
+        ranks.last_look({})
+
+
 def number_of(process) -> int:
     return number_of_process(process.pid, host_name())
 
@@ -96,7 +105,7 @@ def test_of_two_that_train_without_a_group_one_is_the_rank_and_the_other_has_its
 
     first.communicate(b"0\n")
     second.communicate(b"3\n")
-    ranks.last_look({})
+    to_the_end(ranks)
 
     assert sorted(ended) == [(0, number_of(second), 3), (0, 0, 0)]
     reader = RecorderReader(tmp_path / file_name(number_of(second), 0))
@@ -120,7 +129,7 @@ def test_a_process_that_only_made_a_model_is_not_in_the_report_and_one_that_call
 
     for process in (rank, made, called):
         process.communicate(b"0\n")
-    ranks.last_look({})
+    to_the_end(ranks)
 
     started = [number for each in told if isinstance(each, WorkersStarted) for number in each.pids]
     assert [pid_of_number(number) for number in started if number < 0] == [called.pid]
