@@ -9,12 +9,16 @@ from ...core.frames import module_text
 from ...core.recorder.lone_process import is_rank, pid_of_number, rank_name
 from ...core.text.shown import shown_name
 from ..facts.facts import RankFacts, RunFacts
-from .missing import batches_of, missing, nothing_watched
+from .missing import batches_of, missing, nothing_watched, ran_another_program
 from .notices import warning_text, worst_first
 from .verdict_model import Verdict
 from .words import COMPILED, ranks_text, told_its_end
 
 _MOST_EVIDENCE = 12
+_BY_ANOTHER_PROGRAM = (
+    "gpuwatch launch watches the Python script that it runs itself. Every Python that another program starts is "
+    "watched by gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
+)
 
 
 def clean_verdict(facts: RunFacts) -> Verdict:
@@ -50,6 +54,7 @@ def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
         certainty="unknown",
         attempt=facts.last_attempt,
         evidence=lacking[:_MOST_EVIDENCE] if more else [],
+        next=[_BY_ANOTHER_PROGRAM] if any(map(ran_another_program, facts.of_attempt(facts.last_attempt))) else [],
         missing=lacking[:_MOST_EVIDENCE],
     )
 

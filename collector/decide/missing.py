@@ -78,6 +78,11 @@ def nothing_watched(facts: RunFacts) -> bool:
     return bool(ranks) and not facts.processes and set(missing(facts)) == idle
 
 
+def ran_another_program(rank: RankFacts) -> bool:
+    """Whether it is a program that `--no-python` has started."""
+    return rank.exit is not None and rank.exit.phase == "unwatched"
+
+
 def batches_of(rank: RankFacts) -> int:
     """Forwards of its models, as far as is known."""
     if rank.exit is not None and rank.exit.where.batch >= 0:
@@ -91,7 +96,7 @@ def _of_its_end(rank: RankFacts, *, goes_on: bool = False) -> list[_Reason]:
     if exit_ is None or exit_.code is None:
         place = f"after batch {batches_of(rank) - 1}" if batches_of(rank) > 0 else "to its end"
         return [(f"was not heard {place}", f"were not heard {place}")]
-    if exit_.phase == "unwatched" and not goes_on:
+    if ran_another_program(rank) and not goes_on:
         if state is not None and state.hooks != "none":
             text = "went on as another program (os.exec), which is not watched"
             return [(text, text.replace("another program", "other programs").replace("which is", "which are"))]

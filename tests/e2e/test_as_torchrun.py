@@ -1,6 +1,7 @@
 """A script behaves as under torchrun: same bits, same facts about its process, same output."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -139,3 +140,12 @@ def test_many_restarts_in_a_row_end_as_under_torchrun(bench, times):
     assert watched[1].report["run"]["attempts"] == times + 1
     assert watched[1].verdict["kind"] == "crash"
     assert "started again" not in "".join(run.stderr for run in watched), "no helper has ended meanwhile"
+
+
+@pytest.mark.slow
+def test_children_of_a_rank_that_train_unseen_keep_it_from_being_clean(bench):
+    run = bench.gpuwatch("launch", "--nproc-per-node", "1", "--preflight", "off", bench.script("trains_in_children.py"))
+
+    assert run.code == 6
+    (missing,) = run.verdict["missing"]
+    assert re.fullmatch(r"rank 0 had a child process \(pid \d+\) that trained and was not watched", missing)

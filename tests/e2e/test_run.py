@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -366,6 +367,15 @@ def test_of_two_processes_that_train_by_themselves_the_one_that_is_fed_nan_is_na
         assert f"Process {met['pid']} (no rank), batch 10" in watched.stderr
     else:
         assert (verdict["rank"], verdict["pid"]) == (0, None)
+
+
+@pytest.mark.slow
+def test_a_process_that_could_not_be_watched_keeps_the_run_from_being_clean(bench):
+    watched = bench.gpuwatch("run", "--", PYTHON, bench.script("by_themselves.py"), "no-room", "spawn")
+
+    assert watched.code == 6
+    (missing,) = watched.verdict["missing"]
+    assert re.match(r"process \d+ was not watched \(no recorder: .*File too large", missing)
 
 
 @pytest.mark.slow

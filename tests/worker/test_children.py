@@ -79,21 +79,16 @@ def run(tmp_path, how):
     return int(seen[0]), int(children[0][0]) if children else 0
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "fork trains",
-        pytest.param("fork in fork", marks=pytest.mark.slow),
-        pytest.param("spawn trains", marks=pytest.mark.slow),
-        pytest.param("forkserver trains", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("how", ["fork trains", "fork in fork", "spawn trains", "forkserver trains"])
 def test_a_child_that_trains_is_noted_in_the_recorder_of_its_parent(tmp_path, how):
     noted, child = run(tmp_path, how)
     assert noted == child > 0
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["loader", "pool", "fork calls", "spawn calls"])
 def test_a_helper_that_steps_no_optimizer_is_not_noted(tmp_path, how):
     assert run(tmp_path, how)[0] == 0

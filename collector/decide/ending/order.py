@@ -37,6 +37,8 @@ class Endings:
     same: list[RankFacts] = field(default_factory=list)
     """Others that ended at the same point as the first. Of ranks of one host: and at the same time, or within a second
     where they raised the same."""
+    alike: list[tuple[RankFacts, int]] = field(default_factory=list)
+    """Of these the ones that were later by the clock of their common host, and raised the same: by how much."""
     later: list[tuple[RankFacts, int]] = field(default_factory=list)
     """Others that ended at the same point, and at least so many nanoseconds later by the clock of their common host."""
     behind: list[tuple[RankFacts, int]] = field(default_factory=list)
@@ -47,6 +49,8 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
     """Which ranks of an attempt ended by themselves, and in which order."""
     signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
     ranks = [rank for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
+    if not ranks:  # a parent fails because its ranks have, and not vice versa
+        ranks = [process for process in facts.lone(attempt) if _ended_by_itself(process, signals)]
     ended = sorted((_Ended(facts, rank) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number))
     own = [one for one in ended if not one.lost_a_peer]
     own = [one for one in own if not one.is_weak or not any(_stopped_for(one, other) for other in own)]
@@ -65,6 +69,7 @@ def endings_of(facts: RunFacts, attempt: int) -> Endings:
         [one.rank for one in [*earliest, *(one for one in ended if one not in earliest)]],
         first.rank,
         [rank for rank, ns in gaps if _is_together(first.rank, rank, ns)],
+        [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS and _is_together(first.rank, rank, ns)],
         [(rank, ns) for rank, ns in gaps if not _is_together(first.rank, rank, ns)],
         behind,
     )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ....core.recorder.group_table import members_of
+from ....core.recorder.lone_process import is_rank, pid_of_number, rank_name
 from ....core.records import Where, WorkerExit
 from ....core.stalls import is_users
 from ...facts.facts import RankFacts, RunFacts
@@ -15,6 +18,7 @@ from ..words import (
     first_line,
     left_silently,
     node_name,
+    one_on,
     own_error,
     pid_of,
     progress,
@@ -39,6 +43,7 @@ _PORT_TAKEN = (
     "The port is taken, by an earlier run that still ends or by another job: ss -ltnp shows by whom. Choose another "
     "one with --master-port (or MASTER_PORT), or --rdzv-endpoint HOST:0 on one node."
 )
+_FRAMES = "Its last frames are in the report: gpuwatch report --rank {rank}"
 _MOST_CALLS = 6
 SIGNAL_S = 60
 """The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
@@ -212,13 +217,24 @@ def _beside(endings: Endings) -> str:
     return f" (and {ranks_text([rank.rank for rank in endings.same])} at the same point)" if endings.same else ""
 
 
+def _who(first: RankFacts, endings: Endings, host: str) -> str:
+    """`Rank 1 (and rank 2 at the same point) on node7`."""
+    return f"{one_on(first.rank)}{_beside(endings)} on {host}"
+
+
+def _whose(first: RankFacts) -> dict[str, Any]:
+    """The verdict's rank; or its process, which is none."""
+    return {"rank": first.rank} if is_rank(first.rank) else {"pid": pid_of_number(first.rank)}
+
+
 def _later_lines(endings: Endings) -> list[str]:
+    alike = "raised the same at the same point,"
     at_once = "ended at the same point,"
     behind = "had issued fewer collectives, and ended"
     return [
-        f"rank {rank.rank} {what} at least {ns / 1e6:.0f} ms later by the clock of the same host: "
+        f"{rank_name(rank.rank)} {what} at least {ns / 1e6:.0f} ms later by the clock of the same host: "
         f"it {how_it_ended(rank)}"
-        for what, ranks in ((at_once, endings.later), (behind, endings.behind))
+        for what, ranks in ((alike, endings.alike), (at_once, endings.later), (behind, endings.behind))
         for rank, ns in ranks
     ]
 
@@ -252,9 +268,9 @@ def _lost(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
         return _aborted_in_a_collective(facts, first, endings.same + [rank for rank, _ in endings.later])
     return Verdict(
         kind="lost",
-        statement=f"Rank {first.rank}{_beside(endings)} on {host} was killed by {name} {place}{at}{short}.",
+        statement=f"{_who(first, endings, host)} was killed by {name} {place}{at}{short}.",
         certainty=_certainty(endings),
-        rank=first.rank,
+        **_whose(first),
         host=host or None,
         device=device_of(first),
         module=exit_.module,
@@ -266,12 +282,12 @@ def _lost(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
         batch=exit_.where.batch if exit_.where.batch >= 0 else None,
         signal=name,
         evidence=[
-            f"{facts.starter} saw rank {first.rank} (pid {pid_of(first)}) end with signal {-exit_.code}; "
+            f"{facts.starter} saw {rank_name(first.rank)} (pid {pid_of(first)}) end with signal {-exit_.code}; "
             f"its recorder says: {place}",
             *_fatal_lines(exit_),
             *_later_lines(endings),
         ],
-        next=[*hints, f"Its last frames are in the report: gpuwatch report --rank {first.rank}"],
+        next=[*hints, *([_FRAMES.format(rank=first.rank)] if is_rank(first.rank) else [])],
         concurrent=[],
         cascade=cascade_of(facts, first.attempt, {first.rank}),
     )
@@ -312,7 +328,7 @@ def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankF
 def _crash(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
     error = own_error(first)
     host = facts.host(first)
-    who = f"Rank {first.rank}{_beside(endings)} on {host}"
+    who = _who(first, endings, host)
     if error is not None:
         inside = f", inside `{error.module}`" if error.module else ""
         last = first_line(error.message).rstrip(". ")
@@ -327,13 +343,14 @@ def _crash(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
     else:
         code = first.script_exit.code if first.script_exit is not None else first.exit.code if first.exit else None
         statement = f"{who} ended with exit code {code}."
-        evidence = []
+        seen = first.exit
+        evidence = [f"no exception of it was heard; its recorder says: {doing(seen)}"] if seen is not None else []
         where = first.exit.where if first.exit is not None else Where(first.rank, first.attempt)
     return Verdict(
         kind="crash",
         statement=statement,
         certainty=_certainty(endings),
-        rank=first.rank,
+        **_whose(first),
         host=host or None,
         device=device_of(first),
         module=error.module if error is not None else None,
@@ -435,7 +452,7 @@ def unexplained_verdict(facts: RunFacts) -> Verdict | None:
             statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
             certainty="supported",
             attempt=facts.last_attempt,
-            evidence=[error, *(progress(rank) for rank in facts.of_attempt(facts.last_attempt))],
+            evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)] or ["no rank had begun"],
             next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
         )
     return Verdict(

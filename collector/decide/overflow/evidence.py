@@ -232,6 +232,11 @@ def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks
         f"{ranks_text([other.rank for other in concurrent])}: an origin of its own in the same stretch between two "
         "collectives; nothing puts them in order"
     ]
+    apart = [other for other in concurrent if is_alike(first, other) and other.batch != first.batch]
+    lines += [
+        f"{rank_name(other.rank)} numbers that batch {other.batch}: it has run other batches alone, or left some out"
+        for other in apart[:_MAX_LINES]
+    ]
     if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
         lines.append("all ranks met the same value in the same place: look at what they share, and not at one rank")
     return lines

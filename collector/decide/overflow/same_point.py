@@ -19,6 +19,8 @@ from ...facts.kept_pages import KeptPage
 
 def page_at_same_point(rank: RankFacts, page: KeptPage, other: RankFacts) -> KeptPage | None:
     """The page of `other` that is the same point as this page of `rank`; None if none is known to be."""
+    if not is_rank(rank.rank) or not is_rank(other.rank):
+        return None  # a process that is no rank trains by itself: its steps are its own
     same_step = [found for found in other.pages.of_step(page.step) if found.root == page.root]
     alike = [found for found in same_step if _is_alike(rank, page, other, found)]
     same_batch = next((found for found in alike if found.batch == page.batch), None)
@@ -35,7 +37,7 @@ def peers_of(facts: RunFacts, rank: RankFacts, page: KeptPage) -> dict[int, Kept
     if key not in facts.peers:
         found = {
             other.rank: page_at_same_point(rank, page, other)
-            for other in (facts.of_attempt(rank.attempt) if is_rank(rank.rank) else [])
+            for other in facts.of_attempt(rank.attempt)
             if other.rank != rank.rank
         }
         facts.peers[key] = {number: other for number, other in found.items() if other is not None}

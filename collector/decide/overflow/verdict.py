@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....core.recorder.lone_process import rank_name
+from ....core.recorder.lone_process import is_rank, rank_name
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..own_faults import doubts_about
@@ -38,7 +38,9 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     if not diagnoses:
         return None
     first_attempt = min(diagnosis.attempt for diagnosis in diagnoses)
-    diagnoses = sorted((d for d in diagnoses if d.attempt == first_attempt), key=lambda d: d.rank)
+    diagnoses = sorted(
+        (d for d in diagnoses if d.attempt == first_attempt), key=lambda d: (not is_rank(d.rank), d.rank)
+    )
     order = Order(diagnoses)
     level = order.earliest()
     outside = [d for d in level if d.source == "outside"][:_MOST_PASSED]

@@ -29,7 +29,8 @@ def sentence(
     who, verb = one_on(first.rank, host), "overflowed" if concurrent else "overflowed first"
     if alike:
         verb = "overflowed alike"
-        who = f"All {ranks} ranks" if len(alike) + 1 == ranks else ranks_text([first.rank, *alike]).capitalize()
+        are_all = len(alike) + 1 == ranks and all(map(is_rank, [first.rank, *alike]))
+        who = f"All {ranks} ranks" if are_all else ranks_text([first.rank, *alike]).capitalize()
     text = _what(first, who, verb, odd, plural=bool(alike))
     if others:
         text += f"; concurrently, {ranks_text(others)} met a non-finite value elsewhere"
@@ -43,9 +44,16 @@ def sentence(
 
 
 def is_alike(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
-    """Whether two ranks met the same value in the same place."""
-    fields = ("module", "cls", "own_role", "value", "phase", "source", "between", "batch")
-    return all(getattr(first, name) == getattr(other, name) for name in fields)
+    """Whether two ranks met the same value in the same place, at the same point of the training."""
+    fields = ("module", "cls", "own_role", "value", "phase", "source", "between")
+    return _is_same_point(first, other) and all(getattr(first, name) == getattr(other, name) for name in fields)
+
+
+def _is_same_point(first: LocalDiagnosis, other: LocalDiagnosis) -> bool:
+    """Each rank numbers its own batches: where rank 0 alone evaluates, the step and the collectives are the same."""
+    if first.batch == other.batch:
+        return True
+    return first.step == other.step and first.seq == other.seq >= 0 and first.clock == other.clock
 
 
 def _what(first: LocalDiagnosis, who: str, verb: str, odd: OddWeight | None, *, plural: bool = False) -> str:

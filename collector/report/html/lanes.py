@@ -94,4 +94,5 @@ def _ranks(report: Report, events: list[TimelineEntry]) -> list[int]:
 
 
 def _title(event: TimelineEntry) -> str:
-    return f"{rank_name(event.rank)}, after {event.seq} collectives: {event.what}"
+    who = rank_name(event.rank) if event.rank is not None else "the node"
+    return f"{who}, after {event.seq} collectives: {event.what}"

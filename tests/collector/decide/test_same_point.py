@@ -131,3 +131,22 @@ def test_a_forward_that_did_not_return_is_compared_by_its_first_call(make):
         return batch
 
     assert point(facts_of(make, gathered(0, 1.0), gathered(1, make.INF))) == 2
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"step": 2, "seq": 4}, "All 2 ranks overflowed alike: "),
+        ({"step": 1, "seq": 4}, "concurrently, rank 1 met a non-finite value elsewhere"),
+    ],
+)
+def test_the_same_place_is_the_same_place_although_rank_0_has_evaluated_alone(make, other, words):
+    ranks = [
+        forward(make, 0, batch=8, step=2, seq=4, out=make.INF, clock={"0": 4}),
+        forward(make, 1, batch=2, out=make.INF, clock={"0": 4}, **other),
+    ]
+    ends = [make.ended(0, 1, batch=8, step=2), make.ended(1, 1, batch=2, step=2)]
+    verdict = report_of(facts_of(make, *ranks, ends=ends)).verdict
+    assert words in verdict.statement
+    numbered = "rank 1 numbers that batch 2: it has run other batches alone, or left some out"
+    assert (numbered in verdict.evidence) == (words.startswith("All"))

@@ -7,6 +7,7 @@ import random
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.recorder.lone_process import number_of_process
 from gpuwatch.core.records import Fault, LeftGroup, LooseParameters, NodeSignal, NotLookedInto, ScriptExit, Where
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
@@ -572,6 +573,61 @@ def test_ranks_that_lack_the_same_share_a_clause(make):
     bodies = [body for rank in range(4) for body in make.finished(rank, last={"pending": 2})]
     verdict = judge(make.hello(nproc=4), *bodies, make.Bye("ok"))
     assert verdict.missing == ["ranks 0-3 ended before 2 numbers had come back from the device"]
+
+
+def process(pid: int = 4242) -> int:
+    return number_of_process(pid, "h0")
+
+
+def test_a_process_that_is_no_rank_is_named_and_nothing_puts_it_before_a_rank(make):
+    batch = leaf_origin(make, process())
+    met = [*batch.messages(), make.ended(process(), 94)]
+    verdict = judge(make.hello(nproc=0), *make.finished(0), *met, make.Bye("failed"))
+    assert (verdict.kind, verdict.rank, verdict.pid, verdict.module) == ("overflow", None, 4242, "fc2")
+    assert verdict.statement.startswith("Process 4242 (no rank) on h0 overflowed first: ")
+    both = judge(make.hello(nproc=0), *leaf_origin(make, 0, seq=9, batch=1).messages(), *met, make.Bye("failed"))
+    assert both.statement.endswith("; concurrently, process 4242 (no rank) met a non-finite value elsewhere.")
+    assert both.certainty == "supported"
+
+
+def test_a_process_that_is_no_rank_is_looked_at_to_its_end_or_the_run_is_not_clean(make):
+    ends = [*make.finished(0), *make.finished(process())]
+    verdict = judge(make.hello(nproc=0), *ends, make.Bye("ok"))
+    assert (verdict.kind, verdict.certainty) == ("clean", "established")
+    assert "1 rank and 1 process that is no rank" in verdict.statement
+    lost = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), None, batch=3), make.Bye("ok"))
+    assert lost.missing == ["process 4242 (no rank) was not heard after batch 3"]
+
+
+def test_a_process_that_is_no_rank_and_failed_is_named_where_no_rank_did(make):
+    raised = [make.raised(process(), "ValueError", "boom"), make.ended(process(), 1)]
+    verdict = judge(make.hello(nproc=0), *make.finished(0), *raised, make.Bye("failed"))
+    assert (verdict.kind, verdict.rank, verdict.pid, verdict.certainty) == ("crash", None, 4242, "established")
+    assert verdict.statement == "Process 4242 (no rank) on h0 raised ValueError: boom."
+    first = judge(make.hello(nproc=0), make.raised(0), make.ended(0, 1), *raised, make.Bye("failed"))
+    assert (first.rank, first.pid) == (0, None)
+    killed = judge(make.hello(nproc=0), *make.finished(0), make.ended(process(), -9), make.Bye("failed"))
+    assert (killed.kind, killed.pid, killed.signal) == ("lost", 4242, "SIGKILL")
+
+
+def test_a_process_that_could_not_be_watched_keeps_a_run_from_being_clean(make):
+    bye = make.Bye("ok", unwatched=["process 4242 was not watched (no recorder: No space left on device)"])
+    verdict = judge(make.hello(nproc=1), *make.finished(0), bye)
+    assert (verdict.kind, verdict.missing) == ("unknown", bye.unwatched)
+
+
+def test_a_process_that_has_become_a_rank_is_no_other_process(make):
+    late = make.finished(process(), last={"pid": 77})
+    verdict = judge(make.hello(nproc=0), *late, *make.finished(0, last={"pid": 77}), make.Bye("ok"))
+    assert verdict.statement.startswith("No overflow: 1 rank, ")
+
+
+def test_what_no_python_has_started_is_watched_by_gpuwatch_run(make):
+    bodies = [make.ended(rank, 0, phase="unwatched") for rank in range(2)]
+    verdict = judge(make.hello(), *bodies, make.Bye("ok"))
+    assert verdict.kind == "unknown"
+    assert "gpuwatch run -- torchrun" in verdict.next[0]
+    assert judge(make.hello(), *make.finished(0), make.Bye("ok")).next == []
 
 
 def test_a_script_without_any_module_is_unknown_and_that_is_what_is_missing(make):

@@ -1,5 +1,9 @@
-"""Two processes that train by themselves, without a process group: HOW METHOD. HOW nan: the second is fed nan."""
+"""Two processes that train by themselves, without a process group: HOW METHOD. HOW nan: the second is fed nan.
 
+HOW no-room: the second can have no recorder.
+"""
+
+import resource
 import sys
 
 import torch
@@ -8,6 +12,8 @@ from torch import nn
 
 
 def train(number, how):
+    if how == "no-room" and number == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))  # less than a recorder takes
     torch.manual_seed(number)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

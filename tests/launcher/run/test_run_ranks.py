@@ -5,21 +5,28 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+from gpuwatch.core.host import host_name
 from gpuwatch.core.recorder import writer
-from gpuwatch.core.recorder.layout import file_name
+from gpuwatch.core.recorder.layout import Field, file_name
+from gpuwatch.core.recorder.lone_process import number_of_process, pid_of_number
+from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.run_folder import process_file
 from gpuwatch.core.wire.pipe import WorkersEnded, WorkersStarted
 from gpuwatch.launcher.run.ranks import Ranks
 
 
-def record(monkeypatch, pid, path, attempt=0):
+def record(monkeypatch, pid, path, attempt=0, **fields):
     """What such a process would leave as rank 0."""
     with monkeypatch.context() as patch:
         patch.setattr(writer.os, "getpid", lambda: pid)
         sizes = {"log_bytes": 1 << 16, "segments": 2}
-        writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=attempt, **sizes).close()
+        made = writer.RecorderWriter(path, rank=0, local_rank=0, world_size=1, attempt=attempt, **sizes)
+    for name, value in fields.items():
+        made.fields[Field[name]] = value
+    made.close()
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -77,4 +84,78 @@ def test_a_process_that_goes_on_as_another_program_is_two_attempts_of_one_rank(t
         (WorkersStarted, 0),
         (WorkersStarted, 1),
     ]
+    ranks.close()
+
+
+@pytest.fixture
+def waiting():
+    """Processes that end when they are told a code."""
+    made = []
+
+    def start() -> subprocess.Popen:
+        made.append(subprocess.Popen([sys.executable, "-c", "raise SystemExit(int(input()))"], stdin=subprocess.PIPE))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait()
+
+
+def to_the_end(ranks: Ranks) -> None:
+    """As a run does it: until each rank was seen to end."""
+    ranks.last_look({})
+    while ranks.running:
+        time.sleep(0.01)
+        ranks.last_look({})
+
+
+def number_of(process) -> int:
+    return number_of_process(process.pid, host_name())
+
+
+def test_of_two_that_train_without_a_group_one_is_the_rank_and_the_other_has_its_own_row(
+    tmp_path, monkeypatch, waiting
+):
+    first, second = waiting(), waiting()
+    for process in (first, second):
+        record(monkeypatch, process.pid, tmp_path / process_file(process.pid), STEP=3, BATCH=2)
+    told, ended = [], []
+    ranks = Ranks(tmp_path, told.append, lambda *end: ended.append(end))
+    for _ in range(2):
+        ranks.look({})
+    assert [each.pids for each in told] == [{0: first.pid}, {number_of(second): second.pid}]
+    assert ranks.running == [0], "a process that is no rank is not waited for"
+
+    first.communicate(b"0\n")
+    second.communicate(b"3\n")
+    to_the_end(ranks)
+
+    assert sorted(ended) == [(0, number_of(second), 3), (0, 0, 0)]
+    reader = RecorderReader(tmp_path / file_name(number_of(second), 0))
+    assert reader.pid == second.pid
+    reader.close()
+    ranks.close()
+
+
+def test_a_process_that_only_made_a_model_is_not_in_the_report_and_one_that_called_it_is_once_it_has_ended(
+    tmp_path, monkeypatch, waiting
+):
+    rank, made, called = waiting(), waiting(), waiting()
+    record(monkeypatch, rank.pid, tmp_path / file_name(0, 0), STEP=3, BATCH=2)
+    record(monkeypatch, made.pid, tmp_path / process_file(made.pid))
+    record(monkeypatch, called.pid, tmp_path / process_file(called.pid), BATCH=0)
+    told = []
+    ranks = Ranks(tmp_path, told.append, lambda *end: None)
+    for _ in range(2):
+        ranks.look({})
+    assert [each.pids for each in told] == [{0: rank.pid}]
+
+    for process in (rank, made, called):
+        process.communicate(b"0\n")
+    to_the_end(ranks)
+
+    started = [number for each in told if isinstance(each, WorkersStarted) for number in each.pids]
+    assert [pid_of_number(number) for number in started if number < 0] == [called.pid]
+    assert {number for each in told if isinstance(each, WorkersEnded) for number in each.codes} == set(started)
     ranks.close()

@@ -128,6 +128,10 @@ def test_an_exit_code_after_a_collective_has_raised_is_no_reason_of_ones_own(hid
     assert "after a collective had raised in it" in alone.evidence[0]
     ready = replace(caught, failed=False)
     assert (judged(ready, RAISES).rank, judged(ready, RAISES).kind) == (0, "crash")
+    assert (
+        judged(ready, RAISES).evidence[0]
+        == "no exception of it was heard; its recorder says: outside of a forward, after batch 3"
+    )
 
 
 def test_who_leaves_when_its_launcher_stops_it_was_not_first():
