@@ -9,7 +9,7 @@ import msgspec
 
 from ...core.errors import UsageError
 from ...core.frames import Frame
-from ...core.page_tables import whole
+from ...core.recorder.page_tables import whole
 from ...core.text.ranks_text import numbers_text
 from ..decide.verdict import decide
 from ..facts.facts import RankFacts, RunFacts

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from ...core.frames import Frame, Row
-from ...core.page_tables import whole
+from ...core.recorder.page_tables import whole
 from ...core.values import NonFinite
 from ...core.wire.history import NO_NUMBER
 from ..decide.verdict import decide

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from ...core.frames import Frame, Page, Phase, Row
-from ...core.page_tables import PageTables, whole
 from ...core.pages import Names, decode_frame
+from ...core.recorder.page_tables import PageTables, whole
 from ...core.records import Definition
 from ...core.wire.messages import PageMessage
 from .shared_names import START, SharedNames

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from ..frames import Phase, RowKind
-from ..page_tables import PageTables
+from ..recorder.page_tables import PageTables
 from ..records import Definition, SlotDef
 from ..roles import RoleKind, parse_role
 from ..values import Encoding

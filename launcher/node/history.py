@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy
 from msgspec.structs import replace
 
-from ...core.page_tables import PageTables
 from ...core.recorder.layout import Field
+from ...core.recorder.page_tables import PageTables
 from ...core.recorder.reader import RecorderReader
 from ...core.records import Definition, Forecast, ModuleDef, SlotDef, Where
 from ...core.values import DTYPE_MAX, DTYPE_NAMES

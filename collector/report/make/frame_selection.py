@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ....core.frames import Frame
-from ....core.page_tables import whole
 from ....core.recorder.lone_process import pid_of_number
+from ....core.recorder.page_tables import whole
 from ...decide.overflow.replicas import page_of
 from ...decide.overflow.same_point import page_at_same_point
 from ...decide.verdict_model import Verdict

@@ -9,8 +9,8 @@ import zlib
 import numpy
 import pytest
 from gpuwatch.core.frames import Phase, RowKind
-from gpuwatch.core.page_tables import PageTables
 from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder.page_tables import PageTables
 from gpuwatch.core.records import SlotDef
 from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
 from gpuwatch.core.wire.history import ABSENT, OutputSlots, pack, unpack

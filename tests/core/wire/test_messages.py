@@ -35,6 +35,8 @@ EVENTS = [
         HERE, 4, "layer.0", "Linear", "forward", "output", "+inf", "float16", [2, 3], True, False, True, "why", 3
     ),
     records.Warned(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
+    records.Passed(HERE, "all_reduce", "0", "0-3", 7, 0, 0, True, "+inf", "float16", 8, "finite", 6e4),
+    records.LooseParameters(HERE, "SGD", 3, 1),
     records.ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
     records.Absorbed(HERE, "attn.softmax", "Softmax", "output", "nan", "float32", "attn"),
     records.NotLookedInto(HERE, "model", "LlamaModel"),

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import numpy
 
-from .frames import Frame, Phase, Row, RowKind
-from .pages import Names, decode_frame, decode_row
-from .recorder import layout, tables
-from .values import Encoding, Value
-from .wire.messages import PageMessage
+from ..frames import Frame, Phase, Row, RowKind
+from ..pages import Names, decode_frame, decode_row
+from ..values import Encoding, Value
+from ..wire.messages import PageMessage
+from . import layout, tables
 
 _MOST_BITS = numpy.full(256, (1 << 64) - 1, numpy.uint64)
 """By encoding: the largest integer that stands for a number."""
