@@ -7,7 +7,7 @@ import math
 from ...core.frames import Frame, Mark, Page, Row, format_number
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, OptimizerStep
-from ...core.roles import RoleKind
+from ...core.roles import RoleKind, is_param_group
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row
 from .step_rules import KnownStep, can_make_non_finite
 
@@ -62,7 +62,7 @@ def explain_step(
     made = bool(gradients) and not was_bad
     notes = tuple(_state(frames, frame, row.parsed_role.name))
     source: Source = "made" if made else "weight"
-    sure = True
+    sure = not is_param_group(frame.module)  # its gradient has no frames, nor what was computed with it
     if made:
         step = anomaly.optimizer
         can = can_make_non_finite(step, _known(frames, frame, row, before, gradients)) if before else None

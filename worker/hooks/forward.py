@@ -187,6 +187,7 @@ class Hooks:
             getattr(torch_module, "_global_forward_hooks_with_kwargs", {}).pop(handle.id, None)
         self._handles = []
         self._gradients.detach()
+        self._steps.detach()
         self._scalers.detach()
         self._graphs.detach()
         self._collectives.detach()
