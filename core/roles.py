@@ -24,10 +24,22 @@ from typing import NamedTuple
 PARAMETERS = "parameters."
 """Marks a parameter whose bare name would be misread. A parameter's name holds no dot, so nothing else begins so."""
 
+_PARAM_GROUP = "optimizer.param_groups["
+
 _INPUT = re.compile(r"(input|kwargs)(\.|\[|\Z)")
 _OUTPUT = re.compile(r"output(\.|\[|\Z)")
 _CACHED = 1 << 16
 """Texts that are remembered: more than the roles of a large model, and bounded, as they come from the network."""
+
+
+def param_group(number: int) -> str:
+    """The place of parameters that no module has: the group of the optimizer that steps on them."""
+    return f"{_PARAM_GROUP}{number}]"
+
+
+def is_param_group(place: str) -> bool:
+    """Whether a frame is about parameters that no module has."""
+    return place.startswith(_PARAM_GROUP)
 
 
 class RoleKind(Enum):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from ...core.frames import Frame, Mark, Page, Row, format_number
 from ...core.judge import first_expected_gradient
 from ...core.records import Anomaly, OptimizerStep
-from ...core.roles import RoleKind, role_of_parameter
+from ...core.roles import RoleKind, is_param_group, role_of_parameter
 from .local_diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
 from .step_rules import KnownStep, can_make_non_finite, is_torchs, square_overflows
 from .weight_timeline import readings
@@ -65,7 +65,7 @@ def explain_step(
     was_bad = before is not None and not before.finite
     notes = tuple(_state(frames, frame, row.parsed_role.name))
     source: Source = "weight"
-    sure, history = True, ""
+    sure, history = not is_param_group(frame.module), ""  # its gradient has no frames, nor what was computed with it
     if not was_bad and _had_no_gradient(frames, frame, row):
         source, sure = "changed", before is not None and is_torchs(anomaly.optimizer)
         history = "it had no gradient, and a step changes no weight without one"

@@ -72,4 +72,4 @@ def test_a_step_on_a_partition_that_nobody_sees_names_no_rank(row: Row, tmp_path
 
     assert overflowed.code == OVERFLOW, overflowed.text
     assert (found["kind"], found["certainty"], found["rank"]) == ("overflow", "unknown", None)
-    assert "made before, where nobody looked" in found["statement"]
+    assert "so the first rank is unknown" in found["statement"]

@@ -176,6 +176,7 @@ class Hooks:
         """Remove the hooks. The recording stays."""
         self._global.detach()
         self._gradients.detach()
+        self._steps.detach()
         self._scalers.detach()
         self._graphs.detach()
         self._collectives.detach()

@@ -1,17 +1,20 @@
 """Parameters that an optimizer steps on and that no module has that was called: tensors of the script's own.
 
 What is computed with them has no frames. Their values have: in host memory they are read after each step, and one that
-is not finite gets a frame, as a weight does. That there are such parameters is recorded once for each optimizer class.
+is not finite gets a frame, as a weight does. That a script computes with such parameters is recorded once for each
+class of optimizer.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 
 from ...core.frames import Phase
 from ...core.records import LooseParameters
+from ...core.roles import param_group
 from ..alarms.frames import Frames
 from ..record.progress import Progress
 from ..record.roots import Roots
@@ -20,12 +23,39 @@ from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
 
 _MOST_TOLD = 8
+_MANY = 1024
 Loose = list[tuple[int, int, torch.Tensor]]
 """(group, position in it, parameter)"""
 
 
+class _Reached:
+    """A hook on a parameter: autograd has made a gradient of it, so the script computes with it."""
+
+    __slots__ = ("handle", "parameter", "yes")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.parameter = weakref.ref(parameter)
+        self.yes = False
+        self.handle: Any = None
+        if parameter.requires_grad and parameter.is_leaf and parameter.device.type != "meta":
+            self.handle = parameter.register_post_accumulate_grad_hook(self)  # type: ignore[no-untyped-call]  # no types
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.yes = True
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.remove()
+
+
 class LooseReader:
-    """Reads them after a step of theirs."""
+    """Reads them after a step of theirs.
+
+    A copy of weights that an optimizer keeps for itself (the flat float32 partition of ZeRO) is read, too. It is not
+    told: nothing is computed with it, and autograd makes no gradient of it.
+    """
 
     def __init__(self, progress: Progress, rows: Rows, roots: Roots, frames: Frames) -> None:
         self._progress = progress
@@ -33,34 +63,61 @@ class LooseReader:
         self._roots = roots
         self._frames = frames
         self._told: set[tuple[str, bool]] = set()
+        self._reached: dict[int, _Reached] = {}
+        """By id of a parameter."""
 
     def after_step(self, optimizer: Any, loose: Loose) -> None:
         """The optimizer has stepped on these."""
-        loose = [
-            found for found in loose if self._roots.owner_of(found[2]) is None
-        ]  # its module was called in the step
-        if not loose:
-            return
-        unread = 0
+        used: list[torch.Tensor] = []
         for group, position, parameter in loose:
-            if is_on_device(parameter):
-                unread += 1
+            if self._roots.owner_of(parameter) is not None:  # its module was called in the step
                 continue
-            numbers = measure(parameter)
-            if numbers.meta & 0xFF:
-                name, cls = f"optimizer.param_groups[{group}]", type(optimizer).__name__
-                info = self._roots.place(name, self._progress.root, cls)
-                page = info.root.page
-                if page is None:
-                    page = self._progress.begin_page(info.root)
-                else:
-                    self._progress.resume(page)
-                row = self._rows.gradient(info, f"params[{position}]", parameter, 0, numbers)
-                self._frames.put(page, info, Phase.OPTIMIZER, [row])
-        self._tell(optimizer, len(loose), unread)
+            if not is_on_device(parameter):
+                self._read(optimizer, group, position, parameter)
+            if self._is_used(parameter):
+                used.append(parameter)
+        self._tell(optimizer, used)
 
-    def _tell(self, optimizer: Any, count: int, unread: int) -> None:
+    def detach(self) -> None:
+        """Take the hooks off."""
+        for reached in self._reached.values():
+            reached.remove()
+        self._reached.clear()
+
+    def _read(self, optimizer: Any, group: int, position: int, parameter: torch.Tensor) -> None:
+        numbers = measure(parameter)
+        if not numbers.meta & 0xFF:
+            return
+        name, cls = param_group(group), type(optimizer).__name__
+        info = self._roots.place(name, self._progress.root, cls)
+        page = info.root.page
+        if page is None:
+            page = self._progress.begin_page(info.root)
+        else:
+            self._progress.resume(page)
+        row = self._rows.gradient(info, f"params[{position}]", parameter, 0, numbers)
+        self._frames.put(page, info, Phase.OPTIMIZER, [row])
+
+    def _is_used(self, parameter: torch.Tensor) -> bool:
+        """Whether the script computes with it: known from its second step on, at once where no module was called."""
+        if self._progress.root is None:
+            return True
+        known = self._reached.get(id(parameter))
+        if known is None or known.parameter() is not parameter:
+            self._forget_dead()
+            self._reached[id(parameter)] = _Reached(parameter)
+            return False
+        if known.yes:
+            known.remove()
+        return known.yes
+
+    def _forget_dead(self) -> None:
+        if len(self._reached) >= _MANY:
+            self._reached = {key: reached for key, reached in self._reached.items() if reached.parameter() is not None}
+
+    def _tell(self, optimizer: Any, used: list[torch.Tensor]) -> None:
+        unread = sum(map(is_on_device, used))
         key = type(optimizer).__name__, unread > 0
-        if key not in self._told and len(self._told) < _MOST_TOLD:
+        if used and key not in self._told and len(self._told) < _MOST_TOLD:
             self._told.add(key)
-            self._progress.recorder.append(LooseParameters(self._progress.where(), key[0], count, unread))
+            self._progress.recorder.append(LooseParameters(self._progress.where(), key[0], len(used), unread))

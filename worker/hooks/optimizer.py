@@ -12,7 +12,7 @@ from ...core.frames import Frame, Mark, Phase
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import OpenPage
 from ...core.records import OptimizerStep
-from ...core.roles import parse_role
+from ...core.roles import param_group, parse_role
 from ..alarms.frames import Frames
 from ..alarms.held import NonFiniteRow
 from ..alarms.judging import Judging
@@ -86,6 +86,10 @@ class Steps:
         self._last_step: dict[int, _LastStep] = {}
         """By id of the optimizer. Only for frames whose numbers arrive later."""
         judging.on_bad_weight = self._record_state
+
+    def detach(self) -> None:
+        """Take the hooks off that are on parameters."""
+        self._loose_reader.detach()
 
     # -- before -------------------------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ class Steps:
                 if owner is not None:
                     info, role = owner[0], f"grad {owner[1]}"
                 else:
-                    name, cls = f"optimizer.param_groups[{index}]", type(optimizer).__name__
+                    name, cls = param_group(index), type(optimizer).__name__
                     info, role = self._roots.place(name, self._progress.root, cls), f"grad params[{position}]"
                 page = self._resume(info) or self._progress.begin_page(info.root)
                 row = self._rows.gradient(info, role, parameter.grad, mark, numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....core.recorder.lone_process import is_rank, rank_name
+from ....core.roles import is_param_group
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..own_faults import doubts_about
@@ -57,6 +58,8 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
         return _skipped(facts, tier, diagnoses, order) if alone else _unknown(facts, tier)
     if first.source == "received" or (not alone and all(d.source in ("weight", "unread", "carried") for d in tier)):
         return _unknown(facts, tier)
+    if first.source == "weight" and is_param_group(first.module) and number_of_ranks(facts, first_attempt) > 1:
+        return _unknown(facts, tier)  # its gradient may be a sum of all ranks' gradients, and nobody has looked at it
     rest = tier[1:]
     page = page_of(facts, first)
     rest += [  # each rank may have been fed it, unless one rank is fed what another has made

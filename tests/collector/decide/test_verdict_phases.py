@@ -749,3 +749,17 @@ def test_a_sum_over_the_ranks_is_not_established_where_a_gradient_may_be_missing
     verdict = judge_with_fault(make, batches, rank, "gradient hook", batch=2, page=1)
     assert (verdict.phase, verdict.certainty) == ("collective", "supported")
     assert f"rank {rank}: gpuwatch's own gradient hook has failed in batch 2" in " ".join(verdict.evidence)
+
+
+@pytest.mark.parametrize(("ranks", "certainty", "rank"), [(1, "supported", 0), (2, "unknown", None)])
+def test_of_a_parameter_that_no_module_has_nobody_has_looked_at_the_gradient(make, ranks, certainty, rank):
+    """It may have been a sum of all ranks' gradients, as in ZeRO."""
+    batch = make.Batch(0)
+    x = batch.tensor()
+    batch.call("", "Net", given=[x], returned=[batch.tensor()])
+    batch.stepped("optimizer.param_groups[0]", "Adam", {"params[3]": make.NAN})
+    ends = [body for number in range(1, ranks) for body in make.finished(number)]
+    bodies = [make.hello(nproc=ranks), *batch.messages(), make.ended(0, 94), *ends, make.Bye("failed")]
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+    assert (verdict.kind, verdict.certainty, verdict.rank) == ("overflow", certainty, rank)
+    assert "params[3] of `optimizer.param_groups[0]` (Adam)" in " ".join([verdict.statement, *verdict.evidence])

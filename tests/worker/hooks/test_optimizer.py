@@ -457,6 +457,35 @@ def test_a_parameter_that_no_module_has_is_read_after_its_step_and_that_is_told_
     assert watched.faults == []
 
 
+def test_a_copy_of_the_weights_that_an_optimizer_steps_on_is_read_and_not_told(watch):
+    """As ZeRO's float32 partition: the gradient is put there by hand."""
+    watched = watch()
+    model = net()
+    copy = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    optimizer = torch.optim.SGD([copy], lr=0.1)
+    for number in range(4):
+        model.zero_grad()
+        model(X).sum().backward()
+        copy.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+        if number == 3:
+            copy.grad[5] = float("nan")
+        optimizer.step()
+    (anomaly,) = watched.anomalies
+    assert (anomaly.role, anomaly.where.step) == ("params[0]", 3)
+    assert watched.of(LooseParameters) == watched.faults == []
+
+
+def test_the_hook_on_a_parameter_that_no_module_has_comes_off(watch):
+    watched = watch()
+    model, loose = net(), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([loose], lr=0.1)
+    (model(X).sum().detach() * loose).sum().backward()
+    optimizer.step()
+    assert loose._post_accumulate_grad_hooks
+    watched.hooks.detach()
+    assert not loose._post_accumulate_grad_hooks
+
+
 def test_no_parameter_of_a_model_is_loose_that_is_called_in_the_step(watch):
     watched = watch()
     model = net()
