@@ -22,8 +22,13 @@ class _Left(NamedTuple):
     parameter: Callable[[], torch.Tensor | None]
     gradient: Callable[[], torch.Tensor | None]
     version: int
-    finite: torch.Tensor
-    """Whether all of it was, on its device."""
+    extremes: tuple[torch.Tensor, torch.Tensor]
+    """The smallest and the largest of it, on its device: nan if one element is."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of it was. Waits for the device."""
+        return all(bool(each.isfinite()) for each in self.extremes)
 
 
 class LeftGradients:
@@ -42,9 +47,9 @@ class LeftGradients:
         gradient = parameter.grad
         if gradient is None or type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
             return  # of a shard of a DTensor, an operation may be a collective
-        if gradient.is_floating_point() or gradient.is_complex():
-            finite = without_modes(_all_finite, gradient)
-            self._left.append(_Left(weakref.ref(parameter), weakref.ref(gradient), version_of(gradient), finite))
+        extremes = without_modes(_extremes, gradient)
+        if extremes is not None:
+            self._left.append(_Left(weakref.ref(parameter), weakref.ref(gradient), version_of(gradient), extremes))
 
     def backward_begins(self, page: int) -> None:
         """A backward of the page of this number begins: each gradient that is still there is added to."""
@@ -59,10 +64,13 @@ class LeftGradients:
     def was_bad(self, parameter: torch.Tensor, page: int) -> bool:
         """Whether the backward of this page has found a gradient that was not finite. Waits for the device."""
         found = self._found.get(id(parameter))
-        return (
-            found is not None and found[0].parameter() is parameter and found[1] == page and not bool(found[0].finite)
-        )
+        return found is not None and found[0].parameter() is parameter and found[1] == page and not found[0].finite
 
 
-def _all_finite(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.isfinite().all()
+def _extremes(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Without a temporary of the gradient's size; None for a tensor that torch has no such operation for."""
+    try:
+        smallest, largest = torch.aminmax(gradient)
+    except (RuntimeError, NotImplementedError):  # it is empty, complex, or of 8 bits
+        return None
+    return smallest, largest

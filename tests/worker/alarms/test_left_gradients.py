@@ -74,6 +74,35 @@ def test_what_was_cleared_or_finite_is_not_to_blame(left, between):
     assert "before the backward" not in verdict.statement
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_each_bad_number_is_seen_in_each_dtype(dtype, bad):
+    model = nn.Linear(4, 4, bias=False, dtype=dtype)
+    model.weight.grad = torch.ones_like(model.weight)
+    model.weight.grad[3, 3] = bad
+    handle = gpuwatch.watch(model, on_overflow="continue")
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4, dtype=dtype)).sum().backward()
+        verdict = handle.verdict()
+    finally:
+        handle.remove()
+    assert "before the backward of batch 0 began" in verdict.statement
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32])
+def test_what_cannot_be_read_is_left_alone(watch, dtype):
+    """A complex gradient, and one without elements."""
+    watched = watch()
+    shape = (2, 2) if dtype.is_complex else (0, 2)
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(torch.ones(shape, dtype=dtype))
+    model.weight.grad = torch.ones_like(model.weight)
+    for _ in range(2):
+        model(torch.ones(2, 2, dtype=dtype)).abs().sum().backward()
+    assert (watched.anomalies, watched.faults) == ([], [])
+
+
 class WithUnused(Net):
     """`unused` is called, and no gradient flows to it."""
 
