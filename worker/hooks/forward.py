@@ -129,7 +129,8 @@ class Hooks:
         self.judging.look_again = self._look_again
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
-        self.judging.hold_with(Trained(self._roots), self._gradients.has_run)
+        self._trained = Trained(self._roots)
+        self.judging.hold_with(self._trained, self._gradients.has_run)
         self._steps = Steps(
             self.progress, self.rows, self._roots, self.frames, self.judging, self._gradients, self._fault
         )
@@ -173,6 +174,7 @@ class Hooks:
             self._graphs.attach()
         self._collectives.attach()
         self._exports.attach()
+        self._trained.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
         os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
@@ -194,6 +196,7 @@ class Hooks:
         self._graphs.detach()
         self._collectives.detach()
         self._exports.detach()
+        self._trained.detach()
 
     def close(self) -> None:
         """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
@@ -233,7 +236,7 @@ class Hooks:
                     self._cost = None
             everything = self.judging.collect()
             if everything and self.judging.held is not None:
-                self.judging.held.batch_ended(None)
+                self.judging.held.script_ended()
         return self._scalers.collect() and everything
 
     # -- the hooks ----------------------------------------------------------------------------------------------

@@ -195,6 +195,8 @@ class Steps:
                     without_modes(self._record_weights, optimizer)
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
+        if self._judging.held is not None:
+            self._judging.held.stepped(optimizer)
         with self._progress.lock:
             self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
