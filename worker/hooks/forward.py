@@ -221,7 +221,10 @@ class Hooks:
 
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
-        self.progress.groups.notice()
+        try:
+            self.progress.groups.notice()
+        except Exception as error:
+            self._fault("process groups", error)
         with self._lock:
             self._graphs.take()
             for root in self._roots.infos():
