@@ -8,7 +8,7 @@ a copy, with gradients                 an alarm when a backward reaches it; else
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...core.frames import Frame, Row
 from ...core.recorder.writer import OpenPage
@@ -33,8 +33,9 @@ class Held:
         self,
         trained: Trained,
         alarm: Callable[[NonFiniteRow], None],
-        notice: Callable[[NonFiniteRow, LedNowhere], bool],
+        notice: Callable[[NonFiniteRow, LedNowhere], None],
         has_run: Callable[[int], bool],
+        step: Callable[[], int],
         *,
         with_gradients: bool,
     ) -> None:
@@ -43,15 +44,19 @@ class Held:
         """Gradients are watched."""
         self._alarm = alarm
         self._notice = notice
-        """Records it. False if this place was told before."""
         self._has_run = has_run
         """Whether a backward has reached what the root of the page of this number has returned."""
+        self._step = step
+        """Optimizer steps finished so far."""
         self._weights: list[NonFiniteRow] = []
-        self._copies: list[NonFiniteRow] = []
+        self._models: list[NonFiniteRow] = []
+        """Of models with parameters, since the last step."""
         self._apart: NonFiniteRow | None = None
         """The first of this step."""
         self._untrained: set[tuple[int, str, str]] = set()
-        """(root, module, role) of weights that were told."""
+        """(root, module, role) of weights that were told,"""
+        self._told: set[tuple[int, str, str]] = set()
+        """and of what models returned."""
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -91,22 +96,34 @@ class Held:
     def returned(self, bad: NonFiniteRow, called: Frame) -> bool:
         """The script is handed a bad value by the call `called` of a model. Whether that is no alarm now."""
         page = bad.page
-        if not self._trained.is_apart(page, called):
+        if not self._trained.is_apart(page, called) or self._has_run(page.number) or len(self._models) >= _MOST:
             return False
-        if not page.with_gradients:
-            is_new = self._notice(bad, "not trained")
-            if is_new and (self._apart is None or self._apart.page.step != page.step):
-                self._apart = bad
-            return True
-        if self._has_run(page.number) or not self._trained.has_parameters(page, called) or len(self._copies) >= _MOST:
+        is_new = _place(bad) not in self._told
+        if self._trained.has_parameters(page, called) and self._step() == page.step:
+            self._models.append(bad)
+        elif page.with_gradients and self._step() == page.step:  # it may be the loss
             return False
-        self._copies.append(bad)
+        else:
+            self._tell_of_model(bad)
+        if is_new and (self._apart is None or self._apart.page.step != page.step):
+            self._apart = bad
         return True
+
+    def _tell_of_model(self, bad: NonFiniteRow) -> None:
+        self._told.add(_place(bad))
+        self._notice(bad, "not trained")
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has stepped, and no gradient was an alarm: what models returned before did not lead there."""
+        self._trained.noticed(optimizer)
+        models, self._models = self._models, []
+        for bad in models:
+            self._tell_of_model(bad)
 
     def backward_begins(self, page: int) -> None:
         """A backward has reached what the model of this page has returned."""
-        reached = [bad for bad in self._copies if bad.page.number == page]
-        self._copies = [bad for bad in self._copies if bad.page.number != page]
+        reached = [bad for bad in self._models if bad.page.number == page]
+        self._models = [bad for bad in self._models if bad.page.number != page]
         for bad in reached:
             self._alarm(bad)
 
@@ -116,17 +133,20 @@ class Held:
         is_before = held is not None and held.page.step == bad.page.step and held.page.number < bad.page.number
         return held if is_before else None
 
-    def batch_ended(self, page: OpenPage | None) -> None:
-        """The next batch of this root begins, or, with None, the script has ended."""
-        copies, weights = self._copies, self._weights
-        self._copies = [bad for bad in copies if page is not None and bad.page is not page]
-        self._weights = [bad for bad in weights if page is not None and bad.page is not page]
-        for bad in copies:
-            if page is None or bad.page is page:
-                self._notice(bad, "not trained")
+    def batch_ended(self, page: OpenPage) -> None:
+        """The next batch of this root begins."""
+        weights = self._weights
+        self._weights = [bad for bad in weights if bad.page is not page]
         for bad in weights:  # no backward has gone through this model: what it holds is what it is for
-            if page is None or bad.page is page:
+            if bad.page is page:
                 self._alarm(bad)
+
+    def script_ended(self) -> None:
+        """No backward and no step comes any more."""
+        waiting = [*self._weights, *self._models]
+        self._weights, self._models = [], []
+        for bad in waiting:
+            self._alarm(bad)
 
 
 def _place(bad: NonFiniteRow) -> tuple[int, str, str]:

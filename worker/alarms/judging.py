@@ -110,7 +110,8 @@ class Judging:
         """Bad values that lead nowhere are held back from an alarm, as far as `trained` and `has_run` know."""
         if not self._sync:
             gradients = "grads" in self._progress.settings.watch
-            self.held = Held(trained, self.alarm, self._led_nowhere, has_run, with_gradients=gradients)
+            step = lambda: self._progress.step  # noqa: E731
+            self.held = Held(trained, self.alarm, self._led_nowhere, has_run, step, with_gradients=gradients)
 
     # -- frames -------------------------------------------------------------------------------------------------
 
@@ -360,20 +361,19 @@ class Judging:
             where = self._progress.where_of(page, frame)
             self._recorder.append(Ignored(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
 
-    def _led_nowhere(self, bad: NonFiniteRow, why: LedNowhere, by: str = "") -> bool:
+    def _led_nowhere(self, bad: NonFiniteRow, why: LedNowhere, by: str = "") -> None:
         """Count a bad value that led nowhere, and record an event for the first of its module and role.
 
-        `by`: the module that has taken it away. True if it is the first.
+        `by`: the module that has taken it away.
         """
         self._fields[Field.ABSORBED] += 1
         page, frame, row = bad
         key = (self._recorder.names.root_label(page.root), frame.module, row.role)
         if key in self._absorbed or len(self._absorbed) >= _MAX_WARNED:
-            return False
+            return
         self._absorbed.add(key)
         where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
         self._recorder.append(Absorbed(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
-        return True
 
     def take_scaled(self, step: int) -> NonFiniteRow | None:
         """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""

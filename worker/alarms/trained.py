@@ -1,16 +1,17 @@
 """What the script trains, as far as it is known when a value is bad: which model, which weight.
 
-Asked about bad values alone. A gradient that was recorded is the proof; before the first one the live optimizers tell.
+Asked about bad values alone. A gradient that was recorded is the proof; before the first one the optimizers tell that
+were made since the hooks were attached.
 """
 
 from __future__ import annotations
 
-import gc
+import functools
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, ClassVar
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,18 +20,51 @@ from ...core.recorder.writer import OpenPage
 from ...core.roles import GRADIENTS, RoleKind, parse_role
 from ..record.roots import ModuleInfo, RootInfo, Roots
 
-_MOST_SEARCHES = 16
-"""A search for optimizers walks over all objects of the process."""
-
 
 class Trained:
-    """Which calls and weights of a rank belong to what is trained."""
+    """Which calls and weights of a rank belong to what is trained.
+
+    All watchers share one wrapper of `Optimizer.__init__`. The first one adds it, the last one removes it.
+    """
+
+    _watchers: ClassVar[list[Trained]] = []
+    _wrapped: ClassVar[tuple[Callable[..., None], Callable[..., None]] | None] = None
+    """(the method, the wrapper)"""
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
         self._apart: dict[tuple[int, str], weakref.ref[nn.Module] | None] = {}
         """(root, module) -> a module that no optimizer holds; None if it was gone by then."""
-        self._searches: dict[tuple[int, str], int] = {}
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def attach(self) -> None:
+        """Notice optimizers from now on."""
+        if not self._watchers:
+            original = Optimizer.__init__
+
+            @functools.wraps(original)
+            def noted(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+                original(optimizer, *args, **kwargs)
+                for watcher in Trained._watchers:
+                    watcher.noticed(optimizer)
+
+            Trained._wrapped = original, noted
+            setattr(Optimizer, "__init__", noted)  # noqa: B010
+        if self not in self._watchers:
+            self._watchers.append(self)
+
+    def detach(self) -> None:
+        """Put the method back, if this is the last watcher."""
+        if self in self._watchers:
+            self._watchers.remove(self)
+            wrapped = Trained._wrapped
+            if not self._watchers and wrapped is not None and Optimizer.__init__ is wrapped[1]:
+                setattr(Optimizer, "__init__", wrapped[0])  # noqa: B010
+
+    def noticed(self, optimizer: Any) -> None:
+        """An optimizer was made, or steps. One that cannot be held weakly is not: nothing of it reaches the script."""
+        with suppress(Exception):
+            self._optimizers.add(optimizer)
 
     def is_apart(self, page: OpenPage, called: Frame) -> bool:
         """Whether nothing trains the module that the script has called: a metric, a teacher, a copy.
@@ -45,9 +79,8 @@ class Trained:
         known = self._apart.get(key)
         if known is not None and known() is not module and module is not None:  # another one of its class
             del self._apart[key]
-        if key not in self._apart and self._searches.get(key, 0) < _MOST_SEARCHES:
-            self._searches[key] = self._searches.get(key, 0) + 1
-            held = _held_by_optimizers()
+        if key not in self._apart:
+            held = self._held()
             # a module that is gone has never had a gradient
             if held and (module is None or not any(id(each) in held for each in module.parameters())):
                 self._apart[key] = weakref.ref(module) if module is not None else None
@@ -73,6 +106,11 @@ class Trained:
         info = root.definitions.get((frame.module, frame.cls)) if root is not None else None
         return info is None or any(parse_role(role).kind is RoleKind.OUTPUT for role in info.slots)
 
+    def _held(self) -> set[int]:
+        """Ids of the parameters of all optimizers that live."""
+        groups = [group for each in list(self._optimizers) for group in getattr(each, "param_groups", ())]
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
     def _root(self, number: int) -> RootInfo | None:
         return next((root for root in self._roots.infos() if root.id == number), None)
 
@@ -85,13 +123,3 @@ def _within(root: RootInfo, name: str) -> Iterator[ModuleInfo]:
 
 def _has_gradients(infos: Any) -> bool:
     return any(parse_role(role).kind in GRADIENTS for info in infos for role in info.slots)
-
-
-def _held_by_optimizers() -> set[int]:
-    """Ids of the parameters of all optimizers that live."""
-    held: set[int] = set()
-    for each in gc.get_objects():
-        if issubclass(type(each), Optimizer):
-            for group in getattr(each, "param_groups", ()):
-                held |= {id(parameter) for parameter in group["params"] if isinstance(parameter, torch.Tensor)}
-    return held

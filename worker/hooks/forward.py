@@ -126,7 +126,8 @@ class Hooks:
         self.judging.look_again = self._look_again
         self.frames = Frames(self.progress, self.judging)
         self._gradients = Gradients(self.progress, self.rows, self.frames, self.judging, self._fault)
-        self.judging.hold_with(Trained(self._roots), self._gradients.has_run)
+        self._trained = Trained(self._roots)
+        self.judging.hold_with(self._trained, self._gradients.has_run)
         self._steps = Steps(
             self.progress, self.rows, self._roots, self.frames, self.judging, self._gradients, self._fault
         )
@@ -168,6 +169,7 @@ class Hooks:
             self._graphs.attach()
         self._collectives.attach()
         self._exports.attach()
+        self._trained.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
         os.register_at_fork(after_in_child=lambda: (method := detach()) and method())
@@ -181,6 +183,7 @@ class Hooks:
         self._graphs.detach()
         self._collectives.detach()
         self._exports.detach()
+        self._trained.detach()
 
     def close(self) -> None:
         """Remove the hooks and release the recorder's memory, so that it can be unmapped."""
@@ -206,7 +209,10 @@ class Hooks:
     def settle(self) -> bool:
         """The script has ended: judge the numbers that have arrived since. True when no number is outstanding."""
         self.put_back()
-        self.progress.groups.notice()
+        try:
+            self.progress.groups.notice()
+        except Exception as error:
+            self._fault("process groups", error)
         with self._lock:
             self._graphs.take()
             for root in self._roots.infos():
@@ -221,7 +227,7 @@ class Hooks:
                     self._cost = None
             everything = self.judging.collect()
             if everything and self.judging.held is not None:
-                self.judging.held.batch_ended(None)
+                self.judging.held.script_ended()
         return self._scalers.collect() and everything
 
     def put_back(self) -> None:

@@ -206,7 +206,6 @@ class Steps:
         progress.step += 1
         progress.fields[Field.STEP] = progress.step
         progress.times.step_ends(progress.step)
-        progress.groups.notice()  # what DDP has issued in the backward
         if self._weights and not progress.skipped:
             try:
                 self.steps.add(progress.step, optimizer)
@@ -215,9 +214,19 @@ class Steps:
             except Exception as error:
                 self._on_fault("after the optimizer step", error)
         with self._progress.lock:
+            self._tell_of_step(optimizer)
             self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
         self._judging.raise_pending()
+
+    def _tell_of_step(self, optimizer: Any) -> None:
+        """Tell those that wait for a step."""
+        try:
+            self._progress.groups.notice()  # what DDP has issued in the backward
+            if self._judging.held is not None:
+                self._judging.held.stepped(optimizer)
+        except Exception as error:
+            self._on_fault("after the optimizer step", error)
 
     def _record_weights(self, optimizer: Any) -> None:
         self._rows.forget()  # an optimizer may change parameters without raising their version

@@ -10,7 +10,7 @@ from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.records import Cost, Ignored, ScalerSkip, Warned
+from gpuwatch.core.records import Absorbed, Cost, Ignored, ScalerSkip, Warned
 from gpuwatch.core.wire.messages import EventMessage
 
 
@@ -132,6 +132,42 @@ def test_without_a_beat_the_events_are_counted(make):
 
 def test_a_rank_without_a_scaler_has_none(make):
     assert report_of(run(make)).ranks[0].scaler is None
+
+
+# -- what led nowhere ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("why", "by", "said"),
+    [
+        ("", "attn", "made of a mask of -inf and taken away in `attn`"),
+        ("taken away", "attn", "taken away in `attn`"),
+        ("taken away", "", "taken away in the root module"),
+        ("no gradient", "", "which no output shows and which gets no gradient"),
+        ("not trained", "", "which no optimizer holds and no backward reached"),
+    ],
+)
+def test_what_led_nowhere_is_counted_and_told_with_its_place(make, why, by, said):
+    told = EventMessage(Absorbed(make.where(0, batch=2), "attn.log", "Log", "output", "nan", "float32", by, why))
+    report = report_of(run(make, told, absorbed=3))
+
+    assert (report.verdict.kind, report.verdict.certainty) == ("clean", "established")
+    first = "led nowhere (first: nan in output of `attn.log` (Log))" if why else "of nan out of masks"
+    assert f"but for 6 tensors {'that ' if why else ''}{first}" in report.verdict.statement
+    assert report.ranks[0].absorbed_first[0]["why"] == why
+    assert f"absorbed: nan in output of `attn.log` (Log), {said}, first in batch 2" in text_of(report)
+
+
+@pytest.mark.parametrize(("why", "kind"), [("not trained", "clean"), ("", "overflow")])
+def test_what_a_rank_has_found_to_lead_nowhere_is_inferred_from_no_page(make, why, kind):
+    """A metric under no_grad: its page looks like that of a model."""
+    batch = make.Batch(0, batch=2)
+    batch.call("", "Metric", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+    batch.anomaly = None
+    told = EventMessage(Absorbed(make.where(0, batch=2), "", "Metric", "output", "+inf", "float32", "", why))
+    report = report_of(run(make, told, *batch.messages(), absorbed=1))
+
+    assert report.verdict.kind == kind
 
 
 # -- --ignore -----------------------------------------------------------------------------------------------------
