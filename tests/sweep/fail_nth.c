@@ -206,8 +206,9 @@ int open(const char *path, int flags, ...) {
 int open64(const char *path, int flags, ...) {
     MODE(flags, mode)
     NEXT(open64);
+    if (fails_on_path(OPEN, "open", path)) return -1;
     if (role == LAUNCHER && flags & O_APPEND && !strcmp(path, "/dev/null")) pipes_of_a_helper = 3;
-    return fails_on_path(OPEN, "open", path) ? -1 : next(path, flags, mode);
+    return next(path, flags, mode);
 }
 
 int openat64(int folder, const char *path, int flags, ...) {
@@ -231,7 +232,9 @@ int mkdir(const char *path, mode_t mode) {
 int pipe2(int fds[2], int flags) {
     NEXT(pipe2);
     int of_ours = counts_all() || (role == LAUNCHER && pipes_of_a_helper-- > 0);
-    return counts && of_ours && fails(OPEN, "pipe", "") ? -1 : next(fds, flags);
+    if (!counts || !of_ours || !fails(OPEN, "pipe", "")) return next(fds, flags);
+    pipes_of_a_helper = 0; /* it opens no more of them */
+    return -1;
 }
 
 int socket(int domain, int type, int protocol) {
