@@ -17,7 +17,7 @@ from wrongs import wrongs
 MOST = 150
 """Of a kind that a role calls more often, so many are drawn: allocations, and what a helper does before its work."""
 LASTING = 12
-"""So many of a role and kind are drawn that fail from there on: a helper that never works is started again ten times."""
+"""So many of a role and kind are drawn that fail from there on: such runs take half a minute."""
 
 
 def failures(calls: dict[tuple[str, str, str], int], rng: random.Random, most: int = MOST) -> Iterator[Failure]:
