@@ -110,10 +110,10 @@ def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_i
                 os.kill(self.pid, signal.SIGSTOP)
 
     monkeypatch.setattr("gpuwatch.launcher.head_collector.Child", SaysNothingAgain)
-    monkeypatch.setattr("gpuwatch.launcher.head_collector._FIRST_WORD_S", 0.5)
     monkeypatch.setattr("gpuwatch.launcher.children.LIVED_S", 0.1)  # one that was waited for has lived long
     node = make_node()
     node.start_collector()
+    monkeypatch.setattr("gpuwatch.launcher.head_collector._FIRST_WORD_S", 0.5)
     node.collector._ending.set()
     lives[0].kill()
     node.collector.end(30.0)
