@@ -117,6 +117,7 @@ def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_i
     node.collector._ending.set()
     lives[0].kill()
     node.collector.end(30.0)
+    node.collector = None  # it has ended
     assert len(lives) == 2
 
 
