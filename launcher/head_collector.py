@@ -67,6 +67,7 @@ class HeadCollector:
             time.sleep(pause_s)
             lives.began()
             if not self._start_again():  # nothing more is to be had of it
+                self._let_go()
                 break
 
     def _start(self) -> Child | None:
