@@ -66,7 +66,9 @@ class HeadCollector:
                 break
             time.sleep(pause_s)
             lives.began()
-            self._start_again()
+            if not self._start_again():  # nothing more is to be had of it
+                self._let_go()
+                break
 
     def _start(self) -> Child | None:
         try:
@@ -146,8 +148,9 @@ class HeadCollector:
             self._start_again()
         self.told_all.set()
 
-    def _start_again(self) -> None:
-        self._let_go()
-        self._child = self._start()
-        if isinstance(self._first_word(), Bound):
+    def _start_again(self) -> bool:
+        """Whether it listens again."""
+        listens = isinstance(self._first_answer(), Bound)
+        if listens:
             self._say("the collector had ended; it was started again and goes on with what it had received")
+        return listens

@@ -14,9 +14,9 @@ from trial import Failure, compile_shim, counts_of, environment, new_counts
 
 CALLS = {
     "recorder": {"write": 2, "open": 4, "map": 2},
-    "agent": {"write": 40, "open": 30, "map": 7, "send": 10, "alloc": 1000, "thread": 3},
-    "collector": {"write": 140, "open": 70, "map": 14, "sync": 16, "send": 10, "alloc": 40000, "thread": 5},
-    "launcher": {"write": 6, "open": 24},
+    "agent": {"write": 15, "open": 30, "map": 7, "send": 10, "alloc": 1000, "thread": 3},
+    "collector": {"write": 90, "open": 60, "map": 14, "sync": 16, "send": 10, "alloc": 40000, "thread": 5},
+    "launcher": {"write": 1, "open": 16, "send": 5},
 }
 """How many there are at least; which one fails is drawn."""
 EACH = [pytest.param(role, kind, id=f"{role} {kind}") for role, kinds in CALLS.items() for kind in kinds]

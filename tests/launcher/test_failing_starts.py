@@ -96,6 +96,32 @@ def test_a_collector_that_dies_before_its_first_word_is_started_again(make_node,
 
 
 @pytest.mark.slow
+@pytest.mark.sample(1, of="a collector that says nothing more")
+def test_a_collector_that_was_killed_and_says_nothing_when_it_is_started_again_is_not_tried_for_ever(
+    make_node, monkeypatch
+):
+    lives: list[Child] = []
+
+    class SaysNothingAgain(Child):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            lives.append(self)
+            if len(lives) > 1:
+                os.kill(self.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr("gpuwatch.launcher.head_collector.Child", SaysNothingAgain)
+    monkeypatch.setattr("gpuwatch.launcher.children.LIVED_S", 0.1)  # one that was waited for has lived long
+    node = make_node()
+    node.start_collector()
+    monkeypatch.setattr("gpuwatch.launcher.head_collector._FIRST_WORD_S", 0.5)
+    node.collector._ending.set()
+    lives[0].kill()
+    node.collector.end(30.0)
+    node.collector = None  # it has ended
+    assert len(lives) == 2
+
+
+@pytest.mark.slow
 @pytest.mark.sample(1, of="an agent that does not answer")
 def test_an_agent_that_does_not_answer_at_the_end_is_ended_and_the_next_one_has_the_verdict(make_node, monkeypatch):
     monkeypatch.setattr("gpuwatch.launcher.node_agent.SILENT_S", 8.0)  # one that is alive says so every 5 s

@@ -156,10 +156,10 @@ static int fails_on_fd(enum Kind kind, const char *call, int fd, const void *dat
     if (strstr(path, "[eventfd]")) return 0; /* a thread wakes another one: no disk and no peer is in it */
     int told = role == LAUNCHER && data && size > sizeof line && !memcmp(data, line, sizeof line - 1);
     if (!(counts_all() || told || is_ours(path))) return 0;
-    return fails(kind, call, path);
+    return fails(kind == WRITE && !strncmp(path, "pipe:", 5) ? SEND : kind, call, path);
 }
 
-/* -- write -------------------------------------------------------------------------------------------------------- */
+/* -- write: to a disk; what goes into a pipe is sent ------------------------------------------------------------------- */
 
 ssize_t write(int fd, const void *data, size_t size) {
     NEXT(write);
@@ -206,8 +206,9 @@ int open(const char *path, int flags, ...) {
 int open64(const char *path, int flags, ...) {
     MODE(flags, mode)
     NEXT(open64);
+    if (fails_on_path(OPEN, "open", path)) return -1;
     if (role == LAUNCHER && flags & O_APPEND && !strcmp(path, "/dev/null")) pipes_of_a_helper = 3;
-    return fails_on_path(OPEN, "open", path) ? -1 : next(path, flags, mode);
+    return next(path, flags, mode);
 }
 
 int openat64(int folder, const char *path, int flags, ...) {
@@ -231,7 +232,9 @@ int mkdir(const char *path, mode_t mode) {
 int pipe2(int fds[2], int flags) {
     NEXT(pipe2);
     int of_ours = counts_all() || (role == LAUNCHER && pipes_of_a_helper-- > 0);
-    return counts && of_ours && fails(OPEN, "pipe", "") ? -1 : next(fds, flags);
+    if (!counts || !of_ours || !fails(OPEN, "pipe", "")) return next(fds, flags);
+    pipes_of_a_helper = 0; /* it opens no more of them */
+    return -1;
 }
 
 int socket(int domain, int type, int protocol) {

@@ -16,17 +16,19 @@ from wrongs import wrongs
 
 MOST = 150
 """Of a kind that a role calls more often, so many are drawn: allocations, and what a helper does before its work."""
+LASTING = 12
+"""So many of a role and kind are drawn that fail from there on: such runs take half a minute."""
 
 
 def failures(calls: dict[tuple[str, str, str], int], rng: random.Random, most: int = MOST) -> Iterator[Failure]:
-    """Every call that an undisturbed run makes, once and lasting; of the many allocations some, drawn by `rng`."""
+    """Every call that an undisturbed run makes, and for some of them all calls from there on."""
     for (role, part, kind), count in calls.items():
-        if not role or not count:
-            continue
-        numbers = range(1, count + 1) if count <= most else sorted(rng.sample(range(1, count + 1), most))
-        for n in numbers:
-            for lasting in (False, True):
-                yield Failure(role, part, kind, n, lasting)
+        if role:
+            numbers = range(1, count + 1)
+            once = numbers if count <= most else sorted(rng.sample(numbers, most))
+            yield from (Failure(role, part, kind, n) for n in once)
+            lasting = sorted(rng.sample(numbers, min(LASTING, count)))
+            yield from (Failure(role, part, kind, n, lasting=True) for n in lasting)
 
 
 def main() -> int:

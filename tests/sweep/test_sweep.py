@@ -91,6 +91,7 @@ def overflow(**changed) -> Outcome:
         overflow(said="rank 1 goes on unwatched", code=6, kind="unknown", losses={0: GOOD, 1: BAD}),
         overflow(job="clean", kind="clean", code=0, losses={0: GOOD, 1: GOOD}),
         overflow(job="clean", report=None, code=6, losses={0: GOOD, 1: GOOD}),
+        overflow(job="clean", kind="clean", code=6, losses={0: GOOD, 1: GOOD}, said="no verdict: the collector at x"),
     ],
 )
 def test_nothing_is_wrong_with_an_answer_that_is_right_or_less_sure(outcome):
@@ -115,6 +116,7 @@ def test_nothing_is_wrong_with_an_answer_that_is_right_or_less_sure(outcome):
         overflow(job="goes on", losses={0: GOOD, 1: GOOD}),
         overflow(job="clean", code=0, losses={0: GOOD, 1: GOOD}),
         overflow(job="clean", kind="clean", code=0, losses={0: GOOD}),
+        overflow(job="clean", kind="clean", code=6, losses={0: GOOD, 1: GOOD}),
         overflow(said="rank 1 goes on unwatched", kind="clean", code=0, losses={0: GOOD, 1: BAD}),
     ],
 )
