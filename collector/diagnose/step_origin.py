@@ -163,7 +163,7 @@ def _by_rule(
 def _had_no_gradient(frames: list[Frame], frame: Frame, row: Row) -> bool:
     """Whether the weight was seen to have no gradient when the step began."""
     return any(
-        found.role == f"grad {row.role}" and found.kind == "none"
+        found.role == f"state grad {row.role}" and found.kind == "none"
         for other in frames
         if other.phase == "optimizer" and other.module == frame.module and other.index >= frame.index
         for found in other.rows

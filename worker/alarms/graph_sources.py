@@ -65,27 +65,39 @@ def explaining_row(frame: Frame) -> Row | None:
 
 
 def sources_now(
-    row: Row, module: nn.Module, hook: CodeType, calls: GraphCalls, running: Sequence[ModuleInfo], shown: Shown
+    row: Row,
+    named: str,
+    module: nn.Module,
+    hook: CodeType,
+    calls: GraphCalls,
+    running: Sequence[ModuleInfo],
+    shown: Shown,
 ) -> list[OwnCode]:
-    """Of a row of the call of `module` that has just returned, in the forward that is running.
+    """Of a row of a call of `module`, which has this name, in the forward that is running.
 
-    `hook` is the code of the hook that torch has called then; it has the call's arguments and results. `calls` are
+    `hook` is the code of the hook that torch has called now; it has the arguments and results of a call that has just
+    returned. That is the call of `module`, or one around it, which showed that the value leads somewhere. `calls` are
     those that have returned, `running` those that have not, the outermost first. Empty if the graph does not tell.
     """
     frame = _outwards(sys._getframe(), hook)
-    if frame is None or frame.f_locals["module"] is not module:
+    if frame is None:
         return []
-    arguments = inputs_of(frame.f_locals["args"], frame.f_locals["kwargs"])
-    leaves = [*arguments, *outputs_of(frame.f_locals["output"])]
-    tensor = next((leaf for role, leaf in leaves if role == row.role and isinstance(leaf, torch.Tensor)), None)
-    if tensor is None or tensor.grad_fn is None:
-        return []
+    arguments, returned = inputs_of(frame.f_locals["args"], frame.f_locals["kwargs"]), frame.f_locals["output"]
     handed = {leaf.grad_fn for _, leaf in arguments if isinstance(leaf, torch.Tensor)} | _arguments(running)
     end = next_node() + 1
     closed = {(info.id, first) for info, first, _ in calls.calls}
     still = [(info, info.first_node, end) for info in running[::-1] if (info.id, info.first_node) not in closed]
     whole = GraphCalls(calls.page)
     whole.calls = [*calls.calls, *still]
+    outputs = outputs_of(returned)
+    if frame.f_locals["module"] is not module:
+        roots = [leaf.grad_fn for _, leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        sources = _Sources(whole, roots, shown, handed)
+        start = sources.node_of(row, named)
+        return sources.of(start) if start is not None else []
+    tensor = next((leaf for role, leaf in [*arguments, *outputs] if role == row.role), None)
+    if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
+        return []
     exact = Shown({}, shown.returned)  # what this call and those around it were handed is known
     return _Sources(whole, [tensor.grad_fn], exact, handed).of(tensor.grad_fn)
 

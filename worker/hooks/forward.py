@@ -690,8 +690,8 @@ class Hooks:
         if row is None or frame.phase != "forward" or self._around_graphs or self._page_with_threads == page.number:
             return "", []
         shown = shown_in(self.judging.frames_of(page))
-        if self._calls is not None and self._recorder.page is page:
-            return row.role, sources_now(row, module, _AFTER, self._calls, self._stack, shown)
+        if self._calls is not None and self._calls.page == page.number:
+            return row.role, sources_now(row, frame.module, module, _AFTER, self._calls, self._stack, shown)
         known = (*self._gradients.graphs, *self._gradients.held)
         graph = next((graph for graph in known if graph.calls.page == page.number and graph.within is None), None)
         return row.role, sources_later(row, frame.module, graph, shown) if graph is not None else []

@@ -287,7 +287,7 @@ class Steps:
     ) -> Iterator[Row]:
         """What a step on a weight that is bad now had beside it: the optimizer's state; that it had no gradient."""
         if not has_gradient:
-            yield self._rows.leaf(info, f"grad {name}", None)
+            yield self._rows.leaf(info, f"state grad {name}", None)  # none of the backward's: `grad` is for these
         for key, value in dict(optimizer.state.get(parameter, {})).items():
             if isinstance(value, torch.Tensor):
                 yield self._rows.gradient(info, f"state {key} {name}", value, numbers=measure(value))

@@ -167,8 +167,8 @@ def test_a_weight_whose_output_led_to_a_second_look(make):
 
 def without_gradient(make, **more):
     batch = trained(make, 3, gradient=None, stepped=None, **more)
-    batch.stepped("fc", "Linear", {"weight": make.NAN, "grad weight": 1.0})
-    slot = next(n for (_, role), n in batch._slots.items() if role == "grad weight" and n == batch._rows[-1][0])
+    batch.stepped("fc", "Linear", {"weight": make.NAN, "state grad weight": 1.0})
+    slot = next(n for (_, role), n in batch._slots.items() if role == "state grad weight" and n == batch._rows[-1][0])
     batch._rows[-1] = (slot, layout.NOTHING, layout.NOTHING, 0, RowKind.NONE, 0)
     return batch
 
