@@ -137,3 +137,12 @@ def cost_of(rank: RankFacts) -> dict[str, Any] | None:
     del found["where"]
     found["ratio"] = cost.watched_ns / cost.plain_ns if cost.plain_ns > 0 else None
     return found
+
+
+def passed_of(rank: RankFacts) -> list[dict[str, Any]]:
+    """What was not finite and passed between this rank and others, the earliest first."""
+    return [
+        {"step": one.where.step, "batch": one.where.batch}
+        | {name: getattr(one, name) for name in one.__struct_fields__ if name != "where"}
+        for one in rank.passed
+    ]

@@ -203,6 +203,8 @@ class RankReport(msgspec.Struct, frozen=True):
     absorbed: int = 0
     """Bad values that led nowhere; `absorbed_first` has the first of each place, and why it did."""
     absorbed_first: list[dict[str, Any]] = []
+    passed: list[dict[str, Any]] = []
+    """What was not finite and went into collectives and messages, or came out of them."""
     threads: list[str] = []
     """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
 

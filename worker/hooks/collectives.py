@@ -129,6 +129,8 @@ class Collectives:
         for method in METHODS:
             self._replace(module.ProcessGroup, method)
         self._replace(module.Work, WAIT)
+        self._put(module.ProcessGroup, "_start_coalescing", self._around_start)
+        self._put(module.ProcessGroup, "_end_coalescing", self._around_end)
 
     def detach(self, failed: bool = False) -> None:
         """Put back what was there. A method that somebody else has replaced since stays.
@@ -194,6 +196,42 @@ class Collectives:
         setattr(owner, method.name, ours)
         self._replaced.append((owner, method.name, before, ours))
 
+    # -- messages in bundles ------------------------------------------------------------------------------------
+
+    def _put(self, owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
+        before = owner.__dict__.get(name)
+        if before is None:  # another version of torch
+            return
+        ours = _named(around(before), name, before)
+        setattr(owner, name, ours)
+        self._replaced.append((owner, name, before, ours))
+
+    def _around_start(self, before: Any) -> Callable[..., Any]:
+        groups, on_fault = self._groups, self._fault
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = before(self, *args, **kwargs)
+            try:
+                groups.bundle_begun(self)
+            except Exception as error:
+                on_fault(error)
+            return result
+
+        return call
+
+    def _around_end(self, before: Any) -> Callable[..., Any]:
+        groups, on_fault = self._groups, self._fault
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            work = before(self, *args, **kwargs)
+            try:
+                groups.bundle_ended(self, work)
+            except Exception as error:
+                on_fault(error)
+            return work
+
+        return call
+
     # -- what worker/native/group_methods.c does likewise -------------------------------------------------------
 
     def _around(self, before: Any, method: Method) -> FunctionType:
@@ -220,12 +258,7 @@ class Collectives:
                 on_fault(error)
             return result
 
-        assert isinstance(call, FunctionType)
-        # pybind11 tells by its caller's name that a method's own override calls it, and then calls the base's
-        code = call.__code__.replace(co_name=method.name)
-        ours = FunctionType(code, call.__globals__, method.name, call.__defaults__, call.__closure__)
-        ours.__doc__ = before.__doc__
-        return ours
+        return _named(call, method.name, before)
 
     def _begin_of(self, method: Method) -> Callable[[Any, tuple[Any, ...]], Place | None]:
         groups, code = self._groups, OPERATIONS.index(method.operation)
@@ -279,6 +312,16 @@ class Collectives:
                 groups.issued(place, result)
 
         return finish
+
+
+def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:
+    """`call` in the place of `before`."""
+    assert isinstance(call, FunctionType)
+    # pybind11 tells by its caller's name that a method's own override calls it, and then calls the base's
+    code = call.__code__.replace(co_name=name)
+    ours = FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
+    ours.__doc__ = before.__doc__
+    return ours
 
 
 def _tell(passed: PassedValues, place: Place, came_out: bool, tensors: Any) -> None:

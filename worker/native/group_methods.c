@@ -217,6 +217,21 @@ static PyObject *writer_enter(GroupWriter *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+static PyObject *writer_remember(GroupWriter *self, PyObject *args)
+{
+    Py_ssize_t slot;
+    PyObject *work;
+    long long number, message;
+    if (!PyArg_ParseTuple(args, "nOLL", &slot, &work, &number, &message))
+        return NULL;
+    if (slot < 0 || slot >= GROUPS)
+        return wrong("no such slot");
+    Place place = {(int)slot, self->slots[slot].holders, number, message, 0, -1, {NOT_LOOKED, 0}, NULL};
+    if (issued_work(self, &place, work) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *writer_forget(GroupWriter *self, PyObject *ignored)
 {
     (void)ignored;
@@ -289,6 +304,8 @@ static PyMethodDef writer_methods[] = {
      "method(name, before, call, operation, tensor, peer, is_rooted, tag, given, returned, given_at_root, returned_at_root)"
      " -> method\n\nA method that notes and calls `before`. Positions of its arguments are -1 for none."},
     {"enter", METHOD(writer_enter), METH_VARARGS, "enter(number, group) -> None\n\nThe group holds that slot from now on."},
+    {"remember", METHOD(writer_remember), METH_VARARGS,
+     "remember(slot, work, number, message) -> None\n\nSomebody may wait for this work of the group in that slot."},
     {"forget", METHOD(writer_forget), METH_NOARGS, "forget() -> None\n\nForget all groups, and all works."},
     {NULL, NULL, 0, NULL},
 };

@@ -121,6 +121,11 @@ class GroupTable:
         """(slot, rank of the group, tag, whether it is sent) -> how many were begun"""
         self._received: dict[tuple[int, int], int] = {}
         """(slot, rank of the group) -> receives that have come to their end"""
+        self._bundle: dict[int, list[int]] = {}
+        """Slot -> the messages of the bundle that it has begun."""
+        self._bundles: dict[int, list[int]] = {}
+        """Those that somebody may wait for, by what `message_received` is told of them."""
+        self._last_bundle = NO_MESSAGE
         self.received = 0
         """In all groups that this process has been in."""
         self._beside: dict[str, int] = {}
@@ -296,20 +301,51 @@ class GroupTable:
     def message_begun(self, slot: int, operation: int, peer: int, tag: int) -> int:
         """Count it. Returns an integer for `message_of` and `message_received`."""
         is_sent, tag = operation == _SEND, tag & 0xF_FFFF
+        bundle = self._bundle.get(slot)
         key = slot, peer, tag, is_sent
         number = self._messages[key] = self._messages.get(key, 0) + 1
         if is_sent:
             self._sent[slot, peer] = self._sent.get((slot, peer), 0) + 1
-        return (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
+        message = (number & 0x3F_FFFF) << 41 | tag << 21 | (peer + 1 & 0xF_FFFF) << 1 | is_sent
+        if bundle is None:
+            return message
+        bundle.append(message)  # nobody waits for it alone
+        return NO_MESSAGE
 
     def message_received(self, slot: int, message: int) -> None:
-        """Somebody has waited for a message; count it if it was received."""
+        """Somebody has waited for a message, or for a bundle of them; count what was received."""
+        if message < NO_MESSAGE:
+            for one in self._bundles.pop(message, ()):
+                self.message_received(slot, one)
+            return
         if message & 1:
             return
         self.received += 1
         _, source, _ = message_of(message)
         if source != ANYONE:
             self._received[slot, source] = self._received.get((slot, source), 0) + 1
+
+    def bundle_begun(self, group: Any) -> None:
+        """The messages that begin now on this group have one work for all, as `batch_isend_irecv` has it on NCCL."""
+        slot = self.slot_of(group)
+        if slot is not None:
+            self._bundle[slot.number] = []
+
+    def bundle_ended(self, group: Any, work: Any) -> None:
+        """`work` is what is waited for."""
+        slot = self.slot_of(group)
+        messages = self._bundle.pop(slot.number, None) if slot is not None else None
+        if slot is None or not messages or work is None:
+            return
+        self._last_bundle -= 1
+        self._bundles[self._last_bundle] = messages
+        if len(self._bundles) > _MOST_PENDING:
+            del self._bundles[next(iter(self._bundles))]
+        number = -int(self._fields[slot.field + _P2P])
+        if self.native is not None:
+            self.native.remember(slot.number, work, number, self._last_bundle)
+        else:
+            self.issued(Place(slot, number, self._last_bundle), work)
 
     # -- slots --------------------------------------------------------------------------------------------------
 

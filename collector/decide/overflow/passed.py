@@ -8,7 +8,7 @@ elements and kind of value. From there the edge is followed to who put it in, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass
 
 from ....core.recorder.group_table import members_of
@@ -40,43 +40,67 @@ class Fed:
         return self.put.where.rank if self.put is not None else None
 
 
-def fed_by(facts: RunFacts, diagnosis: LocalDiagnosis) -> Fed | None:
-    """How the value of a diagnosis came to its rank; None if it came by no way that was seen."""
-    if diagnosis.source not in _HANDED or diagnosis.shape is None:
-        return None
-    rank = facts.one(diagnosis.attempt, diagnosis.rank)
-    elements = math.prod(diagnosis.shape)
-    if elements < 2:  # a metric that is reduced looks the same
-        return None
-    came = [
-        one
-        for one in _came_out(rank, diagnosis.step, diagnosis.seq)
-        if (one.value, one.dtype, one.elements) == (diagnosis.value, diagnosis.dtype, elements)
-    ]
-    return _follow(facts, diagnosis.attempt, came[-1]) if came else None
+class Passages:
+    """What the ranks of an attempt tell of what they passed to each other, found by operation."""
 
+    def __init__(self, facts: RunFacts, attempt: int) -> None:
+        self._ranks = {rank.rank: rank for rank in facts.of_attempt(attempt)}
+        self._told: defaultdict[tuple[object, ...], list[Passed]] = defaultdict(list)
+        for rank in self._ranks.values():
+            for one in rank.passed:
+                self._told[_key(one)].append(one)
 
-def _follow(facts: RunFacts, attempt: int, came: Passed) -> Fed | None:
-    ways: list[Passed] = []
-    while came not in ways and len(ways) < _MOST_HOPS:
-        ways.append(came)
-        told = _told(facts, attempt, came)
-        given = [one for one in told if not one.came_out]
-        if not given and came.operation in _REDUCTIONS:
-            summands = [one for one in told if one.given == "finite"]
-            return Fed(tuple(ways), None, tuple(summands)) if _all_of(came, summands) else None
-        put = given[0] if given else None
-        if put is None or any(one.given == "not finite" and one.where.rank != put.where.rank for one in told):
-            return None  # several did, or it is not known who
-        sender = facts.ranks[attempt, put.where.rank]
-        before = [
-            one for one in _came_out(sender, put.where.step, put.where.seq) if one.value == put.value and one != came
+    def fed_by(self, diagnosis: LocalDiagnosis) -> Fed | None:
+        """How the value of a diagnosis came to its rank; None if it came by no way that was seen."""
+        rank = self._ranks.get(diagnosis.rank)  # a process that is no rank shares no group
+        if rank is None or diagnosis.source not in _HANDED or diagnosis.shape is None:
+            return None
+        elements = math.prod(diagnosis.shape)
+        if elements < 2:  # a metric that is reduced looks the same
+            return None
+        came = [
+            one
+            for one in _came_out(rank, diagnosis.step, diagnosis.seq)
+            if (one.value, one.dtype, one.elements) == (diagnosis.value, diagnosis.dtype, elements)
         ]
-        before = [one for one in before if _is_same_tensor(one, put)]
-        if not before:
-            return Fed(tuple(ways), put)
-        came = before[-1]
-    return None
+        return self._follow(came[-1]) if came else None
+
+    def _follow(self, came: Passed) -> Fed | None:
+        ways: list[Passed] = []
+        while came not in ways and len(ways) < _MOST_HOPS:
+            ways.append(came)
+            told = self._of(came)
+            given = [one for one in told if not one.came_out]
+            if not given and came.operation in _REDUCTIONS:
+                summands = [one for one in told if one.given == "finite"]
+                return Fed(tuple(ways), None, tuple(summands)) if _all_of(came, summands) else None
+            put = given[0] if given else None
+            if put is None or any(one.given == "not finite" and one.where.rank != put.where.rank for one in told):
+                return None  # several did, or it is not known who
+            before = _came_out(self._ranks[put.where.rank], put.where.step, put.where.seq)
+            before = [one for one in before if one.value == put.value and one != came and _is_same_tensor(one, put)]
+            if not before:
+                return Fed(tuple(ways), put)
+            came = before[-1]
+        return None
+
+    def _of(self, came: Passed) -> list[Passed]:
+        """What all ranks tell of the operation out of which something came."""
+        if came.operation == "recv":
+            return self._told.get(("send", came.group, came.number, came.tag, came.peer, came.where.rank), [])
+        # a group of another mesh may have the same name, and no member in common
+        members = set(_members(came))
+        return [one for one in self._told.get(_key(came), []) if one.where.rank in members]
+
+
+def _key(one: Passed) -> tuple[object, ...]:
+    if one.operation == "send":
+        return one.operation, one.group, one.number, one.tag, one.where.rank, one.peer
+    return one.operation, one.group, one.number
+
+
+def _members(one: Passed) -> list[int]:
+    return members_of(one.members, most=1 << 16)
 
 
 def _came_out(rank: RankFacts, step: int, seq: int) -> list[Passed]:
@@ -92,35 +116,9 @@ def _is_same_tensor(came: Passed, put: Passed) -> bool:
     return (came.dtype, came.elements) == (put.dtype, put.elements)
 
 
-def _told(facts: RunFacts, attempt: int, came: Passed) -> list[Passed]:
-    """What all ranks tell of the operation out of which something came."""
-    if came.operation == "recv":
-        sender = facts.ranks.get((attempt, came.peer))
-        return [one for one in sender.passed if _is_sent(one, came)] if sender is not None else []
-    alike = (came.operation, came.group, came.number)
-    members = _members(facts, attempt, came)
-    return [one for rank in members for one in rank.passed if (one.operation, one.group, one.number) == alike]
-
-
-def _is_sent(one: Passed, came: Passed) -> bool:
-    return (one.operation, one.group, one.number, one.tag, one.peer) == (
-        "send",
-        came.group,
-        came.number,
-        came.tag,
-        came.where.rank,
-    )
-
-
-def _members(facts: RunFacts, attempt: int, came: Passed) -> Iterable[RankFacts]:
-    """The ranks of its group. A group of another mesh may have the same name, and no member in common."""
-    members = set(members_of(came.members, most=1 << 16))
-    return [rank for rank in facts.of_attempt(attempt) if rank.rank in members]
-
-
 def _all_of(came: Passed, summands: list[Passed]) -> bool:
     """Whether each rank's own was finite, and so large that the sum of all can have overflowed. A sum is never nan."""
-    members = members_of(came.members, most=1 << 16)
+    members = _members(came)
     sizes = {one.where.rank: one.given_max or 0.0 for one in summands}
     limit = DTYPE_MAX.get(came.dtype)
     return (
@@ -134,7 +132,7 @@ def way_text(one: Passed) -> str:
         return f"message {one.number} from rank {one.where.rank} to rank {one.peer}"
     if one.operation == "recv":
         return f"message {one.number} from rank {one.peer} to rank {one.where.rank}"
-    return f"{one.operation} {one.number} of process group {one.group} ({ranks_text(members_of(one.members))})"
+    return f"{one.operation} {one.number} of process group {one.group} ({ranks_text(_members(one))})"
 
 
 def fed_lines(fed: Fed) -> list[str]:
@@ -147,5 +145,5 @@ def fed_lines(fed: Fed) -> list[str]:
         for one in fed.ways[::-1]
     ]
     for one in fed.summands[:8]:
-        lines.append(f"rank {one.where.rank} put in finite numbers, abs max {one.given_max:.2e}")
+        lines.append(f"rank {one.where.rank} put in finite numbers, abs max {one.given_max or 0.0:.2e}")
     return lines

@@ -15,7 +15,7 @@ from .advice import clues_of, next_steps
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .handed_on import as_passed
 from .order import Order
-from .passed import Fed, fed_by, fed_lines, way_text
+from .passed import Fed, Passages, fed_lines, way_text
 from .reduction import of_reduced
 from .replicas import OddWeight, odd_weight, page_of, run_the_same_model
 from .words import fed_sentence, overflow_at, sentence, skipped_sentence, unknown_sentence, whose
@@ -48,9 +48,10 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     level = [as_passed(facts, d) if d in outside else d for d in level]
     tier = next(found for tier in _TIERS if (found := [d for d in level if d.source in tier]))
     first = tier[0]
-    fed = fed_by(facts, first)
+    passages = Passages(facts, first_attempt)
+    fed = passages.fed_by(first)
     if fed is not None:
-        return _fed(facts, tier, diagnoses, order, fed)
+        return _fed(facts, tier, diagnoses, order, passages, fed)
     if first.source == "reduced":
         return of_reduced(facts, tier, diagnoses)
     alone = len(tier) == 1
@@ -80,14 +81,19 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def _fed(
-    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], order: Order, fed: Fed
+    facts: RunFacts,
+    tier: list[LocalDiagnosis],
+    diagnoses: list[LocalDiagnosis],
+    order: Order,
+    passages: Passages,
+    fed: Fed,
 ) -> Verdict:
     """The verdict where another rank has passed the value on, or a sum over the ranks has made it."""
     met = tier[0]
     put = fed.put
     if put is None:
         return _of_sum(facts, met, diagnoses, fed)
-    others = [one for one in tier[1:] if (theirs := fed_by(facts, one)) is None or theirs.rank != fed.rank]
+    others = [one for one in tier[1:] if (theirs := passages.fed_by(one)) is None or theirs.rank != fed.rank]
     own = next((one for one in diagnoses if one.rank == fed.rank), None)
     if own is not None and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
         first = replace(own, notes=(*own.notes, *fed_lines(fed)))

@@ -11,7 +11,7 @@ from ....core.records import GpuHealth, PreflightResult, Xid
 from ...decide.gpu_evidence import gpu_of
 from ...decide.insights.find import find_insights
 from ...decide.insights.growth import forecasts_of
-from ...decide.notices import absorbed_of, cost_of, scaler_of, waived_of, warnings_of
+from ...decide.notices import absorbed_of, cost_of, passed_of, scaler_of, waived_of, warnings_of
 from ...decide.preflight_table import preflight_report
 from ...decide.step_report import step_report
 from ...decide.telemetry.telemetry_report import telemetry_report
@@ -178,6 +178,7 @@ def _rank_report(
         traces_left_out=traces_left_out,
         absorbed=rank.absorbed_rows,
         absorbed_first=absorbed_of(rank),
+        passed=passed_of(rank),
         threads=threads_of(rank),
     )
 

@@ -32,8 +32,23 @@ ENTRIES = [
 ]
 EVENTS = [
     records.Anomaly(
-        HERE, 4, "layer.0", "Linear", "forward", "output", "+inf", "float16", [2, 3], True, False, True, "why", 3
+        HERE,
+        4,
+        "layer.0",
+        "Linear",
+        "forward",
+        "output",
+        "+inf",
+        "float16",
+        [2, 3],
+        True,
+        False,
+        True,
+        "why",
+        3,
+        moments=[records.Moment(7, {"0": 5, "fake": -1}, {"0": {1: 2}}, {"0": {3: 4}})],
     ),
+    records.Passed(HERE, "recv", "0", "0-3", 5, 1, 7, True, "+inf", "float32", 6, "finite", 1.5),
     records.Warned(HERE, "underflow", "fc", "Linear", "forward", "output", "float16", 1e-7, 40.5, 0.5, 0.25),
     records.Passed(HERE, "all_reduce", "0", "0-3", 7, 0, 0, True, "+inf", "float16", 8, "finite", 6e4),
     records.LooseParameters(HERE, "SGD", 3, 1),

@@ -59,7 +59,7 @@ def test_defaults():
 
 def test_what_to_watch_is_all_by_default():
     args = get_parser().parse_args(["train.py"])
-    assert args.watch == ("forward", "grads", "weights")
+    assert args.watch == ("forward", "grads", "weights", "comms")
     assert (args.modules, args.every, args.ignore) == ([], 1, [])
     assert (args.sync, args.guard_optimizer, args.measure_cost) == (False, False, False)
     assert (args.near_overflow, args.underflow_share, args.scaler_skips) == (1.0, 0.1, 12)
@@ -295,7 +295,7 @@ def test_a_switch_takes_no_value(option):
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
-        ("--watch", "all", "expected some of forward,grads,weights"),
+        ("--watch", "all", "expected some of forward,grads,weights,comms"),
         ("--every", "0", "expected a number of batches of 1 or more"),
         ("--near-overflow", "70", "expected powers of two from 0 to 64"),
         ("--underflow-share", "2", "expected a share from 0 to 1"),

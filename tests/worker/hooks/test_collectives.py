@@ -520,3 +520,41 @@ after("many", many)
     assert [each[:6] for each in shown[1]["messages"]] == [["send", n, 0, 4, False, "+inf"] for n in (1, 2)]
     assert [each[:6] for each in shown[0]["messages"]] == [["recv", n, 1, 4, True, "+inf"] for n in (1, 2)]
     assert [each[8:] for each in shown[0]["messages"]] == [nothing, nothing]
+
+
+@BOTH
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_messages_with_one_work_for_all_of_them_count_when_that_was_waited_for(both):
+    """As those of `batch_isend_irecv` on NCCL. Gloo has no bundles: here its last receive stands for one."""
+    shown = both(
+        """
+from gpuwatch.worker.record.collectives import issued, moment
+collectives.detach()
+other, works, group = 1 - rank, [], dist.group.WORLD
+dist.ProcessGroup._start_coalescing = lambda self, device: works.clear()
+dist.ProcessGroup._end_coalescing = lambda self, device: works[-1]
+collectives.attach()
+def note(name):
+    shown[name] = msgspec.to_builtins(moment(issued()))
+alone = dist.irecv(torch.empty(4), other, tag=9)
+group._start_coalescing(torch.device("cpu"))
+works += [dist.isend(x, other, tag=1), dist.isend(x, other, tag=2)]
+works += [dist.irecv(torch.empty(4), other, tag=1), dist.irecv(torch.empty(4), other, tag=2)]
+work = group._end_coalescing(torch.device("cpu"))
+note("issued")
+work.wait()
+note("waited")
+dist.isend(x, other, tag=9).wait()
+alone.wait()
+note("alone")
+for each in works[:-1]:
+    each.wait()
+note("again")
+"""
+    )
+    for rank, found in enumerate(shown):
+        assert found["issued"]["received"] == {}
+        assert found["issued"]["sent"] == {"0": {str(1 - rank): 2}}
+        assert found["waited"]["received"] == {"0": {str(1 - rank): 2}}
+        assert found["alone"]["received"] == found["again"]["received"] == {"0": {str(1 - rank): 3}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from gpuwatch.collector.decide.notices import passed_of
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.records import Passed
@@ -122,3 +123,24 @@ def test_a_finite_rank_stays_out_of_it_whatever_order_the_messages_come_in(make)
         tells(make, 1, "recv", 5, peer=0),
     ]
     assert verdict_of(make, messages) == verdict_of(make, messages[::-1])
+
+
+def test_the_report_has_what_passed(make):
+    facts = fold([("a0", 1, tells(make, 1, "recv", 5, peer=0, tag=2))])
+    (one,) = passed_of(facts.ranks[0, 1])
+    assert one == {
+        "step": 2,
+        "batch": 2,
+        "operation": "recv",
+        "group": "0",
+        "members": "0-3",
+        "number": 5,
+        "peer": 0,
+        "tag": 2,
+        "came_out": True,
+        "value": "+inf",
+        "dtype": "float32",
+        "elements": 6,
+        "given": "",
+        "given_max": None,
+    }
