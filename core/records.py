@@ -257,6 +257,16 @@ class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
     """A frame shows what goes in and comes out."""
 
 
+class SteppedUnknown(msgspec.Struct, frozen=True, tag="stepped_unknown"):
+    """An optimizer stepped on parameters that no module holds which was called, and no such module is trained."""
+
+    where: Where
+    optimizer: str
+    """Its class."""
+    parameters: int
+    """How many of them had a gradient."""
+
+
 class Cost(msgspec.Struct, frozen=True, tag="cost"):
     """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
 
@@ -590,6 +600,7 @@ WorkerEvent = (
     | Ignored
     | Absorbed
     | NotLookedInto
+    | SteppedUnknown
     | BatchInputs
     | Cost
     | ScriptError

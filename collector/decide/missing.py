@@ -82,6 +82,9 @@ def _of_rank(rank: RankFacts) -> list[tuple[str, str]]:
     for hidden in [hidden for hidden in rank.not_looked_into if not hidden.around][:1]:
         text = f"ran compiled code of {module_text(hidden.module, hidden.cls)} that was not looked into"
         found.append((text, text))
+    for stepped in rank.stepped_unknown[:1]:
+        text = f"trained {_count(stepped.parameters, 'parameter')} that no called module holds ({stepped.optimizer})"
+        found.append((text, text))
     for fault in that_cost_frames(rank.faults)[:1]:
         text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
         found.append((text, text))

@@ -26,6 +26,7 @@ from ...core.records import (
     ScalerSkip,
     ScriptError,
     ScriptExit,
+    SteppedUnknown,
     StepTimes,
     Warned,
     WorkerExit,
@@ -73,6 +74,7 @@ class RankFacts:
     ignored: list[Ignored] = field(default_factory=list)
     absorbed: list[Absorbed] = field(default_factory=list)
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
+    stepped_unknown: list[SteppedUnknown] = field(default_factory=list)
     batch_inputs: list[BatchInputs] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     looks: list[RankLook] = field(default_factory=list)

@@ -31,6 +31,7 @@ from ...core.records import (
     ScalerSkip,
     ScriptError,
     ScriptExit,
+    SteppedUnknown,
     StepTimes,
     Warned,
     Where,
@@ -256,6 +257,7 @@ def _sort(rank: RankFacts) -> None:
     rank.scaler_skips.sort(key=lambda skip: (skip.where.time_ns, *_place(skip.where), skip.in_a_row))
     rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
     rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
+    rank.stepped_unknown.sort(key=lambda stepped: (_place(stepped.where), stepped.optimizer))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
     rank.forecasts.sort(key=lambda forecast: (_place(forecast.where), forecast.module))
@@ -296,6 +298,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (Ignored, rank.ignored),
         (Absorbed, rank.absorbed),
         (NotLookedInto, rank.not_looked_into),
+        (SteppedUnknown, rank.stepped_unknown),
         (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),
         (RankLook, rank.looks),

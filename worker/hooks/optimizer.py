@@ -11,7 +11,7 @@ import torch
 from ...core.frames import Frame, Mark, Phase
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import OpenPage
-from ...core.records import OptimizerStep
+from ...core.records import OptimizerStep, SteppedUnknown
 from ...core.roles import parse_role
 from ..alarms.frames import Frames
 from ..alarms.judging import Judging, NonFiniteRow
@@ -76,6 +76,7 @@ class Steps:
         self.found_inf: torch.Tensor | None = None
         """`found_inf` of the last fused optimizer that stepped. A GradScaler sets it; not 0 means skip the step."""
 
+        self._stepped_unknown = False
         self._grouped: _Parameters | None = None
         """The parameters of the optimizer that steps, as they were before the step."""
         self._last_step: dict[int, _LastStep] = {}
@@ -212,6 +213,8 @@ class Steps:
         written: dict[tuple[int, int], ModuleInfo] = {}
         grouped, self._grouped = self._grouped, None
         grouped = grouped or self._by_module(optimizer)
+        if not grouped and not self._stepped_unknown:
+            self._note_unknown(optimizer)
         with self._rows.together():
             for page, info, parameters in self._with_pages(grouped):
                 if self._rows.device_buffer is not None:
@@ -244,6 +247,24 @@ class Steps:
                 ]
                 if rows:
                     self._frames.put(page, info, Phase.OPTIMIZER, rows)
+
+    def _note_unknown(self, optimizer: Any) -> None:
+        """Tell once that an optimizer trains what no called module holds.
+
+        Copies of a module's parameters are no such thing, as mixed precision keeps them: the modules have parameters
+        to train then. Neither is an input that is optimized through a frozen model: its backward ran through modules.
+        """
+        trained = [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+        if self.only or not trained or not self._is_foreign(optimizer):
+            return
+        known = [parameter for held, *_ in list(self._roots.parameters.values()) if (parameter := held()) is not None]
+        pages = [root.page for root in self._roots.infos() if root.page is not None]
+        through_modules = any(self._gradients.has_run(page.number) for page in pages)
+        if any(parameter.requires_grad for parameter in known) or (known and through_modules):
+            return
+        self._stepped_unknown = True
+        where = self._progress.where()
+        self._recorder.append(SteppedUnknown(where, type(optimizer).__name__, len(trained)))
 
     def _optimizer_of(self, bad: NonFiniteRow) -> OptimizerStep | None:
         name = bad.row.parsed_role.name

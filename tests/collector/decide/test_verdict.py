@@ -7,7 +7,7 @@ import random
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.records import Fault, NodeSignal, NotLookedInto, ScriptExit, Where
+from gpuwatch.core.records import Fault, NodeSignal, NotLookedInto, ScriptExit, SteppedUnknown, Where
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -445,6 +445,7 @@ def test_a_rank_without_a_recorder_keeps_a_run_from_being_clean(make):
 
 
 HIDDEN = EventMessage(NotLookedInto(Where(1), "", "Net", around=False))
+STEPPED = EventMessage(SteppedUnknown(Where(1), "SGD", 3))
 FAULT = EventMessage(Fault(Where(1), "hook", "TypeError: x"))
 
 
@@ -473,6 +474,7 @@ def empty_batch(make):
             lambda make: [HIDDEN, *make.finished(1)],
             "rank 1 ran compiled code of the root module (Net) that was not looked",
         ),
+        (lambda make: [STEPPED, *make.finished(1)], "rank 1 trained 3 parameters that no called module holds (SGD)"),
         (lambda make: [FAULT, *make.finished(1)], "rank 1 met an error of gpuwatch itself (hook: TypeError: x)"),
         (lambda make: make.finished(1, last={"world_size": 4}), "ranks 2, 3 were never heard"),
         (lambda make: make.finished(1, last={"world_size": (1 << 63) - 1}), "ranks 2-65 were never heard"),

@@ -38,6 +38,7 @@ EVENTS = [
     records.ScalerSkip(HERE, 65536.0, 2, "fc", "Linear", "grad weight", "+inf"),
     records.Absorbed(HERE, "attn.softmax", "Softmax", "output", "nan", "float32", "attn"),
     records.NotLookedInto(HERE, "model", "LlamaModel"),
+    records.SteppedUnknown(HERE, "SGD", 3),
     records.BatchInputs(HERE, {"input[0]": "516d23b029490e8d"}),
     records.Ignored(HERE, "mask.*:output", "mask.0", "output", "-inf"),
     records.Cost(HERE, 1_000_000, 1_020_000, 50, 49),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import gpuwatch
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.records import SteppedUnknown
 from torch import nn
 
 from ..models import tanh_net as net
@@ -435,3 +437,69 @@ def test_the_event_of_a_weight_says_whose_step_it_was(watch, request, path, opti
     assert first.optimizer.cls == f"torch.optim.{optimizer.lower()}.{optimizer}"
     assert first.optimizer.settings["lr"] == 0.25
     assert watched.faults == []
+
+
+# -- parameters that no called module holds -----------------------------------------------------------------------
+
+
+def _functional(x, weight):
+    return (x @ weight).sum()
+
+
+def test_parameters_that_no_module_holds_are_told(watch, way):
+    """The loss is a module, and holds none."""
+    watched = watch()
+    weight = torch.ones(4, 4, requires_grad=True)
+    loss = nn.MSELoss()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(2):
+        loss(X @ weight, X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (told,) = watched.of(SteppedUnknown)
+    assert (told.optimizer, told.parameters) == ("SGD", 1)
+    assert watched.faults == []
+
+
+def _train_masters(model):
+    masters = [parameter.detach().clone().requires_grad_(True) for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    model(X).sum().backward()
+    for master, parameter in zip(masters, model.parameters(), strict=True):
+        master.grad, parameter.grad = parameter.grad, None
+    optimizer.step()
+
+
+def _optimize_the_input(model):
+    model.requires_grad_(False)
+    x = X.clone().requires_grad_(True)
+    model(x).sum().backward()
+    torch.optim.SGD([x], lr=0.1).step()
+
+
+def _step_on_nothing(model):
+    model.requires_grad_(False)
+    model(X)
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1).step()
+
+
+def _train_some_of_it(model):
+    loose = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1)
+    (model(X) * loose).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("train", [_train_masters, _optimize_the_input, _step_on_nothing, _train_some_of_it])
+def test_copies_of_a_models_parameters_and_its_inputs_are_not(watch, train):
+    watched = watch()
+    train(net())
+    assert watched.of(SteppedUnknown) == watched.faults == []
+
+
+def test_a_watch_on_one_model_leaves_other_optimizers_alone():
+    with gpuwatch.watch(net(), on_overflow="continue") as handle:
+        weight = torch.ones(4, requires_grad=True)
+        _functional(X, weight).backward()
+        torch.optim.SGD([weight], lr=0.1).step()
+        assert [each for each in handle.events if isinstance(each, SteppedUnknown)] == []
