@@ -169,6 +169,7 @@ class Hooks:
         if self._forward:
             self._graphs.attach()
         self._collectives.attach()
+        self._steps.of_rpc.attach()
         self._exports.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         detach = weakref.WeakMethod(self.detach)  # in a DataLoader's worker: the recorder is its parent's
@@ -190,6 +191,7 @@ class Hooks:
         self._scalers.detach()
         self._graphs.detach()
         self._collectives.detach()
+        self._steps.of_rpc.detach()
         self._exports.detach()
 
     def close(self) -> None:
