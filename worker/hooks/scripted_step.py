@@ -1,4 +1,6 @@
-"""A module that TorchScript compiles around an optimizer of RPC. TorchScript reads the source of this file."""
+"""A module that TorchScript compiles around an optimizer of RPC. It reads the source of this file, comments too."""
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 class ScriptedStep(nn.Module):
     """One operation, the optimizer's own step, one operation."""
 
-    def __init__(self, optimizer: nn.Module, place: torch.Tensor) -> None:
+    def __init__(self, optimizer: Any, place: torch.Tensor) -> None:
         super().__init__()
         self.optimizer = optimizer
         self.place = place
@@ -16,5 +18,5 @@ class ScriptedStep(nn.Module):
     def step(self, autograd_ctx_id: int) -> None:
         """As torch's `_ScriptLocalOptimizer` has it."""
         torch.ops.gpuwatch.rpc_step(self.place, autograd_ctx_id, True)
-        self.optimizer.step(autograd_ctx_id)  # type: ignore[operator]  # compiled, it is a method
+        self.optimizer.step(autograd_ctx_id)
         torch.ops.gpuwatch.rpc_step(self.place, autograd_ctx_id, False)
