@@ -147,6 +147,9 @@ def _of_its_losses(rank: RankFacts) -> list[_Reason]:
     for hidden in [hidden for hidden in rank.not_looked_into if not hidden.around][:1]:
         text = f"ran compiled code of {module_text(hidden.module, hidden.cls)} that was not looked into"
         found.append((text, text))
+    for loose in [loose for loose in rank.loose_parameters if loose.unread][:1]:
+        text = f"trained {_count(loose.unread, 'parameter')} on a device that no called module has ({loose.optimizer})"
+        found.append((text, text))
     for fault in that_cost_frames(rank.faults)[:1]:
         text = f"met an error of gpuwatch itself ({fault.part}: {fault.message})"
         found.append((text, text))

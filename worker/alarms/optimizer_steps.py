@@ -55,7 +55,8 @@ class OptimizerSteps:
 
 
 def _name_of(optimizer: Any) -> str:
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    """`torch.optim.adamw.AdamW`; one that TorchScript runs has a name of its own (hooks/rpc_optimizer.py)."""
+    return getattr(optimizer, "gpuwatch_name", "") or f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

@@ -168,6 +168,7 @@ class Hooks:
         if self._forward:
             self._graphs.attach()
         self._collectives.attach()
+        self._steps.of_rpc.attach()
         self._exports.attach()
         self._trained.attach()
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
@@ -182,6 +183,7 @@ class Hooks:
         self._scalers.detach()
         self._graphs.detach()
         self._collectives.detach()
+        self._steps.of_rpc.detach()
         self._exports.detach()
         self._trained.detach()
 

@@ -27,6 +27,7 @@ from ..without_modes import without_modes
 from .backward import Gradients
 from .loose_parameters import Loose, LooseReader
 from .low_precision_state import LowPrecisionState, low_precision_states
+from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
 
 _Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
 
@@ -86,6 +87,7 @@ class Steps:
         self._last_step: dict[int, _LastStep] = {}
         """By id of the optimizer. Only for frames whose numbers arrive later."""
         judging.on_bad_weight = self._record_state
+        self.of_rpc = RpcOptimizers(self._before_scripted, self._step_ended, self._count, on_fault)
 
     def detach(self) -> None:
         """Take the hooks off that are on parameters."""
@@ -107,6 +109,16 @@ class Steps:
         self.found_inf = getattr(optimizer, "found_inf", None)
         self._check_gradients(optimizer)
         return self._with_guard(optimizer, args, kwargs) if self._guard else None
+
+    def _before_scripted(self, optimizer: ScriptedOptimizer) -> None:
+        """An optimizer of RPC's steps in a thread of RPC. Nothing is raised there: the next hook of a module raises."""
+        self._progress.times.optimizer_begins()
+        self._progress.enter(RankPhase.OPTIMIZER)
+        self._last_step.pop(id(optimizer), None)
+        self._grouped = None
+        if self._grads and not self._progress.skipped:
+            with self._progress.lock:
+                without_modes(self._record_gradients, optimizer)
 
     def _check_gradients(self, optimizer: Any) -> None:
         if self._guard or (self._grads and not self._progress.skipped):
@@ -141,7 +153,7 @@ class Steps:
 
         True if the guard is on and one of them is an alarm. The guard waits for their numbers.
         """
-        reduced = ranks() > 1
+        reduced, given = ranks() > 1, optimizer.gradients if isinstance(optimizer, ScriptedOptimizer) else None
         mark = Mark.SCALED if hasattr(optimizer, "found_inf") else 0  # a fused optimizer skips by itself
         written: list[tuple[OpenPage, int]] = []
         self._loose = []
@@ -149,17 +161,18 @@ class Steps:
         with self._rows.together():
             for page, info, parameters in self._with_pages(self._grouped):
                 self._rows.count_in(page.batch)
-                if not reduced and not self._guard and self.writer is not None and self.writer.all_local(parameters):
+                may_skip = given is None and not reduced and not self._guard and self.writer is not None
+                if may_skip and self.writer.all_local(parameters):
                     continue
                 rows: list[Row] = []
                 for name, parameter in parameters:
-                    gradient = parameter.grad
+                    gradient = parameter.grad if given is None else given.get(id(parameter))
                     if gradient is not None and (reduced or self._guard or not self._gradients.is_local(gradient)):
                         rows.append(self._rows.gradient(info, f"grad {name}", gradient, mark))
                 if rows:
                     written.append((page, self._frames.put(page, info, Phase.COLLECTIVE, rows)))
         self._rows.flush()
-        if not self._guard:
+        if not self._guard or given is not None:
             return False
         if not (self.only and self._is_foreign(optimizer)):
             written += self._record_unwatched(optimizer, mark)
@@ -202,10 +215,18 @@ class Steps:
         """Record the weights. Raises OverflowDetected if the job is to end."""
         if torch.compiler.is_compiling():
             return
+        self._step_ended(optimizer)
+        self._judging.raise_pending()
+
+    def _count(self) -> None:
         progress = self._progress
         progress.step += 1
         progress.fields[Field.STEP] = progress.step
         progress.times.step_ends(progress.step)
+
+    def _step_ended(self, optimizer: Any) -> None:
+        progress = self._progress
+        self._count()
         if self._weights and not progress.skipped:
             try:
                 self.steps.add(progress.step, optimizer)
@@ -217,7 +238,6 @@ class Steps:
             self._tell_of_step(optimizer)
             self._recorder.pause_page()
         progress.enter(RankPhase.SCRIPT)
-        self._judging.raise_pending()
 
     def _tell_of_step(self, optimizer: Any) -> None:
         """Tell those that wait for a step."""
@@ -248,13 +268,13 @@ class Steps:
                     row = self._rows.weight(info, name, parameter, self._progress.step)
                     rows.append(row)
                     if row.flags:
-                        rows += self._step_rows(info, name, optimizer, parameter, parameter.grad is not None)
+                        rows += self._step_rows(info, name, optimizer, parameter, _has_gradient(optimizer, parameter))
                 self._frames.put(page, info, Phase.OPTIMIZER, rows)
         if loose and not self.only:
             self._loose_reader.after_step(optimizer, loose)
         if written:
             held = (parameter for parameters in grouped.values() for _, parameter in parameters)
-            without = frozenset(id(parameter) for parameter in held if parameter.grad is None)
+            without = frozenset(id(parameter) for parameter in held if not _has_gradient(optimizer, parameter))
             self._last_step[id(optimizer)] = _LastStep(weakref.ref(optimizer), written, without)
         if not self._rows.is_capturing and self._states.is_due(optimizer):
             self._record_states(optimizer, grouped)
@@ -386,3 +406,9 @@ class Steps:
                     row = self._rows.gradient(info, f"grad {name}", gradient, Mark.SCALED, numbers)
                     self._frames.put(page, info, Phase.COLLECTIVE, [row])
                     return
+
+
+def _has_gradient(optimizer: Any, parameter: torch.Tensor) -> bool:
+    if isinstance(optimizer, ScriptedOptimizer):
+        return id(parameter) in optimizer.gradients
+    return parameter.grad is not None

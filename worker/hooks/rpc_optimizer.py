@@ -1,0 +1,146 @@
+"""Steps of RPC's DistributedOptimizer, which TorchScript runs in threads of RPC: none of torch's step hooks sees them.
+
+The process that holds the parameters compiles an optimizer for them. It is compiled within a module that calls one
+operation of gpuwatch's before each step and one after it; what the step computes is the same. The process that calls
+`DistributedOptimizer.step` counts the step where none of the parameters is its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..imports import after_import
+from .scripted_step import ScriptedStep
+
+_MODULE = "torch.distributed.optim.optimizer"
+
+
+class ScriptedOptimizer:
+    """An optimizer that TorchScript runs, as far as the frames of its steps need it."""
+
+    def __init__(self, name: str, parameters: list[torch.Tensor], settings: dict[str, Any]) -> None:
+        self.gpuwatch_name = name
+        self.state: dict[Any, Any] = {}
+        """TorchScript's own: not looked into."""
+        self.gradients: dict[int, torch.Tensor] = {}
+        """id of a parameter -> the gradient that this step got. RPC does not put it into `.grad`."""
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._settings = settings
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As torch.optim has them."""
+        held = [parameter for reference in self._parameters if (parameter := reference()) is not None]
+        return [{**self._settings, "params": held}]
+
+
+_optimizers: list[ScriptedOptimizer] = []
+"""By place: what the operation is told."""
+_told: list[Callable[[ScriptedOptimizer, dict[torch.Tensor, torch.Tensor], bool], None]] = []
+"""Whom the operation calls: the hooks of this process."""
+
+
+def _step(place: torch.Tensor, context: int, begins: bool) -> None:
+    """The operation. An error here must not end the step."""
+    try:
+        autograd: Any = torch.distributed.autograd
+        gradients = autograd.get_gradients(context) if begins else {}
+        for tell in list(_told):
+            tell(_optimizers[int(place)], gradients, begins)
+    except Exception:  # the context is gone, or the process ends
+        return
+
+
+@functools.cache
+def _define() -> Any:
+    """Define the operation. `place` counts as written to, so that TorchScript drops no call."""
+    library: Any = torch.library.Library("gpuwatch", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("rpc_step(Tensor(a!) place, int context, bool begins) -> ()")
+    library.impl("rpc_step", _step, "CompositeExplicitAutograd")
+    return library
+
+
+class RpcOptimizers:
+    """Sees the steps of DistributedOptimizer in this process."""
+
+    def __init__(
+        self,
+        before: Callable[[ScriptedOptimizer], None],
+        after: Callable[[ScriptedOptimizer], None],
+        count: Callable[[], None],
+        on_fault: Callable[[str, Exception], None],
+    ) -> None:
+        self._before, self._after, self._count, self._on_fault = before, after, count, on_fault
+        self._stop: Callable[[], None] | None = None
+        self._originals: tuple[Any, Any] | None = None
+
+    def attach(self) -> None:
+        """Begin, or wait until the script imports the optimizer's module."""
+        self._stop = after_import(_MODULE, self._replace)
+
+    def detach(self) -> None:
+        """Put torch's own functions back."""
+        if self._stop is not None:
+            self._stop()
+            self._stop = None
+        if self._tell in _told:
+            _told.remove(self._tell)
+        module, originals = sys.modules.get(_MODULE), self._originals
+        if module is not None and originals is not None:
+            module._new_script_local_optimizer, module.DistributedOptimizer.step = originals  # type: ignore[attr-defined]
+            self._originals = None
+
+    def _replace(self) -> None:
+        module: Any = sys.modules[_MODULE]
+        try:
+            new, step, compiled = module._new_script_local_optimizer, module.DistributedOptimizer.step, torch.jit.script
+            local, interface = module._ScriptLocalOptimizer, module._ScriptLocalOptimizerInterface
+        except AttributeError:  # a torch without it
+            return
+
+        @functools.wraps(new)
+        def new_seen(optim_cls: Any, local_params_rref: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                _define()
+                name = f"{_MODULE}.{getattr(optim_cls, '__name__', '?')}"
+                parameters = [rref.local_value() for rref in local_params_rref]
+                place = len(_optimizers)
+                made = local(optim_cls, local_params_rref, *args, **kwargs)
+                with local.compile_lock:
+                    seen = compiled(ScriptedStep(made, torch.tensor(place)))
+                    _optimizers.append(ScriptedOptimizer(name, parameters, kwargs))
+                return torch.distributed.rpc.RRef(seen, interface)
+            except Exception as error:
+                self._on_fault("an optimizer of RPC", error)
+                return new(optim_cls, local_params_rref, *args, **kwargs)
+
+        @functools.wraps(step)
+        def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            result = step(optimizer, *args, **kwargs)
+            try:
+                if not any(each.is_owner() for each in optimizer.remote_optimizers):
+                    self._count()
+            except Exception as error:
+                self._on_fault("an optimizer of RPC", error)
+            return result
+
+        self._originals = new, step
+        module._new_script_local_optimizer, module.DistributedOptimizer.step = new_seen, step_seen
+        _told.append(self._tell)
+
+    def _tell(self, optimizer: ScriptedOptimizer, gradients: dict[torch.Tensor, torch.Tensor], begins: bool) -> None:
+        try:
+            if begins:
+                optimizer.gradients = {id(parameter): gradient for parameter, gradient in gradients.items()}
+                self._before(optimizer)
+            else:
+                self._after(optimizer)
+                optimizer.gradients = {}
+        except Exception as error:
+            self._on_fault("an optimizer of RPC", error)
