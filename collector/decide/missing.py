@@ -6,7 +6,7 @@ from itertools import count, islice
 
 from ...core.frames import module_text
 from ...core.text.ranks_text import ranks_text
-from ..facts.facts import RankFacts, RunFacts
+from ..facts.facts import NodeFacts, RankFacts, RunFacts
 from .own_faults import that_cost_frames
 from .words import doing, left_silently
 
@@ -108,7 +108,14 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
     elif not any_rank:
         notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
         found.append("no rank was heard" + (f" ({notes[0]})" if notes else ""))
-    return found
+    unended = {node.hello.host for node in facts.nodes.values() if node.hello is not None and _may_have_failed(facts, node)}
+    return [*found, *(f"how the job ended on {host} was not heard" for host in sorted(unended))]
+
+
+def _may_have_failed(facts: RunFacts, node: NodeFacts) -> bool:
+    """Its ranks have ended, and its goodbye, which tells whether that was a failure, was not heard."""
+    ranks = [rank for rank in facts.ranks.values() if rank.agent == node.agent]
+    return node.bye is None and all(rank.exit is not None for rank in ranks)
 
 
 def _of_pages(facts: RunFacts) -> list[str]:
@@ -119,7 +126,7 @@ def _of_pages(facts: RunFacts) -> list[str]:
 def lost_messages(facts: RunFacts) -> list[str]:
     """A clause for each node whose messages are not all there, though later ones are."""
     found = []
-    for node in facts.nodes.values():
+    for _, node in sorted(facts.nodes.items()):
         if node.messages_lost:
             host = node.hello.host if node.hello is not None else node.agent
             is_are = "is" if node.messages_lost == 1 else "are"
