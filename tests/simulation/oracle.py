@@ -18,6 +18,8 @@ class Call:
     bad: bool = False
     skipped: bool = False
     """`--every` left it out, as the user wanted."""
+    returned: bool = True
+    """False: its process ended within it, and nothing came of it."""
 
 
 @dataclass
@@ -42,7 +44,11 @@ class Oracle:
         if bad:
             return f"bad values in {bad}, and it is told: {verdict.statement}"
         skips_said = "looked into" in verdict.statement or "left out" in verdict.statement
-        unseen = [call.who for call in self.calls if not call.judged and not (call.skipped and skips_said)]
+        unseen = [
+            call.who
+            for call in self.calls
+            if call.returned and not call.judged and not (call.skipped and skips_said)
+        ]
         if unseen:
             return f"nobody has judged {unseen}, and it is told: {verdict.statement}"
         return "" if self.calls else f"nothing was called, and it is told: {verdict.statement}"

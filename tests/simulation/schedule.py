@@ -16,6 +16,7 @@ IN_A_CALL = (
     "compiled",
     "rows lost",
     "exit in a forward",
+    "exit",
     "kill",
     "raise",
     "warn",
@@ -38,12 +39,20 @@ AROUND = (
     "log damaged",
     "store damaged",
     "ring damaged",
+    "end not told",
 )
 """Happen to a node, the collector, or a file, at any step."""
-NEEDS = {"full log": "FAULTS", "log damaged": "FAULTS", "thread": "CALLS_LEFT_OUT"}
-"""Fields of a recorder's head without which nobody can know of it."""
-NOT_YET = frozenset({"exec", "child", "hooks cleared", "restart"})
-"""Told falsely clean today. Take a name out of here once it is not."""
+NEEDS = {
+    "full log": "FAULTS",
+    "log damaged": "FAULTS",
+    "thread": "CALLS_LEFT_OUT",
+    "hooks cleared": "HOOKS_GONE",
+    "exec": "LEFT",
+    "exit": "LEFT",
+    "restart": "LEFT",
+    "child": "UNSEEN_CHILD",
+}
+"""Fields of a recorder's head that came with what tells of it. It is drawn once they are there."""
 
 
 @dataclass
@@ -103,4 +112,4 @@ class Schedule:
 
 def is_drawn(kind: str) -> bool:
     """Whether gpuwatch can know of it."""
-    return kind not in NOT_YET and NEEDS.get(kind, "MAGIC") in Field.__members__
+    return NEEDS.get(kind, "MAGIC") in Field.__members__
