@@ -433,9 +433,7 @@ def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:
     return found
 
 
-def _rows(
-    db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()
-) -> Iterator[tuple[str, int, bytes, str]]:
+def _rows(db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()) -> Iterator[tuple[str, int, bytes, str]]:
     """Rows of a table as far as they can be read: behind a damaged page of the file there may be none.
 
     `query` asks for a checksum last. Rows whose checksum is wrong are left out.

@@ -108,7 +108,9 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
     elif not any_rank:
         notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
         found.append("no rank was heard" + (f" ({notes[0]})" if notes else ""))
-    unended = {node.hello.host for node in facts.nodes.values() if node.hello is not None and _may_have_failed(facts, node)}
+    unended = {
+        node.hello.host for node in facts.nodes.values() if node.hello is not None and _may_have_failed(facts, node)
+    }
     return [*found, *(f"how the job ended on {host} was not heard" for host in sorted(unended))]
 
 

@@ -45,9 +45,7 @@ class Oracle:
             return f"bad values in {bad}, and it is told: {verdict.statement}"
         skips_said = "looked into" in verdict.statement or "left out" in verdict.statement
         unseen = [
-            call.who
-            for call in self.calls
-            if call.returned and not call.judged and not (call.skipped and skips_said)
+            call.who for call in self.calls if call.returned and not call.judged and not (call.skipped and skips_said)
         ]
         if unseen:
             return f"nobody has judged {unseen}, and it is told: {verdict.statement}"

@@ -30,6 +30,8 @@ from .oracle import Call, Oracle
 from .schedule import Schedule
 
 FLOAT32 = Encoding.FLOAT32 << 8
+NO_PROCESS = 1 << 22
+"""No process has this number, or a higher one."""
 MOST_FAULTS = 20
 """After which the hooks are removed (worker/hooks/forward.py)."""
 
@@ -40,6 +42,7 @@ class Worker:
     def __init__(self, folder: Path, schedule: Schedule, oracle: Oracle, rank: int, attempt: int) -> None:
         self.rank = rank
         self.attempt = attempt
+        self.pid = NO_PROCESS + 1000 * attempt + rank
         self.code: int | None = None
         """What its process has ended with."""
         self.path = folder / file_name(rank, attempt)
@@ -51,6 +54,7 @@ class Worker:
         self._watched = False
         self._cleared = False
         """The script has cleared torch's hooks; at the batch's end they are put back."""
+        self._without_hooks: list[Call] = []
         self._exits = False
         self._late: list[tuple[int, Call, Where, int]] = []
         """(where its number comes to, ...) of the calls that are not judged yet."""
@@ -88,11 +92,11 @@ class Worker:
         self._end()
 
     def stop(self, code: int) -> None:
-        """It is ended from outside."""
+        """It is ended from outside. Of a batch in which the hooks were missed only later nothing comes."""
         if self.code is None:
             self.code = code
-            for _, call, _, _ in self._late:
-                call.judged = False
+            for call in self._without_hooks:
+                call.returned = False
 
     def close(self) -> None:
         """Unmap the recorder."""
@@ -115,6 +119,7 @@ class Worker:
             log_bytes=16 << 10,
             segments=3,
         )
+        writer.fields[Field.PID] = self.pid
         if start == "hooks failed":
             writer.fields[Field.HOOKS] = HooksState.FAILED
             writer.append(Fault(self._at, "attach", "RuntimeError: no hooks"))
@@ -150,6 +155,7 @@ class Worker:
         writer = self._writer
         if self._cleared:
             self._cleared, self._watched = False, True
+            self._without_hooks.clear()
             self._set("HOOKS_GONE", 1)
         if writer is not None and self._watched and page is not None:
             writer.end_page(page)
@@ -178,6 +184,8 @@ class Worker:
             self._set("UNSEEN_CHILD", 4242)
         elif what == "exec":
             self._go_on_as_another_program()
+        if self._cleared:
+            self._without_hooks.append(call)
         if self.code is not None or writer is None or not self._watched:
             return
         if what == "thread":
@@ -199,6 +207,7 @@ class Worker:
         elif what == "hooks cleared":
             self._watched = False
             self._cleared = True
+            self._without_hooks.append(call)
             return
         elif what == "exit":
             self._exits = True  # at the batch's end

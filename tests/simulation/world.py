@@ -28,9 +28,6 @@ from .oracle import Oracle
 from .schedule import Schedule
 from .worker import Worker
 
-NO_PROCESS = 1 << 22
-"""No process has this number, or a higher one."""
-
 
 @dataclass
 class Node:
@@ -186,7 +183,7 @@ class World:
         for node in self.nodes:
             for rank in node.ranks:
                 workers[rank] = Worker(node.folder, self.schedule, self.oracle, rank, attempt)
-            pids = {rank: NO_PROCESS + rank for rank in node.ranks}
+            pids = {rank: workers[rank].pid for rank in node.ranks}
             node.tell(WorkersStarted(attempt, pids, {rank: rank for rank in node.ranks}), self.now)
         self._workers += workers.values()
         alive = {rank: worker.life() for rank, worker in workers.items()}

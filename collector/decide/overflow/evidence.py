@@ -36,7 +36,9 @@ def evidence_of(
     ):
         doubts.append("")
     if not first.from_page:
-        doubts.append(f"the frames of batch {first.batch} of rank {first.rank} were not received, or not all of their names")
+        doubts.append(
+            f"the frames of batch {first.batch} of rank {first.rank} were not received, or not all of their names"
+        )
     doubts += doubts_about(facts.ranks[first.attempt, first.rank])
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
