@@ -442,9 +442,9 @@ def _rows(db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()) ->
         if not _has_checksums(db, "beat" if "beat" in query else "message"):
             query = query.replace(", crc", ", NULL")
         for agent, n, data, kind, crc in db.execute(query, of):
-            if isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes):
-                if crc is None or crc == crc_of(data, agent, n, str(kind)):
-                    yield agent, n, data, str(kind)
+            sound = isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes)
+            if sound and (crc is None or crc == crc_of(data, agent, n, str(kind))):
+                yield agent, n, data, str(kind)
     except (sqlite3.Error, UnicodeDecodeError):
         return
 

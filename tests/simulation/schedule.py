@@ -42,6 +42,8 @@ AROUND = (
     "end not told",
 )
 """Happen to a node, the collector, or a file, at any step."""
+HARMLESS = frozenset({"agent dies", "connection lost", "collector dies", "warn"})
+"""After these, a job in which nothing else went wrong is still clean, and that is established."""
 NEEDS = {
     "full log": "FAULTS",
     "log damaged": "FAULTS",

@@ -65,7 +65,7 @@ class Worker:
         schedule = self._schedule
         start = schedule.at_start.get((self.attempt, self.rank), "")
         if start == "never started":
-            self._oracle.call(f"{self._who}, never started")
+            self._oracle.call(self.rank, f"{self._who}, never started")
             self.code = 1
             return
         if start != "no recorder":
@@ -174,13 +174,15 @@ class Worker:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def _call(self, what: str, module: int, skipped: bool) -> None:
-        call = self._oracle.call(f"{self._who}, batch {self._at.batch}, layer{module}", bad=what.startswith("bad"))
+        call = self._oracle.call(
+            self.rank, f"{self._who}, batch {self._at.batch}, layer{module}", bad=what.startswith("bad")
+        )
         writer = self._writer
         if what in ("exit in a forward", "kill", "raise"):
             call.returned = False
             self._fall(what, module)
         elif what == "child":
-            self._oracle.call(f"a child of {self._who}", bad=True)
+            self._oracle.call(self.rank, f"a child of {self._who}", bad=True)
             self._set("UNSEEN_CHILD", 4242)
         elif what == "exec":
             self._go_on_as_another_program()
@@ -189,7 +191,7 @@ class Worker:
         if self.code is not None or writer is None or not self._watched:
             return
         if what == "thread":
-            self._oracle.call(f"a second thread of {self._who}", bad=True)
+            self._oracle.call(self.rank, f"a second thread of {self._who}", bad=True)
             self._set("CALLS_LEFT_OUT", 1)
             self._set("LEFT_OUT_PAGE", self._at.page)
         elif what == "full log":
