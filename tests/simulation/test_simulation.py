@@ -1,4 +1,4 @@
-"""Jobs simulated by seed: whatever is lost, damaged or left out, no job is told clean that was not looked at to its end.
+"""Jobs simulated by seed: whatever is lost, damaged or left out, none is told clean that was not looked at whole.
 
 Nor is a rank named in which nothing was bad. `python -m pytest tests/simulation -m slow` runs 100,000 of them.
 """
