@@ -87,7 +87,7 @@ class Schedule:
         self.calls = draw.randint(1, 3)
         self.every = 2 if draw.random() < 0.1 else 1
         self.in_calls, self.at_start, self.around = {}, {}, []
-        for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
+        for _ in range(draw.choice((0, 1, 1, 2, 2, 3, 4))):
             self._inject(draw)
 
     @property
