@@ -110,6 +110,10 @@ class Schedule:
             self.at_start[place] = kind
         else:
             self.around.append((draw.randrange(60), kind))
+            if draw.random() < 0.5:  # something that the failure may hide
+                self.in_calls[(*place, draw.randrange(self.batches * self.calls))] = draw.choice(
+                    [kind for kind in IN_A_CALL if is_drawn(kind)]
+                )
 
 
 def is_drawn(kind: str) -> bool:

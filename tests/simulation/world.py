@@ -19,7 +19,7 @@ from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.facts.fold import Fold, fold
 from gpuwatch.collector.protocol.run_protocol import Finish, Keep, RunProtocol, Send
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.wire.messages import Ack, AgentBody, LookAtRanks, decode_agent, encode
+from gpuwatch.core.wire.messages import Ack, AgentBody, EventMessage, LookAtRanks, decode_agent, encode
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.node.agent import Agent, Forgotten
 
@@ -151,7 +151,8 @@ class World:
             lost = self.collector.protocol.lost_agents
             messages = self.collector.messages
             if messages and "store damaged" in self.schedule.injected:
-                messages.pop(self.draw.randrange(len(messages)))
+                events = [message for message in messages if isinstance(message[2], EventMessage)]
+                messages.remove(self.draw.choice(events if events and self.draw.random() < 0.7 else messages))
                 return [decide(fold(messages, lost))]
             return [decide(self.collector.folded.facts(lost)), decide(fold(messages, lost))]
         finally:
