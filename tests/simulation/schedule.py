@@ -34,6 +34,7 @@ AROUND = (
     "agent dies for good",
     "connection lost",
     "collector dies",
+    "store lost",
     "node never comes",
     "head damaged",
     "log damaged",
@@ -42,7 +43,7 @@ AROUND = (
     "end not told",
 )
 """Happen to a node, the collector, or a file, at any step."""
-HARMLESS = frozenset({"agent dies", "connection lost", "collector dies", "warn"})
+HARMLESS = frozenset({"agent dies", "connection lost", "collector dies", "store lost", "warn"})
 """After these, a job in which nothing else went wrong is still clean, and that is established."""
 NEEDS = {
     "full log": "FAULTS",
@@ -82,7 +83,7 @@ class Schedule:
     def __post_init__(self) -> None:
         draw = self.draw = Random(self.seed)
         self.nodes = draw.choice([[1], [2], [3], [1, 1], [2, 1]])
-        self.attempts = 2 if draw.random() < 0.25 and is_drawn("restart") else 1
+        self.attempts = draw.choice((2, 2, 3, 6)) if draw.random() < 0.25 and is_drawn("restart") else 1
         self.batches = draw.randint(1, 3)
         self.calls = draw.randint(1, 3)
         self.every = 2 if draw.random() < 0.1 else 1

@@ -234,7 +234,7 @@ class World:
             self._turn(node)
             self._deliver(node, 100)
         self._send(self.collector.commit())
-        if all(node.agent is None for node in self.nodes):  # nothing else will happen
+        if len(self.gone) == len(self.nodes):  # nothing else will happen
             self.now += 700.0
             self.collector.protocol.launch_gone(self.now - 100.0)
         elif self.gone:
@@ -285,6 +285,8 @@ class World:
             node.network.made.lose()
         elif what == "collector dies":
             self.collector = Collector(self.collector.stored, self.collector.beats, self.now)
+        elif what == "store lost":
+            self.collector = Collector([], {}, self.now)
         else:
             self._damage(node, what)
 
