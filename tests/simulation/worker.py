@@ -220,7 +220,10 @@ class Worker:
             if call.bad:
                 self._alarm(call, self._at, module)
             return
-        self._record(call, module, late="late" in what)
+        try:
+            self._record(call, module, late="late" in what)
+        except Exception:  # its file is damaged; the hooks catch what their own code raises, and tell
+            self._fail(1)
 
     def _record(self, call: Call, module: int, late: bool) -> None:
         writer = self._writer
