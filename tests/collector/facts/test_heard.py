@@ -49,10 +49,9 @@ def test_a_run_with_a_message_missing_is_not_clean(make, lost):
 
 def bad_job(make):
     batch = make.Batch(0)
-    batch.call(
-        "fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)], weights={"weight": batch.tensor()}
-    )
-    batch.call("", "Net", returned=[batch.tensor()])
+    given, weight, bad = batch.tensor(), batch.tensor(), batch.tensor(make.INF)
+    batch.call("fc", "Linear", given=[given], returned=[bad], weights={"weight": weight})
+    batch.call("", "Net", given=[given], returned=[bad])
     bodies = [make.hello(nproc=1), *batch.messages(), make.ended(0, 94), make.Bye("failed")]
     return [("a0", n, body) for n, body in enumerate(bodies, 1)]
 
