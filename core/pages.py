@@ -84,10 +84,12 @@ def decode_page(message: PageMessage, names: Names) -> Page:
         for offset, numbers in enumerate(layout.VALUE.iter_unpack(segment.values)):
             values[segment.value_base + offset] = Value(*numbers)
     frames: list[Frame] = []
+    cut = 0
     for segment in message.segments:
         rows = list(layout.ROW.iter_unpack(segment.rows))
         for fields in layout.FRAME.iter_unpack(segment.frames):
             first, count = fields[6], fields[7]
+            cut += len(rows[first : first + count]) < count
             frames.append(decode_frame(message.batch, fields, rows[first : first + count], values.get, names))
     seen = {frame.index for frame in frames}
     return Page(
@@ -99,7 +101,7 @@ def decode_page(message: PageMessage, names: Names) -> Page:
         step=message.step,
         complete=message.complete,
         frames=frames,
-        lost_frames=(max(seen) + 1 - len(seen)) if seen else 0,
+        lost_frames=cut + (max(seen) + 1 - len(seen) if seen else 0),
     )
 
 
