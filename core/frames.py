@@ -151,7 +151,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """All frames of one batch of one rank. `lost_frames` of them were overwritten before they were read, or cut off."""
+    """All frames of one batch of one rank. `lost_frames` of them were overwritten, or lack rows."""
 
     rank: int
     attempt: int

@@ -89,8 +89,9 @@ def decode_page(message: PageMessage, names: Names) -> Page:
         rows = list(layout.ROW.iter_unpack(segment.rows))
         for fields in layout.FRAME.iter_unpack(segment.frames):
             first, count = fields[6], fields[7]
-            cut += len(rows[first : first + count]) < count
-            frames.append(decode_frame(message.batch, fields, rows[first : first + count], values.get, names))
+            own = rows[first : first + count]
+            cut += len(own) < count
+            frames.append(decode_frame(message.batch, fields, own, values.get, names))
     seen = {frame.index for frame in frames}
     return Page(
         rank=message.rank,
