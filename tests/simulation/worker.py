@@ -267,10 +267,9 @@ class Worker:
             self._watched = False
 
     def _go_on_as_another_program(self) -> None:
-        if self._watched:
-            self._numbers_come(all_of_them=True)
-            self._enter(RankPhase.UNWATCHED)
-        self._watched = False
+        self._numbers_come(all_of_them=True)
+        self._enter(RankPhase.UNWATCHED)  # whatever has become of the hooks
+        self._watched = self._cleared = False
         self._writer, self._lost = None, self._writer
 
     # -- the end ------------------------------------------------------------------------------------------------
