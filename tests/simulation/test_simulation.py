@@ -23,7 +23,11 @@ def against(seed: int) -> str:
     world = World(schedule)
     verdicts = world.run()
     found = [text for verdict in verdicts if (text := world.oracle.against(verdict))]
-    said = {(verdict.kind, verdict.certainty, verdict.statement) for verdict in verdicts}
+    said = {
+        # the store has of each agent its last beat alone: of what is unknown it may tell less
+        (each.kind, each.certainty, each.statement if each.kind != "unknown" else "")
+        for each in verdicts
+    }
     if len(said) > 1:
         found.append(f"as the messages came, and of the store: {said}")
     if HARMLESS.issuperset(schedule.injected) and {each[:2] for each in said} != {("clean", "established")}:
