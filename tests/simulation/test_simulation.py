@@ -23,6 +23,8 @@ def against(seed: int) -> str:
     world = World(schedule)
     verdicts = world.run()
     found = [text for verdict in verdicts if (text := world.oracle.against(verdict))]
+    if "ring damaged" in schedule.injected:  # a rank's memory has no checksum: a bit there may make a value look bad
+        found = [text for text in found if not text.startswith("not so")]
     said = {
         # the store has of each agent its last beat alone: of what is unknown it may tell less
         (each.kind, each.certainty, each.statement if each.kind != "unknown" else "")
