@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sqlite3
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
@@ -34,7 +33,7 @@ from ..core.wire.messages import (
     WireError,
     decode_agent,
 )
-from .store_batch import Batch
+from .store_batch import Batch, crc_of
 
 SCHEMA = 3
 """2: definitions are stored once; 3: rows have checksums. Stores of schemas 1 and 2 are read all the same."""
@@ -189,8 +188,7 @@ class RunStore:
         kind = str(message.body.__struct_config__.tag)
         if isinstance(message.body, Definitions):
             kind, data = _NAMES, self._by_number(message, message.body)
-        row = (agent, message.n, time.time_ns(), kind, data, crc_of(data, agent, message.n, kind))
-        self._new.add(row, isinstance(message.body, EventMessage))
+        self._new.add((agent, message.n, time.time_ns(), kind, data), isinstance(message.body, EventMessage))
         self._keep_memory_bounded()
 
     def _by_number(self, message: AgentMessage, body: Definitions) -> bytes:
@@ -214,7 +212,7 @@ class RunStore:
 
     def beat(self, agent: str, data: bytes) -> None:
         """Keep the last beat of an agent."""
-        self._new.beats[agent] = (agent, time.time_ns(), data, crc_of(data, agent, 0, "beat"))
+        self._new.beats[agent] = (agent, time.time_ns(), data)
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -323,7 +321,7 @@ class RunStore:
         query = "SELECT agent, n, body, kind, crc FROM message ORDER BY agent, n"
         sources = [(_definitions(db), _rows(db, query)) for db in (*self._older, self._reader)]
         unwritten = sorted({**self._in_hand.messages, **self._new.messages}.items())
-        new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data, _) in unwritten)
+        new = ((agent, n, data, kind) for (agent, n), (_, _, _, kind, data) in unwritten)
         sources.append(({number: entry for entry, number in self._numbers.items()}, new))
         for definitions, source in sources:
             for agent, n, data, kind in source:
@@ -336,7 +334,7 @@ class RunStore:
         for db in (*self._older, self._reader):
             query = "SELECT agent, 0, body, 'beat', crc FROM beat"
             beats.update((agent, data) for agent, _, data, _ in _rows(db, query))
-        beats.update((agent, data) for agent, _, data, _ in {**self._in_hand.beats, **self._new.beats}.values())
+        beats.update((agent, data) for agent, _, data in {**self._in_hand.beats, **self._new.beats}.values())
         for agent, data in sorted(beats.items()):
             with suppress(WireError):
                 yield agent, 0, decode_agent(data).body
@@ -379,14 +377,8 @@ def _reader(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
     return db
 
 
-def crc_of(data: bytes, agent: str, n: int, kind: str) -> int:
-    """The checksum of a message's row."""
-    return zlib.crc32(data, zlib.crc32(f"{agent} {n} {kind}".encode()))
-
-
-def _definition_row(number: int, entry: Definition) -> tuple[int, bytes, int]:
-    data = msgspec.msgpack.encode(entry)
-    return number, data, zlib.crc32(data, number & 0xFFFFFFFF)
+def _definition_row(number: int, entry: Definition) -> tuple[int, bytes]:
+    return number, msgspec.msgpack.encode(entry)
 
 
 def _add_checksums(db: sqlite3.Connection) -> None:
@@ -427,7 +419,7 @@ def _definitions(db: sqlite3.Connection) -> dict[int, Definition]:
         crc = "crc" if _has_checksums(db, "definition") else "NULL"
         for number, body, checksum in db.execute(f"SELECT id, body, {crc} FROM definition"):
             with suppress(msgspec.DecodeError, UnicodeDecodeError, TypeError):
-                if checksum is None or checksum == zlib.crc32(body, number & 0xFFFFFFFF):
+                if checksum is None or checksum == crc_of(body, "definition", number):
                     found[number] = msgspec.msgpack.decode(body, type=Definition)
     return found
 
@@ -441,9 +433,9 @@ def _rows(db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()) ->
         if not _has_checksums(db, "beat" if "beat" in query else "message"):
             query = query.replace(", crc", ", NULL")
         for agent, n, data, kind, crc in db.execute(query, of):
-            if isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes):
-                if crc is None or crc == crc_of(data, agent, n, str(kind)):
-                    yield agent, n, data, str(kind)
+            sound = isinstance(agent, str) and isinstance(n, int) and isinstance(data, bytes)
+            if sound and (crc is None or crc == crc_of(data, agent, n, kind)):
+                yield agent, n, data, str(kind)
     except (sqlite3.Error, UnicodeDecodeError):
         return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -11,10 +12,15 @@ _BEAT = "INSERT OR REPLACE INTO beat (agent, received_ns, body, crc) VALUES (?, 
 _DEFINE = "INSERT OR IGNORE INTO definition (id, body, crc) VALUES (?, ?, ?)"
 _SET = "INSERT OR REPLACE INTO run VALUES (?, ?)"
 
-Row = tuple[str, int, int, str, bytes, int]
-"""agent, number, received (ns), kind, body, checksum"""
+Row = tuple[str, int, int, str, bytes]
+"""agent, number, received (ns), kind, body"""
 Key = tuple[str, int]
 """agent, number"""
+
+
+def crc_of(data: bytes, *of: str | int) -> int:
+    """The checksum of a row: of its body, and of what it is found by."""
+    return zlib.crc32(data, zlib.crc32(" ".join(map(str, of)).encode()))
 
 
 @dataclass
@@ -22,9 +28,9 @@ class Batch:
     """What is written together."""
 
     messages: dict[Key, Row] = field(default_factory=dict)
-    definitions: list[tuple[int, bytes, int]] = field(default_factory=list)
-    beats: dict[str, tuple[str, int, bytes, int]] = field(default_factory=dict)
-    """agent -> agent, received (ns), body, checksum"""
+    definitions: list[tuple[int, bytes]] = field(default_factory=list)
+    beats: dict[str, tuple[str, int, bytes]] = field(default_factory=dict)
+    """agent -> agent, received (ns), body"""
     facts: dict[str, str] = field(default_factory=dict)
     has_event: bool = False
     num_bytes: int = 0
@@ -42,7 +48,7 @@ class Batch:
     def drop_pages(self, most: int) -> int:
         """Forget pages and histories, oldest first, until it has at most so many bytes. Returns how many."""
         dropped = 0
-        for key, (_, _, _, kind, body, _) in list(self.messages.items()):
+        for key, (_, _, _, kind, body) in list(self.messages.items()):
             if self.num_bytes <= most:
                 break
             if kind in ("page", "history"):
@@ -68,9 +74,9 @@ class Batch:
             db.execute(f"PRAGMA synchronous={'FULL' if self.has_event else 'NORMAL'}")
             db.execute("BEGIN IMMEDIATE")
             db.executemany(_SET, list(self.facts.items()))
-            db.executemany(_DEFINE, self.definitions)
-            db.executemany(_ADD, list(self.messages.values()))
-            db.executemany(_BEAT, list(self.beats.values()))
+            db.executemany(_DEFINE, [(n, data, crc_of(data, "definition", n)) for n, data in self.definitions])
+            db.executemany(_ADD, [(*row, crc_of(row[4], row[0], row[1], row[3])) for row in self.messages.values()])
+            db.executemany(_BEAT, [(*row, crc_of(row[2], row[0], 0, "beat")) for row in self.beats.values()])
             db.execute("COMMIT")
         except (sqlite3.Error, OverflowError, MemoryError) as error:
             with suppress(sqlite3.Error):

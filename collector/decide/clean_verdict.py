@@ -63,7 +63,7 @@ def _clean(facts: RunFacts) -> Verdict:
     """Says no more than what was looked at."""
     ranks = [*facts.of_attempt(facts.last_attempt), *facts.lone(facts.last_attempt)]
     batches = max(map(batches_of, ranks), default=0)
-    idle = max((rank.batches_skipped for rank in ranks), default=0)
+    idle = max((rank.batches_skipped for rank in facts.everyone.values()), default=0)  # before a restart, too
     scope = f"{_ranks_and_processes(ranks)}, {batches} batch{'es' if batches != 1 else ''}"
     if idle:
         scope += f" ({_looked_at(batches, idle)})"
@@ -150,7 +150,7 @@ def _looked_at(batches: int, idle: int) -> str:
     if 0 < idle < batches:
         every = round(batches / (batches - idle))
         return f"only one in {every} was looked into"
-    return f"{idle} were left out"
+    return f"{idle} {'was' if idle == 1 else 'were'} left out"
 
 
 def _led_nowhere(number: int, ranks: list[RankFacts]) -> str:

@@ -203,7 +203,18 @@ def _of_nodes(facts: RunFacts, any_rank: bool) -> list[str]:
     elif not any_rank:
         notes = [node.bye.note for node in facts.nodes.values() if node.bye is not None and node.bye.note]
         found.append("no rank was heard" + (f" ({notes[0]})" if notes else ""))
-    return found
+    unended = {
+        node.hello.host
+        for agent, node in facts.nodes.items()
+        if node.hello is not None and _may_have_failed(facts, agent)
+    }
+    return [*found, *(f"how the job ended on {host} was not heard" for host in sorted(unended))]
+
+
+def _may_have_failed(facts: RunFacts, agent: str) -> bool:
+    """Its ranks have ended, and its goodbye, which tells whether that was a failure, was not heard."""
+    ranks = [rank for rank in facts.ranks.values() if rank.agent == agent]
+    return facts.nodes[agent].bye is None and all(rank.exit is not None for rank in ranks)
 
 
 def _of_unwatched(facts: RunFacts) -> list[str]:

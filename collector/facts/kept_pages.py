@@ -95,6 +95,7 @@ class KeptPage:
         "_key",
         "_last_phase",
         "_load",
+        "_named",
         "_names",
         "_root",
         "_shelf",
@@ -121,6 +122,8 @@ class KeptPage:
         self.complete = message.complete
         self.num_frames = len(tables.frames)
         self._suspicious: tuple[int, bool] = names.place, tables.suspicious(names.names)
+        bad = self._suspicious[1]  # nobody asks for the names of another one
+        self._named = (names.place, tables.are_named(names.names)) if bad else (-1, False)
         self.num_rows = len(tables.rows)
         self._root = message.root
         self._first = tables.first_fields
@@ -188,7 +191,11 @@ class KeptPage:
     @property
     def is_named(self) -> bool:
         """Whether all of its names are known. Without one, a row may be an argument, a weight or an output."""
-        return self._tables.are_named(self._names.names)
+        place, named = self._named
+        if not named and place != self._names.place:  # names are added, and none is taken away
+            named = self._tables.are_named(self._names.names)
+            self._named = self._names.place, named
+        return named
 
     def prepare(self) -> None:
         """Find out now, while its tables are at hand, what a comparison with other ranks asks for."""

@@ -135,7 +135,7 @@ def flipped_bits(run: Run, number: int) -> Iterator[Mutant]:
         at, bit = draw.randrange(len(damaged)), draw.randrange(8)
         damaged[at] ^= 1 << bit
         try:
-            yield f"bit {bit} of byte {at} flipped", messages_of(bytes(damaged))
+            yield f"{MANY}bit {bit} of byte {at} flipped", messages_of(bytes(damaged))  # of SQLite's own, maybe
         except GpuwatchError:
             continue
 

@@ -11,6 +11,7 @@ from gpuwatch.collector.decide.verdict_model import Verdict
 class Call:
     """One module call of a job."""
 
+    rank: int
     who: str
     """`rank 1, attempt 0, batch 2`, or the thread or child that made it."""
     judged: bool = False
@@ -18,6 +19,8 @@ class Call:
     bad: bool = False
     skipped: bool = False
     """`--every` left it out, as the user wanted."""
+    returned: bool = True
+    """False: its process ended within it, and nothing came of it."""
 
 
 @dataclass
@@ -26,23 +29,26 @@ class Oracle:
 
     calls: list[Call] = field(default_factory=list)
 
-    def call(self, who: str, **more: bool) -> Call:
+    def call(self, rank: int, who: str, *, bad: bool = False) -> Call:
         """A call that has begun."""
-        made = Call(who, **more)
+        made = Call(rank, who, bad=bad)
         self.calls.append(made)
         return made
 
     def against(self, verdict: Verdict) -> str:
         """Why a verdict cannot be true; "" if it can."""
         bad = [call.who for call in self.calls if call.bad]
-        if verdict.kind == "overflow" and not bad:
-            return f"no value was bad, and it is told: {verdict.statement}"
+        if verdict.kind == "overflow":
+            ranks = {call.rank for call in self.calls if call.bad}
+            return "" if verdict.rank in ranks or (ranks and verdict.rank is None) else f"not so: {verdict.statement}"
         if verdict.kind != "clean":
             return ""
         if bad:
             return f"bad values in {bad}, and it is told: {verdict.statement}"
         skips_said = "looked into" in verdict.statement or "left out" in verdict.statement
-        unseen = [call.who for call in self.calls if not call.judged and not (call.skipped and skips_said)]
+        unseen = [
+            call.who for call in self.calls if call.returned and not call.judged and not (call.skipped and skips_said)
+        ]
         if unseen:
             return f"nobody has judged {unseen}, and it is told: {verdict.statement}"
         return "" if self.calls else f"nothing was called, and it is told: {verdict.statement}"

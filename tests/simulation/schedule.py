@@ -16,6 +16,7 @@ IN_A_CALL = (
     "compiled",
     "rows lost",
     "exit in a forward",
+    "exit",
     "kill",
     "raise",
     "warn",
@@ -33,17 +34,28 @@ AROUND = (
     "agent dies for good",
     "connection lost",
     "collector dies",
+    "store lost",
     "node never comes",
     "head damaged",
     "log damaged",
     "store damaged",
     "ring damaged",
+    "end not told",
 )
 """Happen to a node, the collector, or a file, at any step."""
-NEEDS = {"full log": "FAULTS", "log damaged": "FAULTS", "thread": "CALLS_LEFT_OUT"}
-"""Fields of a recorder's head without which nobody can know of it."""
-NOT_YET = frozenset({"exec", "child", "hooks cleared", "restart"})
-"""Told falsely clean today. Take a name out of here once it is not."""
+HARMLESS = frozenset({"agent dies", "connection lost", "collector dies", "store lost", "warn"})
+"""After these, a job in which nothing else went wrong is still clean, and that is established."""
+NEEDS = {
+    "full log": "FAULTS",
+    "log damaged": "FAULTS",
+    "thread": "CALLS_LEFT_OUT",
+    "hooks cleared": "HOOKS_GONE",
+    "exec": "LEFT",
+    "exit": "LEFT",
+    "restart": "LEFT",
+    "child": "UNSEEN_CHILD",
+}
+"""Fields of a recorder's head that came with what tells of it. It is drawn once they are there."""
 
 
 @dataclass
@@ -71,12 +83,12 @@ class Schedule:
     def __post_init__(self) -> None:
         draw = self.draw = Random(self.seed)
         self.nodes = draw.choice([[1], [2], [3], [1, 1], [2, 1]])
-        self.attempts = 2 if draw.random() < 0.25 and is_drawn("restart") else 1
+        self.attempts = draw.choice((2, 2, 3, 6)) if draw.random() < 0.25 and is_drawn("restart") else 1
         self.batches = draw.randint(1, 3)
         self.calls = draw.randint(1, 3)
         self.every = 2 if draw.random() < 0.1 else 1
         self.in_calls, self.at_start, self.around = {}, {}, []
-        for _ in range(draw.choice((0, 1, 1, 1, 2, 3))):
+        for _ in range(draw.choice((0, 1, 1, 2, 2, 3, 4))):
             self._inject(draw)
 
     @property
@@ -99,8 +111,12 @@ class Schedule:
             self.at_start[place] = kind
         else:
             self.around.append((draw.randrange(60), kind))
+            if draw.random() < 0.5:  # something that the failure may hide
+                self.in_calls[(*place, draw.randrange(self.batches * self.calls))] = draw.choice(
+                    [kind for kind in IN_A_CALL if is_drawn(kind)]
+                )
 
 
 def is_drawn(kind: str) -> bool:
     """Whether gpuwatch can know of it."""
-    return kind not in NOT_YET and NEEDS.get(kind, "MAGIC") in Field.__members__
+    return NEEDS.get(kind, "MAGIC") in Field.__members__

@@ -30,6 +30,8 @@ from .oracle import Call, Oracle
 from .schedule import Schedule
 
 FLOAT32 = Encoding.FLOAT32 << 8
+NO_PROCESS = 1 << 22
+"""No process has this number, or a higher one."""
 MOST_FAULTS = 20
 """After which the hooks are removed (worker/hooks/forward.py)."""
 
@@ -40,13 +42,20 @@ class Worker:
     def __init__(self, folder: Path, schedule: Schedule, oracle: Oracle, rank: int, attempt: int) -> None:
         self.rank = rank
         self.attempt = attempt
+        self.pid = NO_PROCESS + 1000 * attempt + rank
         self.code: int | None = None
         """What its process has ended with."""
         self.path = folder / file_name(rank, attempt)
         self._schedule = schedule
         self._oracle = oracle
         self._writer: RecorderWriter | None = None
+        self._lost: RecorderWriter | None = None
+        """What was mapped when the script went on as another program."""
         self._watched = False
+        self._cleared = False
+        """The script has cleared torch's hooks; at the batch's end they are put back."""
+        self._without_hooks: list[Call] = []
+        self._exits = False
         self._late: list[tuple[int, Call, Where, int]] = []
         """(where its number comes to, ...) of the calls that are not judged yet."""
         self._at = Where(rank, attempt)
@@ -56,7 +65,7 @@ class Worker:
         schedule = self._schedule
         start = schedule.at_start.get((self.attempt, self.rank), "")
         if start == "never started":
-            self._oracle.call(f"{self._who}, never started")
+            self._oracle.call(self.rank, f"{self._who}, never started")
             self.code = 1
             return
         if start != "no recorder":
@@ -75,25 +84,25 @@ class Worker:
                     return
                 yield
                 self._numbers_come()
-            if self._writer is not None and self._watched and page is not None:
-                self._writer.end_page(page)
-                self._writer.fields[Field.STEP] += 1
-                self._enter(RankPhase.SCRIPT)
+            self._end_batch(page)
+            if self.code is not None:
+                return
             yield
         self._numbers_come()
         self._end()
 
     def stop(self, code: int) -> None:
-        """It is ended from outside."""
+        """It is ended from outside. Of a batch in which the hooks were missed only later nothing comes."""
         if self.code is None:
             self.code = code
-            for _, call, _, _ in self._late:
-                call.judged = False
+            for call in self._without_hooks:
+                call.returned = False
 
     def close(self) -> None:
         """Unmap the recorder."""
-        if self._writer is not None:
-            self._writer.close()
+        for writer in (self._writer, self._lost):
+            if writer is not None:
+                writer.close()
 
     @property
     def _who(self) -> str:
@@ -110,6 +119,7 @@ class Worker:
             log_bytes=16 << 10,
             segments=3,
         )
+        writer.fields[Field.PID] = self.pid
         if start == "hooks failed":
             writer.fields[Field.HOOKS] = HooksState.FAILED
             writer.append(Fault(self._at, "attach", "RuntimeError: no hooks"))
@@ -141,26 +151,49 @@ class Worker:
         self._enter(RankPhase.FORWARD)
         return page
 
+    def _end_batch(self, page: Any) -> None:
+        writer = self._writer
+        if self._cleared:
+            self._cleared, self._watched = False, True
+            self._without_hooks.clear()
+            self._set("HOOKS_GONE", 1)
+        if writer is not None and self._watched and page is not None:
+            writer.end_page(page)
+            writer.fields[Field.STEP] += 1
+            self._enter(RankPhase.SCRIPT)
+        if self._exits:
+            self.code = 0
+            if self._watched and not self._late:
+                self._set("LEFT", 1)
+
+    def _set(self, field: str, value: int) -> None:
+        """A field that a version of ours may not have yet (schedule.NEEDS)."""
+        if self._writer is not None and self._watched:
+            self._writer.fields[Field[field]] = value
+
     # -- calls --------------------------------------------------------------------------------------------------
 
     def _call(self, what: str, module: int, skipped: bool) -> None:
-        call = self._oracle.call(f"{self._who}, batch {self._at.batch}, layer{module}", bad=what.startswith("bad"))
+        call = self._oracle.call(
+            self.rank, f"{self._who}, batch {self._at.batch}, layer{module}", bad=what.startswith("bad")
+        )
         writer = self._writer
         if what in ("exit in a forward", "kill", "raise"):
+            call.returned = False
             self._fall(what, module)
-        elif what == "exec":
-            self._watched = False
-            self._writer = None  # the file stays as it is
-            self._execed = True
         elif what == "child":
-            self._oracle.call(f"a child of {self._who}", bad=True)
+            self._oracle.call(self.rank, f"a child of {self._who}", bad=True)
+            self._set("UNSEEN_CHILD", 4242)
+        elif what == "exec":
+            self._go_on_as_another_program()
+        if self._cleared:
+            self._without_hooks.append(call)
         if self.code is not None or writer is None or not self._watched:
             return
         if what == "thread":
-            self._oracle.call(f"a second thread of {self._who}", bad=True)
-            fields: Any = Field
-            writer.fields[fields.CALLS_LEFT_OUT] += 1
-            writer.fields[fields.LEFT_OUT_PAGE] = self._at.page
+            self._oracle.call(self.rank, f"a second thread of {self._who}", bad=True)
+            self._set("CALLS_LEFT_OUT", 1)
+            self._set("LEFT_OUT_PAGE", self._at.page)
         elif what == "full log":
             while writer.append(Warned(self._at, "underflow", f"layer{module}", "Linear", "forward", "o", "float32")):
                 pass
@@ -175,7 +208,11 @@ class Worker:
             return
         elif what == "hooks cleared":
             self._watched = False
+            self._cleared = True
+            self._without_hooks.append(call)
             return
+        elif what == "exit":
+            self._exits = True  # at the batch's end
         elif what == "warn":
             writer.append(Warned(self._at, "near overflow", f"layer{module}", "Linear", "forward", "o", "float32"))
         if skipped:  # the root's output alone is read: a bad value of within is taken to reach it
@@ -183,7 +220,10 @@ class Worker:
             if call.bad:
                 self._alarm(call, self._at, module)
             return
-        self._record(call, module, late="late" in what)
+        try:
+            self._record(call, module, late="late" in what)
+        except Exception:  # its file is damaged; the hooks catch what their own code raises, and tell
+            self._fail(1)
 
     def _record(self, call: Call, module: int, late: bool) -> None:
         writer = self._writer
@@ -208,9 +248,9 @@ class Worker:
         anomaly = Anomaly(at, module, f"layer{module}", "Linear", "forward", "output", "+inf", "float32")
         self._writer.append(anomaly)
 
-    def _numbers_come(self) -> None:
+    def _numbers_come(self, *, all_of_them: bool = False) -> None:
         """Of the device, once in a while."""
-        if self._writer is None or self._schedule.draw.random() < 0.5:
+        if self._writer is None or (not all_of_them and self._schedule.draw.random() < 0.5):
             return
         for place, call, at, module in self._late:
             layout.VALUE.pack_into(self._writer.view, place, *_numbers(call))
@@ -225,6 +265,12 @@ class Worker:
             states: Any = HooksState
             self._writer.fields[Field.HOOKS] = getattr(states, "DETACHED", HooksState.ATTACHED)
             self._watched = False
+
+    def _go_on_as_another_program(self) -> None:
+        self._numbers_come(all_of_them=True)
+        self._enter(RankPhase.UNWATCHED)  # whatever has become of the hooks
+        self._watched = self._cleared = False
+        self._writer, self._lost = None, self._writer
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.facts.fold import Fold, fold
 from gpuwatch.collector.protocol.run_protocol import Finish, Keep, RunProtocol, Send
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.wire.messages import Ack, AgentBody, LookAtRanks, decode_agent, encode
+from gpuwatch.core.wire.messages import Ack, AgentBody, EventMessage, LookAtRanks, decode_agent, encode
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.node.agent import Agent, Forgotten
 
@@ -27,9 +27,6 @@ from .network import Context, NoGpus
 from .oracle import Oracle
 from .schedule import Schedule
 from .worker import Worker
-
-NO_PROCESS = 1 << 22
-"""No process has this number, or a higher one."""
 
 
 @dataclass
@@ -154,7 +151,8 @@ class World:
             lost = self.collector.protocol.lost_agents
             messages = self.collector.messages
             if messages and "store damaged" in self.schedule.injected:
-                messages.pop(self.draw.randrange(len(messages)))
+                events = [message for message in messages if isinstance(message[2], EventMessage)]
+                messages.remove(self.draw.choice(events if events and self.draw.random() < 0.7 else messages))
                 return [decide(fold(messages, lost))]
             return [decide(self.collector.folded.facts(lost)), decide(fold(messages, lost))]
         finally:
@@ -186,7 +184,7 @@ class World:
         for node in self.nodes:
             for rank in node.ranks:
                 workers[rank] = Worker(node.folder, self.schedule, self.oracle, rank, attempt)
-            pids = {rank: NO_PROCESS + rank for rank in node.ranks}
+            pids = {rank: workers[rank].pid for rank in node.ranks}
             node.tell(WorkersStarted(attempt, pids, {rank: rank for rank in node.ranks}), self.now)
         self._workers += workers.values()
         alive = {rank: worker.life() for rank, worker in workers.items()}
@@ -207,6 +205,8 @@ class World:
         for worker in workers.values():
             worker.stop(-15)
         for node in self.nodes:
+            if "end not told" in self.schedule.injected and node.number == 0:
+                continue
             codes = {rank: workers[rank].code for rank in node.ranks}
             node.tell(WorkersEnded(attempt, codes, [rank for rank in failed if rank in codes]), self.now)
         return "failed" if failed else "ok"
@@ -234,7 +234,7 @@ class World:
             self._turn(node)
             self._deliver(node, 100)
         self._send(self.collector.commit())
-        if all(node.agent is None for node in self.nodes):  # nothing else will happen
+        if len(self.gone) == len(self.nodes):  # nothing else will happen
             self.now += 700.0
             self.collector.protocol.launch_gone(self.now - 100.0)
         elif self.gone:
@@ -285,6 +285,8 @@ class World:
             node.network.made.lose()
         elif what == "collector dies":
             self.collector = Collector(self.collector.stored, self.collector.beats, self.now)
+        elif what == "store lost":
+            self.collector = Collector([], {}, self.now)
         else:
             self._damage(node, what)
 

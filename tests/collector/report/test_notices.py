@@ -215,6 +215,14 @@ def test_batches_of_several_roots_are_not_made_into_a_ratio(make):
     assert "(20 were left out)" in report_of(run(make, batches=8, batches_skipped=20)).verdict.statement
 
 
+def test_what_was_left_out_before_a_restart_is_said(make):
+    before = [*make.finished(0, batch=3, attempt=0, last={"batches_skipped": 2})]
+    again = [*make.finished(0, batch=3, attempt=1)]
+
+    verdict = report_of([make.hello(nproc=1), *before, *again, make.Bye("ok")]).verdict
+    assert (verdict.kind, "only one in 2 was looked into" in verdict.statement) == ("clean", True)
+
+
 def test_the_cost_of_watching_is_told_of_the_slowest_rank(make):
     costs = [
         EventMessage(Cost(make.where(0), 1_000, 1_010, 40, 41)),

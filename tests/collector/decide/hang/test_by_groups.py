@@ -52,6 +52,14 @@ def test_the_one_that_never_began_it_did_not_come():
     ]
 
 
+@pytest.mark.parametrize("world", [2, 0], ids=["a world of 2", "a world of unknown size"])
+def test_of_a_rank_that_was_never_heard_nothing_is_said(world):
+    received = GroupState("0", "0-1", 2, 0, 0, "failed", -12, 4.2, [Issued(-12, "recv", "float32", 16, 0)])
+    found = find_by_groups({1: Shown([received], "waits", "after its script had raised", failed=True)}, world, WAITED)
+
+    assert found is None or (found.rank, found.cause) == (None, "")
+
+
 def test_a_rank_that_began_it_and_went_on_is_not_missing():
     """The root of a broadcast does not wait for the others."""
     gone_on = away(group(9, None, ("broadcast", "float32", 8, 1)))
