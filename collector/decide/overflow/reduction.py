@@ -77,7 +77,7 @@ def _statement(first: LocalDiagnosis, tier: list[LocalDiagnosis], found: Gradien
             f"{what} came out of the reduction over the ranks in batch {first.batch}: every rank's own gradient was "
             f"finite, their sum was not ({first.dtype})."
         )
-    bad = sorted(rank for rank, row in found.got.items() if not row.finite)
+    bad = sorted({first.rank, *(rank for rank, row in found.got.items() if not row.finite)})
     return (
         f"{what} was made between the backward and the step of batch {first.batch} on {ranks_text(bad)}: every rank's "
         f"own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame shows made it (the script's "
