@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sweep"))  # its files are scripts' neighbours
 
-from trial import Failure, compile_shim, counts_of, environment, new_counts
+from disturbed_run import Failure, compile_shim, counts_of, environment, new_counts
 
 CALLS = {
     "recorder": {"write": 2, "open": 4, "map": 2},

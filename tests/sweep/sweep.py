@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from trial import JOBS, KINDS, PARTS, ROLES, Failure, Launches, Outcome
+from disturbed_run import JOBS, KINDS, PARTS, ROLES, Failure, Launches, Outcome
 from wrongs import wrongs
 
 MOST = 150

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trial import BATCHES, OVERFLOW, Outcome
+from disturbed_run import BATCHES, OVERFLOW, Outcome
 
 
 def wrongs(outcome: Outcome) -> list[str]:

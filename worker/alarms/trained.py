@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...core.frames import Frame
 from ...core.recorder.writer import OpenPage
-from ...core.roles import GRADIENTS, RoleKind, parse_role
+from ...core.roles import GRADIENTS, RoleKind, is_param_group, parse_role
 from ..record.roots import ModuleInfo, RootInfo, Roots
 
 
@@ -96,7 +96,7 @@ class Trained:
         """Whether a weight gets gradients; None if no gradient of its root has been seen so far."""
         root = self._root(page.root)
         info = root.definitions.get((frame.module, frame.cls)) if root is not None else None
-        if root is None or info is None or f"grad {role}" in info.slots:
+        if root is None or info is None or f"grad {role}" in info.slots or is_param_group(frame.module):
             return True
         return False if _has_gradients(root.definitions.values()) else None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ...core.records import Anomaly, Definition, Where, WorkerEvent, WorkerExit
-from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, Hello, PageMessage, RankState
+from ...core.wire.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
 from ..record.collectives import ranks
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def _messages(
     where = Where(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
     yield EventMessage(WorkerExit(where, 0, "itself", "script"))
     yield Beat([_as_last(state)], {})
+    yield Bye("ok")
 
 
 def _as_last(state: RankState) -> RankState:
