@@ -20,6 +20,13 @@ def lost_faults(rank: RankFacts) -> int:
     return max(0, counted - len(that_cost_frames(rank.faults)))
 
 
+def was_not_watched(rank: RankFacts) -> bool:
+    """Whether a rank has run, and had no recorder or no hooks."""
+    if rank.state is not None:
+        return rank.state.hooks == "failed"
+    return rank.exit is not None and rank.exit.phase in ("starting", "unwatched")
+
+
 def doubts_about(rank: RankFacts) -> list[str]:
     """What may be missing before the first anomaly of a rank, a line for each part that has failed by then.
 

@@ -11,7 +11,7 @@ from ....core.roles import RoleKind, parse_role
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
-from ..own_faults import doubts_about
+from ..own_faults import doubts_about, was_not_watched
 from ..words import found_text, place_of, ranks_text
 from .advice import wild_line
 from .order import Order, reason
@@ -46,6 +46,7 @@ def evidence_of(
     doubts += doubts_about(facts.one(first.attempt, first.rank))
     doubts += _of_compiled(facts, first)
     doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
+    doubts += _of_unwatched(facts, first)
     doubts += _unsettled(facts, first, diagnoses)
     if first.source == "outside" and first.phase == "backward":
         doubts += _of_stages(facts, first)
@@ -68,6 +69,15 @@ def evidence_of(
     if wild is not None:
         doubts.append(wild_line(wild))
     return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+
+
+def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """A line about ranks that nobody looked at: one of them may have been earlier."""
+    found = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank and was_not_watched(rank)]
+    if not found:
+        return []
+    was, it = ("was", "it") if len(found) == 1 else ("were", "one of them")
+    return [f"{ranks_text(found)} {was} not watched: {it} may have been first"]
 
 
 def _of_silent_groups(order: Order) -> list[str]:

@@ -74,6 +74,22 @@ def test_a_leaf_on_one_rank_is_established(make):
     assert verdict.concurrent == []
 
 
+@pytest.mark.parametrize(
+    "unwatched",
+    [
+        lambda make: [make.ended(0, 1, "torchrun", phase="starting")],
+        lambda make: [make.ended(0, 1, "torchrun", phase="unwatched")],
+        lambda make: make.finished(0, last={"hooks": "failed"}),
+    ],
+    ids=["no recorder", "another program", "no hooks"],
+)
+def test_a_rank_beside_one_that_nobody_watched_is_not_established_as_the_first(make, unwatched):
+    guilty = leaf_origin(make, 1, batch=7, seq=14)
+    verdict = judge(make.hello(host="alpha"), *guilty.messages(), *unwatched(make), make.Bye("failed"))
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("overflow", 1, "supported")
+    assert "rank 0 was not watched: it may have been first" in verdict.evidence
+
+
 def test_the_containers_own_code_is_said_in_words(make):
     batch = make.Batch(0, batch=2)
     x = batch.tensor()
