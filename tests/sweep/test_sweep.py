@@ -22,8 +22,8 @@ from gpuwatch.launcher.head_collector import HeadCollector
 
 sys.path.insert(0, str(Path(__file__).parent))  # sweep.py is a script, and finds its neighbours like this
 
-from sweep import failures
 from disturbed_run import BATCHES, JOBS, ROLES, Failure, Launches, Outcome, compile_shim, counts_of, new_counts
+from sweep import failures
 from wrongs import wrongs
 
 pytestmark = pytest.mark.skipif(
