@@ -22,6 +22,10 @@ LESS_ON_A_DEVICE = {
     "a broadcast of nan from rank 0": "what passes between ranks is looked at in host memory only",
     **{f"what one rank's own code passes on, {way}": "the same" for way in ("send", "all_to_all", "partial", "ring")},
     "a sum of finite numbers over the ranks": "the same",
+    **{
+        f"pipeline of the script's own, whose code makes it between two ranks, {fault}": "the same"
+        for fault in ("forward", "backward")
+    },
 }
 
 

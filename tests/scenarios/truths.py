@@ -648,13 +648,21 @@ PARALLEL = [
         Scenario(
             f"pipeline of the script's own, whose code makes it between two ranks, {fault}",
             "hand_made_pipeline.py",
-            # the rank that was handed it did not make it, and the one that did has made it outside of modules
-            {"kind": "overflow", "rank": None, "root": root, "phase": "collective", "batch": 2, "certainty": "unknown"},
+            # no module made it: the script of the rank that sent it did
+            {
+                "kind": "overflow",
+                "rank": rank,
+                "module": None,
+                "class": None,
+                "phase": "collective",
+                "batch": 2,
+                "certainty": "supported",
+            },
             args=("--fault", fault),
-            evidence=f"issued by rank {rank} between",
-            statement="may have come from any rank",
+            weaker=({"kind": "overflow", "rank": None, "certainty": "unknown"},),
+            evidence=f"rank {rank} put .inf into message",
         )
-        for fault, root, rank in (("forward", "Second", 1), ("backward", "First", 0))
+        for fault, rank in (("forward", 0), ("backward", 1))
     ),
     Scenario(
         "a bad batch where the loss is summed over the ranks in between",
