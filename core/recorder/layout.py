@@ -112,10 +112,12 @@ class Field(IntEnum):
     """How often its hooks were found removed from torch's global tables, and were put back."""
     GONE_PAGE = 45
     """The page that had been begun last when they were first found so."""
-    UNSEEN_CHILD = 48
-    """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
     LEFT = 46
     """Its script has called os._exit between two batches, when every number had been judged."""
+    PASSED_UNSEEN = 47
+    """1: what passes between ranks is not looked at, as on a device."""
+    UNSEEN_CHILD = 48
+    """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
 
 
 class SegmentField(IntEnum):

@@ -248,6 +248,7 @@ class RecorderReader:
             gone_page=fields[Field.GONE_PAGE],
             unseen_child=fields[Field.UNSEEN_CHILD] if 0 <= fields[Field.UNSEEN_CHILD] <= _MOST_PID else 0,
             left=bool(fields[Field.LEFT]),
+            passed_unseen=bool(fields[Field.PASSED_UNSEEN]),
         )
 
     # -- pages --------------------------------------------------------------------------------------------------

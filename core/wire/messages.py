@@ -205,14 +205,15 @@ class RankState(msgspec.Struct, frozen=True):
     """The page that had been begun last when they were first found so; it says nothing where they never were."""
     left: bool = False
     """Its script has called os._exit between two batches, when every number had been judged."""
+    unseen_child: int = 0
+    """Process id of a child process of it that has trained and was not watched; 0: there was none."""
+    passed_unseen: bool = False
+    """What passes between it and other ranks is not looked at: its tensors are on a device, or `--watch` says so."""
 
     @property
     def events_lost(self) -> int:
         """Records that were lost and that may have told of something bad. Names cannot."""
         return max(0, self.records_lost - self.names_lost)
-
-    unseen_child: int = 0
-    """Process id of a child process of it that has trained and was not watched; 0: there was none."""
 
 
 class HotModule(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Runs every scenario and writes docs/accuracy.md: `python tests/scenarios/accuracy.py [--jobs N]`.
 
-Each scenario is run in host memory and on a late device. `--from FILE` writes the page from figures that an earlier
-run has saved with `--save FILE`.
+Each scenario is run in host memory and on a late device. `--from FILE` takes the figures that an earlier run has saved
+with `--save FILE`; with `--only WORD` those of the scenarios that have it in their name are measured anew.
 """
 
 from __future__ import annotations
@@ -49,11 +49,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="scenarios that run at the same time (1)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON, too")
     parser.add_argument("--from", dest="saved", type=Path, metavar="FILE", help="read the figures instead of running")
+    parser.add_argument(
+        "--only", metavar="WORD", help="with --from: measure the scenarios with this word in their name"
+    )
     arguments = parser.parse_args()
-    if arguments.saved:
-        figures = [Figure(**entry) for entry in json.loads(arguments.saved.read_text())]
-    else:
-        figures = [figure for place in PLACES for figure in measure(place, arguments.jobs)]
+    word = arguments.only if arguments.saved else ""
+    figures = [Figure(**entry) for entry in json.loads(arguments.saved.read_text())] if arguments.saved else []
+    if word is not None:
+        new = [figure for place in PLACES for figure in measure(place, arguments.jobs, word)]
+        measured = {(figure.place, figure.name) for figure in new}
+        figures = [figure for figure in figures if (figure.place, figure.name) not in measured] + new
     if arguments.save:
         arguments.save.write_text(json.dumps([asdict(figure) for figure in figures], indent=1) + "\n")
     PAGE.write_text(page_of(figures))
@@ -63,14 +68,19 @@ def main() -> int:
     return int(any(f.grade == Grade.WRONG.name or f.over_sure or f.false_clean for f in figures))
 
 
-def measure(place: str, jobs: int) -> list[Figure]:
-    """Run all scenarios in one place."""
+def measure(place: str, jobs: int, word: str) -> list[Figure]:
+    """Run the scenarios with this word in their name in one place."""
     os.environ.pop(LATE_DEVICE, None)
     if place == "late device":
         os.environ[LATE_DEVICE] = SEED
     found = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = {pool.submit(run, scenario): kind for kind, each in KINDS.items() for scenario in each}
+        futures = {
+            pool.submit(run, scenario): kind
+            for kind, each in KINDS.items()
+            for scenario in each
+            if word in scenario.name
+        }
         for number, future in enumerate(as_completed(futures), 1):
             found.append(figure_of(future.result(), futures[future], place))
             print(f"{place}: {number} of {len(futures)}: {found[-1].grade} {found[-1].name}", flush=True)

@@ -150,6 +150,7 @@ class Hooks:
         self._steps.writer = self.writer
         passed = PassedValues(self.progress, self.progress.groups)
         looks = "comms" in settings.watch and late_device() is None
+        self._fields[Field.PASSED_UNSEEN] = not looks
         self._collectives = Collectives(self.progress.groups, self._fault, passed=passed if looks else None)
         self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
         self._exports = Exports(lambda: self._global.handles)

@@ -47,9 +47,15 @@ def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
         notes.append(f"{', '.join(others)} was called in between, too: it can have been made of what that returned")
     if not notes:
         return found
-    if now > max(last, 0) and _are_stages(facts, page):
+    if now > max(last, 0) and (_are_stages(facts, page) or _may_have_received_it(facts, found)):
         return replace(found, source="received", phase="collective", notes=(*found.notes, *notes))
     return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))
+
+
+def _may_have_received_it(facts: RunFacts, found: LocalDiagnosis) -> bool:
+    """Whether the rank gets messages of others, and nobody looks at what is in them."""
+    state = facts.one(found.attempt, found.rank).state
+    return state is not None and state.passed_unseen and any(found.received.values())
 
 
 def _last_in(page: KeptPage, frame: Frame) -> int:
