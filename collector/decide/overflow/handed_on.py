@@ -65,7 +65,7 @@ def _last_in(page: KeptPage, frame: Frame) -> int:
 
 def _last_before(facts: RunFacts, page: KeptPage, frame: Frame) -> int:
     """The collectives issued at the last frame that any model of the rank has before this call; -1 if none is known."""
-    pages = facts.ranks[page.attempt, page.rank].pages
+    pages = facts.one(page.attempt, page.rank).pages
     earlier = sorted((number for number in pages if number < page.number), reverse=True)[:_MOST_EARLIER]
     now = begun(frame)
     return max((each.seq for number in earlier for each in pages[number].frames if 0 <= each.seq <= now), default=-1)
@@ -76,7 +76,7 @@ def _other_models(facts: RunFacts, page: KeptPage, *, is_backward: bool) -> Iter
 
     A loss that is a module is none: what it returns is a scalar.
     """
-    for other in facts.ranks[page.attempt, page.rank].pages.of_step(page.step):
+    for other in facts.one(page.attempt, page.rank).pages.of_step(page.step):
         apart = other.root != page.root and (other.number > page.number) == is_backward
         if apart and any(_is_tensor(row.shape) for frame in other.frames if not frame.module for row in frame.outputs):
             yield other

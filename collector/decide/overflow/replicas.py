@@ -133,7 +133,7 @@ def _with_step(facts: RunFacts, page: KeptPage, key: tuple[str, str], odd: OddWe
     stepped, gradient = _last_step(facts, page, key)
     if stepped is None or _same(stepped, odd.row):
         return replace(odd, gradient=gradient)
-    other = peers_of(facts, facts.ranks[page.attempt, page.rank], page)[odd.ranks[0]]
+    other = peers_of(facts, facts.one(page.attempt, page.rank), page)[odd.ranks[0]]
     theirs, _ = _last_step(facts, other, key)
     # what the script does with weights after every step, an average or a clamp, it does on all ranks
     return replace(odd, gradient=gradient, changed=theirs is None or _same(theirs, odd.others))
@@ -144,7 +144,7 @@ def _last_step(facts: RunFacts, page: KeptPage, key: tuple[str, str]) -> tuple[R
 
     If no step was made in between, the weight as that batch had it.
     """
-    pages = facts.ranks[page.attempt, page.rank].pages.values()
+    pages = facts.one(page.attempt, page.rank).pages.values()
     earlier = [found for found in pages if found.root == page.root and found.number < page.number]
     before = max(earlier, key=lambda found: found.number, default=None)
     if before is None or before.step + 1 < page.step:
