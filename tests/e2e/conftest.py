@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -49,9 +50,13 @@ class Bench:
 
     cwd: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    pids: set[int] = field(default_factory=set)
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
     extra: dict[str, str] = field(default_factory=dict)
     """More of the environment."""
+
+    @property
+    def pids(self) -> set[int]:
+        return {process.pid for process in self.started}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -83,7 +88,7 @@ class Bench:
             text=True,
             preexec_fn=_ignore_interrupt if in_background else _hear_interrupt,
         )
-        self.pids.add(process.pid)
+        self.started.append(process)
         return process
 
     def finish(self, process: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> Run:
@@ -162,6 +167,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     lines = [" ".join(process.cmdline()) for process in alive]
     for process in alive:
         process.kill()
+    for process in bench.started:  # Python would warn another test of one that a failed test has left
+        with contextlib.suppress(ValueError):  # its pipes are closed
+            process.communicate()
     assert not lines, f"left running: {lines}"
     assert scratch_folders(bench.pids) == []
 

@@ -86,7 +86,7 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.bench.pids.add(self.processes[node].pid)
+        self.bench.started.append(self.processes[node])
 
     def start_all(self, command: str, *options: str, **environment: str) -> None:
         for node in self.network.nodes:

@@ -69,7 +69,7 @@ class Chaos:
                     stdout=said,
                     stderr=subprocess.STDOUT,
                 )
-            self.bench.pids.add(self.job.processes[node].pid)
+            self.bench.started.append(self.job.processes[node])
 
     def said_of(self, node):
         return self.cwd / f"said-by-{node.host}"

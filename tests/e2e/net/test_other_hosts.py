@@ -52,7 +52,7 @@ class TwoHosts:
         command = ["sh", "-c", ranks(bench, shell, 0, script, arguments)]
         run = [PYTHON, "-m", "gpuwatch.cli.main", "run", "--other-hosts", *options, "--", *command]
         self.head = self._start(head.inside(run), bench.environment)
-        bench.pids.add(self.head.pid)
+        bench.started.append(self.head)
         variables = bench.cwd / "run.env"
         while not variables.exists():
             assert self.head.poll() is None, self.head.communicate()
