@@ -18,6 +18,7 @@ from ..wire.messages import HooksText, PageMessage, RankState, Segment
 from . import layout
 from .group_table import progress_of, read_groups
 from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
+from .own_files import OwnDescriptor
 from .step_table import TimedStep, read_steps
 
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
@@ -66,8 +67,9 @@ class RecorderReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._file = OwnDescriptor(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._fd = self._file.number
+        self._close = weakref.finalize(self, self._file.close)
         try:
             self._open()
         except BaseException:

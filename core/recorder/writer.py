@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
@@ -20,6 +19,7 @@ from ..records import Anomaly, Definition, Fault, LogEntry
 from . import layout
 from .faults import costs_frames
 from .layout import Closed, Field, FirstAnomaly, RankPhase, SegmentField
+from .own_files import RecorderMap
 
 _EVENT_RESERVE = 256 << 10
 """Bytes of the log that names may not take, so that an event always finds room."""
@@ -110,7 +110,7 @@ class RecorderWriter:
         try:
             # Without this, a full /dev/shm kills the training with SIGBUS at the first touch of a missing page.
             os.posix_fallocate(fd, 0, size)
-            self._map = mmap.mmap(fd, size)
+            self._map = RecorderMap(fd, size)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -166,7 +166,7 @@ class RecorderWriter:
         fields[Field.MAGIC] = layout.MAGIC  # last: a reader waits for it
 
     @property
-    def memory(self) -> mmap.mmap:
+    def memory(self) -> RecorderMap:
         """The mapped file."""
         return self._map
 

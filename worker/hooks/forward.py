@@ -48,6 +48,7 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
+from ..stack_file import look_at_stack_file
 from ..stats.device import is_on_device, late_device
 from ..stats.notable import Notable
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
@@ -879,6 +880,7 @@ class Hooks:
 
     def _batch_ended(self) -> None:
         """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
+        look_at_stack_file()
         if self.judging.pending is not None:
             self.judging.raise_pending()
         last = self._settings.abort_after_batch
