@@ -8,8 +8,9 @@ from importlib import import_module
 
 import click
 
-from ..core.errors import GpuwatchError
+from ..core.errors import GpuwatchError, OutputLost
 from ..core.host import gpuwatch_version
+from ..core.text.tell import expect_answer, guard_streams, tell
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
@@ -26,6 +27,10 @@ COMMANDS = {
 }
 
 
+_GO_ON = {"launch", "run", "check", "submit", "collect"}
+"""What these do is not what they print."""
+
+
 class _LazyGroup(click.Group):
     """Lists the subcommands from a table and imports the one that is called."""
 
@@ -35,6 +40,8 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        if cmd_name not in _GO_ON:
+            expect_answer()
         command = import_module(f"..cli.{cmd_name}", __package__).command
         assert isinstance(command, click.Command)
         return command
@@ -86,17 +93,22 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """Entry point."""
+    guard_streams()
     try:
         code = cli.main(standalone_mode=False)
+    except OutputLost as error:
+        if error.is_wanted:
+            tell(f"gpuwatch: {error}")
+        code = int(error.exit_code)
     except GpuwatchError as error:
-        click.echo(f"gpuwatch: {error}", err=True)
+        tell(f"gpuwatch: {error}")
         code = int(error.exit_code)
     except click.ClickException as error:
         text = error.format_message()
         if isinstance(error, click.NoSuchOption) and (error.ctx is None or error.ctx.parent is None):
             option = error.option_name
             text = f"expected a command before {option}; did you mean gpuwatch launch {option}?"
-        click.echo(f"gpuwatch: {text}", err=True)
+        tell(f"gpuwatch: {text}")
         code = 2
     except click.exceptions.Abort:
         code = 130

@@ -7,7 +7,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import threading
 import traceback
 from contextlib import closing, suppress
@@ -24,9 +23,10 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
-from ..core.recorder.layout import Field, file_name
+from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import RUN_VARIABLE, error_text
+from ..core.text.tell import flush_streams, tell
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
     LaunchDone,
@@ -166,8 +166,7 @@ class _Launch:
                 code = self._finish(LaunchDone("failed"))
                 self._clear_up()
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
+                flush_streams()
                 os._exit(code)
 
     def _what_runs(self) -> str:
@@ -325,7 +324,7 @@ class _Launch:
         if job is not None and job.scheduler is not None and job.in_step and job.node_rank:
             return  # a scheduler puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
-            print(verdict.text, file=sys.stderr, flush=True)
+            tell(verdict.text)
         elif self._args.format == "text":
             print(verdict.text, flush=True)
         elif (
@@ -334,7 +333,7 @@ class _Launch:
             try:
                 print(Path(verdict.report).read_text(), flush=True)
             except OSError:
-                print(verdict.text, file=sys.stderr, flush=True)
+                tell(verdict.text)
 
 
 def _ignore_signals(*numbers: signal.Signals) -> None:
@@ -346,7 +345,7 @@ def _ignore_signals(*numbers: signal.Signals) -> None:
 
 def _aborted(recorder: Path) -> bool:
     with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
-        return reader[Field.ABORT] != 0
+        return reader.abort > 0
     return False
 
 

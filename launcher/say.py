@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+from ..core.text.tell import tell
 
 
 def say(text: str) -> None:
     """One line for the user; the script's own stdout stays untouched."""
-    print(f"gpuwatch: {text}", file=sys.stderr, flush=True)
+    tell(f"gpuwatch: {text}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.recorder.layout import Field, HooksState, RankPhase
+from ..core.recorder.layout import Field, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
@@ -88,9 +88,7 @@ class Session:
         self.settings, self.rank = settings, rank
         if self.hooks is not None:
             self.hooks.progress.settings, self.hooks.progress.rank = settings, rank
-        fields = self.recorder.fields
-        fields[Field.RANK], fields[Field.LOCAL_RANK] = rank, local_rank
-        fields[Field.WORLD_SIZE], fields[Field.ATTEMPT] = world_size, settings.attempt
+        self.recorder.identify(rank, local_rank, world_size, settings.attempt)
 
     def where(self) -> Where:
         """The place in the run, for an event."""
@@ -172,7 +170,7 @@ class Session:
         try:
             fields = self.recorder.fields
             if self.is_ours and fields[Field.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
-                fields[Field.LEFT] = 1
+                fields[Field.LEFT] = seal(1)
         except Exception:
             pass
 

@@ -12,15 +12,17 @@ import mmap
 import os
 import resource
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ..text.tell import STANDARD_STREAMS, take_standard_streams
 
 _HIGHEST = 1 << 14
 """A higher number makes the kernel's table of descriptors large, which each fork copies."""
 _LOWEST = 256
 """A script may have so many files of its own."""
 _ROOM = 64
-_STANDARD_STREAMS = 3
 
 
 class OwnDescriptor:
@@ -58,7 +60,7 @@ def _moved(opened: int) -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _HIGHEST if soft == resource.RLIM_INFINITY else min(soft, _HIGHEST)
     least = [most - _ROOM] if most - _ROOM >= _LOWEST else []
-    for lowest in [*least, _STANDARD_STREAMS] if opened < _STANDARD_STREAMS else least:
+    for lowest in [*least, STANDARD_STREAMS] if opened < STANDARD_STREAMS else least:
         with suppress(OSError):
             number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, lowest)
             os.close(opened)
@@ -80,14 +82,10 @@ class RecorderMap(mmap.mmap):
         """Map the whole of a file that was just made. Raises OSError."""
         if sys.version_info >= (3, 13):
             return super().__new__(cls, fd, size, trackfd=False)
-        filled = _fill_standard_streams()
-        try:
+        with standard_streams_taken():
             made = super().__new__(cls, fd, size)
             made._number = _copy_of(fd)
             os.close(made._number)
-        finally:
-            for number in filled:
-                os.close(number)
         return made
 
     def close(self) -> None:
@@ -126,15 +124,15 @@ class RecorderMap(mmap.mmap):
         return taken == self._number
 
 
-def _fill_standard_streams() -> list[int]:
-    """Numbers of closed standard streams, taken: a map must not be what the script's C libraries print into."""
-    filled: list[int] = []
-    while True:
-        number = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        if number >= _STANDARD_STREAMS:
+@contextmanager
+def standard_streams_taken() -> Iterator[None]:
+    """No file of ours gets the number of a closed stdin, stdout or stderr, which C libraries print into."""
+    taken = take_standard_streams()
+    try:
+        yield
+    finally:
+        for number in taken:
             os.close(number)
-            return filled
-        filled.append(number)
 
 
 def _copy_of(fd: int) -> int:

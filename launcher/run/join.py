@@ -27,6 +27,7 @@ from ...core import host
 from ...core.errors import GpuwatchError
 from ...core.exits import ExitCode
 from ...core.recorder.run_folder import JOIN_VARIABLE, write_settings
+from ...core.text.tell import tell
 from ...core.wire.join import Join, read_join
 from ...core.wire.pipe import LaunchDone
 from ..meets import first_that_answers
@@ -55,14 +56,14 @@ def main() -> int:
         scratch = _told_by_the_watcher(tasks)
         tasks.close()
     except (GpuwatchError, OSError) as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         return int(ExitCode.USAGE)
     return _answer(str(scratch or ""))
 
 
 def _answer(scratch: str) -> int:
     if not scratch:
-        print("the watcher of this host has ended", file=sys.stderr)
+        tell("the watcher of this host has ended")
         return int(ExitCode.UNKNOWN)
     print(scratch, flush=True)
     return 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,6 +17,7 @@ from ...core.exits import ExitCode
 from ...core.host import host_name
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ...core.settings import WorkerSettings
+from ...core.text.tell import tell
 from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
@@ -233,7 +233,7 @@ class _Run:
             say("no verdict: the node agent ended without one")
             return self._exit_code(own, int(ExitCode.UNKNOWN), "unknown")
         if self._job is None or not self._job.node_rank:  # the output of all nodes is one: once is enough
-            print(verdict.text, file=sys.stderr, flush=True)
+            tell(verdict.text)
         return self._exit_code(own, verdict.exit_code, verdict.kind)
 
     def _outcome(self, code: int) -> LaunchDone:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.recorder.layout import RankPhase
 from gpuwatch.core.recorder.reader import RecorderReader
 
 BEGIN = """
@@ -36,7 +36,7 @@ def ended(tmp_path, script):
     assert done.stderr == ""
     reader = RecorderReader(path)
     try:
-        return done.returncode, done.stdout.split("\n")[:-1], reader.phase, bool(reader[Field.LEFT])
+        return done.returncode, done.stdout.split("\n")[:-1], reader.phase, reader.state().left
     finally:
         reader.close()
 

@@ -21,11 +21,12 @@ import torch
 from ...core.errors import JobEnded
 from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
-from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase
+from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, OwnCode, Where
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
+from ...core.text.tell import tell
 from ...core.values import NonFinite, decode, name_of
 from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
@@ -151,7 +152,7 @@ class Hooks:
         self._steps.writer = self.writer
         passed = PassedValues(self.progress, self.progress.groups)
         looks = "comms" in settings.watch and late_device() is None
-        self._fields[Field.PASSED_UNSEEN] = not looks
+        self._fields[Field.PASSED_UNSEEN] = seal(not looks)
         self._collectives = Collectives(self.progress.groups, self._fault, passed=passed if looks else None)
         self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
         self._exports = Exports(lambda: self._global.handles)
@@ -885,10 +886,8 @@ class Hooks:
             self.judging.raise_pending()
         last = self._settings.abort_after_batch
         if last is not None and self._last_root.id == self._first_root and self.progress.batch >= last:
-            print(
-                f"gpuwatch: rank {self.progress.rank}: ending after batch {self.progress.batch}: --abort-after-batch",
-                file=sys.stderr,
-            )
+            batch = self.progress.batch
+            tell(f"gpuwatch: rank {self.progress.rank}: ending after batch {batch}: --abort-after-batch")
             raise JobEnded(0)
 
     def _fault(self, part: str, error: Exception) -> None:

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from ...core.frames import Mark, RowKind
-from ...core.recorder.layout import NOTHING, Field
+from ...core.recorder.layout import NOTHING, Field, seal
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
 from ...core.roles import RoleKind, parse_role
@@ -462,7 +462,7 @@ class Rows:
                     self.captured_unseen = True
                     return None
                 self.device_buffer = DeviceStatsBuffer(self._recorder, device, notable=self.notable)
-                self._recorder.fields[Field.PASSED_UNSEEN] = 1
+                self._recorder.fields[Field.PASSED_UNSEEN] = seal(1)
             except Exception as error:
                 self._device_failed = True
                 self._on_fault("device", error)
