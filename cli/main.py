@@ -40,8 +40,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name not in _GO_ON:
-            expect_answer()
+        expect_answer(drops=cmd_name in _GO_ON)
         command = import_module(f"..cli.{cmd_name}", __package__).command
         assert isinstance(command, click.Command)
         return command
@@ -94,9 +93,11 @@ def cli(ctx: click.Context) -> None:
 def main() -> None:
     """Entry point."""
     guard_streams()
+    expect_answer()
     try:
         code = cli.main(standalone_mode=False)
     except OutputLost as error:
+        expect_answer(drops=True)
         if error.is_wanted:
             tell(f"gpuwatch: {error}")
         code = int(error.exit_code)

@@ -47,10 +47,10 @@ def guard_streams() -> None:
     sys.stdout, sys.stderr = _Guarded(sys.stdout), _Guarded(sys.stderr)
 
 
-def expect_answer() -> None:
+def expect_answer(*, drops: bool = False) -> None:
     """What the command prints on stdout is what it was called for: raise OutputLost where that cannot be printed."""
     if isinstance(sys.stdout, _Guarded):
-        sys.stdout.drops = False
+        sys.stdout.drops = drops
 
 
 class _Guarded:
@@ -59,6 +59,7 @@ class _Guarded:
     def __init__(self, stream: Any) -> None:
         self._stream: IO[str] | None = stream
         self.drops = True
+        self._trouble: OutputLost | None = None
 
     def __getattr__(self, name: str) -> Any:
         if self._stream is None:
@@ -69,6 +70,7 @@ class _Guarded:
         """All of it, or nothing that matters."""
         if not isinstance(text, str):
             raise TypeError(f"expected text, found {type(text).__name__}")
+        self._raise_again()
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -83,6 +85,7 @@ class _Guarded:
             self.write(line)
 
     def flush(self) -> None:
+        self._raise_again()
         if self._stream is not None:
             try:
                 self._stream.flush()
@@ -92,11 +95,15 @@ class _Guarded:
     def isatty(self) -> bool:
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
+    def _raise_again(self) -> None:
+        """Who writes may have caught it: click tries a stream out."""
+        if self._trouble is not None and not self.drops:
+            raise self._trouble
+
     def _lost(self, error: Exception) -> None:
-        if self.drops:
+        if self.drops or self._stream is None:
             return
-        stream, self._stream = self._stream, None
-        if stream is not None:  # Python prints once more at its end what the stream still holds
-            with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        raise OutputLost(error, is_wanted=getattr(error, "errno", 0) != errno.EPIPE) from error
+        with suppress(OSError, ValueError):  # Python prints once more at its end what the stream still holds
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        self._trouble = OutputLost(error, is_wanted=getattr(error, "errno", 0) != errno.EPIPE)
+        raise self._trouble from error
