@@ -15,6 +15,7 @@ from ...core.records import (
     Anomaly,
     Bandwidth,
     BatchInputs,
+    CompiledUnseen,
     Cost,
     Fault,
     Forecast,
@@ -286,6 +287,7 @@ def _sort(rank: RankFacts) -> None:
     rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
     rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
+    rank.compiled_unseen.sort(key=lambda unseen: (not unseen.calls, unseen.text))
     rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
     rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
@@ -337,6 +339,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (Absorbed, rank.absorbed),
         (Passed, rank.passed),
         (NotLookedInto, rank.not_looked_into),
+        (CompiledUnseen, rank.compiled_unseen),
         (LooseParameters, rank.loose_parameters),
         (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),

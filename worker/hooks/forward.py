@@ -23,7 +23,17 @@ from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
 from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase, seal
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, OwnCode, Where
+from ...core.records import (
+    BadWeight,
+    BatchInputs,
+    CompiledUnseen,
+    Fault,
+    GraphNode,
+    LookedAgain,
+    NotLookedInto,
+    OwnCode,
+    Where,
+)
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.text.tell import tell
@@ -39,6 +49,7 @@ from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs, Opened
+from ..compile.views import CompiledViews
 from ..record.collectives import issued
 from ..record.cost import CostMeter
 from ..record.graph_calls import GraphCalls, next_node
@@ -99,6 +110,7 @@ class Hooks:
         """Classes of modules whose forward runs compiled regions."""
         self._not_looked_into: set[tuple[str, str, bool]] = set()
         """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
+        self._has_told_unseen = False
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
@@ -140,6 +152,8 @@ class Hooks:
             self._may_open_region,
             lambda: self._stack[-1].ref() if self._stack else None,
             self._note_not_looked_into,
+            self._may_not_open_region,
+            self._note_unseen,
             self.progress,
             self._roots,
             self.rows,
@@ -821,11 +835,23 @@ class Hooks:
                 return Opened.BY_OWNER
             if not known and all(info.is_wrapper for info in self._stack):
                 return Opened.ALONE if self._stack else Opened.UNSEEN
-        if inner is not None or skipped is None:
-            self._note_not_looked_into(inner, cls)
+        self._may_not_open_region(cls)
+        return Opened.NO
+
+    def _may_not_open_region(self, cls: str) -> None:
+        """A compiled region is not recorded. Its first module is of this class."""
+        if self._stack or self._skipped_root is None or self._skipped_root() is None:
+            self._note_not_looked_into(self._stack[-1] if self._stack else None, cls)
         else:
             self._note_place(("", cls, True))
-        return Opened.NO
+
+    def _note_unseen(self, views: CompiledViews) -> None:
+        """This torch does not let us see all of a graph."""
+        if not self._has_told_unseen:
+            self._has_told_unseen = True
+            self._recorder.append(CompiledUnseen(self.where(), views.missing, not views.rows))
+            if self.progress.rank == 0:
+                print(f"gpuwatch: {views.missing}", file=sys.stderr)
 
     def _note_not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
         """Compiled code was not looked into: inside of this module, or, where none is known, of this class."""
