@@ -18,6 +18,7 @@ from ...core.exits import ExitCode
 from ...core.host import host_name
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
 from ...core.settings import WorkerSettings
+from ...core.wire.keys import read_secret
 from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
@@ -30,12 +31,12 @@ from ..scheduler.job import Job
 from ..scratch import keep_rescued, make_scratch, remove_scratch
 from .attended import GRACE_S, AttendedCommand, block_signals, leaves_at_once
 from .command import exit_code, shell_code, why_not_started
-from .guest import run_as_guest
+from .guest import run_as_guest, run_unwatched
 from .options import parse_run
 from .other_hosts import close_run, open_plan, open_run
 from .ranks import Ranks
 from .run_plan import meeting_place, run_plan
-from .tasks import Task, Tasks
+from .tasks import NoFolder, Task, Tasks
 
 _USUAL_RANKS = 8
 """So many recorders are looked for room for, as nobody says how many ranks there will be."""
@@ -61,7 +62,11 @@ def run(arguments: list[str]) -> int:
     plan = run_plan(args, job)
     if args.other_hosts:
         plan = open_plan(args, plan)
-    tasks = _tasks(job, plan)
+    try:
+        tasks = _tasks(args, job, plan)
+    except NoFolder as error:
+        say(f"the tasks of this host have no folder to hear of each other, and go on unwatched: {error}")
+        return run_unwatched(args.command, block_signals(), job=job)
     unblocked = block_signals()
     try:
         if tasks is not None and not tasks.is_owner:
@@ -73,11 +78,13 @@ def run(arguments: list[str]) -> int:
             tasks.close()
 
 
-def _tasks(job: Job | None, plan: Plan) -> Tasks | None:
-    """The other tasks of this host, if the environment speaks of any."""
+def _tasks(args: argparse.Namespace, job: Job | None, plan: Plan) -> Tasks | None:
+    """The other tasks of this host, if the environment speaks of any. Raises NoFolder."""
     if job is None or job.tasks_here < 2:
         return None
-    return Tasks(f"{plan.job} {job.node or host_name()}", job.tasks_here)
+    words = [plan.job, job.node or host_name()]
+    secret = read_secret(args.secret_file)  # with one, nobody else can tell the folder's name beforehand
+    return Tasks(" ".join([*words, *filter(None, [secret])]), job.tasks_here)
 
 
 class _Run:
