@@ -108,6 +108,8 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     kind: str
     text: str
     report: str
+    overflow_in: str = ""
+    """The spool that has an overflow of this node; "" where the verdict came from a collector, or there is none."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):

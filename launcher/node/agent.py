@@ -596,7 +596,8 @@ class Agent:
         where = self._config.collector
         why = f"the collector at {where} did not answer" if where else "no collector could be started"
         text = f"gpuwatch: no verdict: {why}{kept}"
-        self._tell(Verdict(code, "unknown", text, ""))
+        saw = spool if self._worst is ExitCode.OVERFLOW else None
+        self._tell(Verdict(code, "unknown", text, "", overflow_in=str(saw or "")))
 
     def _tell(self, message: msgspec.Struct) -> None:
         write_line(self._to_launch, message)

@@ -24,7 +24,7 @@ from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
 from ..arguments.worker_settings import worker_settings
 from ..helpers import Helpers
-from ..overflows import Overflows
+from ..overflows import Overflows, where_it_is
 from ..say import say
 from ..scheduler.cluster import read_task
 from ..scheduler.job import Job
@@ -296,7 +296,7 @@ class _Run:
         """What a rank has said itself counts more than a verdict that knows nothing of it."""
         overflow = self._overflows.sentence
         if overflow and kind not in ("overflow", "preflight"):
-            say(f"{overflow}; no report has it: its event was lost on the way")
+            say(f"{overflow}; {where_it_is(self._helpers.verdict)}")
             return int(ExitCode.OVERFLOW)
         return exit_code(own, code, kind, stopped=self._command.stop.is_set())
 
