@@ -47,6 +47,11 @@ def derive_keys(secret: str, job: str) -> JobKeys:
     return JobKeys(*(_pair(secret, f"{job}/{role}") for role in JobKeys._fields))
 
 
+def meeting_key(keys: JobKeys) -> str:
+    """What the ranks of a job seal the values with that they meet by (core/wire/seal.py)."""
+    return hashlib.sha256(b"gpuwatch meeting " + keys.agent.private).hexdigest()
+
+
 def _pair(secret: str, salt: str) -> KeyPair:
     seed = hashlib.scrypt(secret.encode(), salt=f"gpuwatch/{salt}".encode(), n=1 << 12, r=8, p=1, dklen=32)
     private = z85.encode(seed)

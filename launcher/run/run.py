@@ -16,9 +16,9 @@ from msgspec.structs import replace as with_fields
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
-from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
+from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_meeting_key, write_settings
 from ...core.settings import WorkerSettings
-from ...core.wire.keys import read_secret
+from ...core.wire.keys import meeting_key, read_secret
 from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
@@ -104,7 +104,9 @@ class _Run:
         self._job = job
         self._tasks = tasks
         self._command = command
-        self._helpers = Helpers(args, plan, job_keys(args, plan), 0, words, job, "the command")
+        keys = job_keys(args, plan)
+        self._helpers = Helpers(args, plan, keys, 0, words, job, "the command")
+        self._meeting_key = meeting_key(keys)
         self._join: Path | None = None
         """The file by which other hosts join."""
         self._failed_at = 0.0
@@ -122,6 +124,8 @@ class _Run:
                 worker_settings(self._args, self._scratch, logs),
                 meets_at=meeting_place(self._args, self._plan, address),
             )
+            with suppress(OSError):  # the ranks meet, and seal nothing
+                write_meeting_key(self._scratch, self._meeting_key)
             write_settings(self._scratch, settings)
             if self._args.other_hosts:
                 address = self._let_others_join(address, settings)
@@ -138,7 +142,7 @@ class _Run:
             say("without a collector no other host can join")
             return address
         agent = self._helpers.agent_config(address, self._scratch)
-        self._join = open_run(self._args, folder, address, agent, settings)
+        self._join = open_run(self._args, folder, address, agent, settings, self._meeting_key)
         return f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
 
     def _show(self, line: StageLine | PreflightOver) -> None:
