@@ -178,7 +178,7 @@ class Nodes:
                 ["gpuwatch", "launch", "train.py"],
                 {"gpuwatch": "benchmark"},
                 JOB,
-                agent=f"{node:08x}",
+                identity=f"{node:08x}",
                 hang_timeout_s=hang_timeout_s,
             )
             self._pipes.append(io.BytesIO())

@@ -19,7 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from ..core.exits import ExitCode
 from ..core.own_clock import OwnClock
 from ..core.threads import OneThread
-from ..core.wire.keys import KeyPair
+from ..core.wire.keys import KeyPair, agent_name
 from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
     VERDICT_PATIENCE_S,
@@ -122,6 +122,10 @@ class Server:
         self._lines = StageLines()
         self._maker = OneThread()
         self._credit = -1
+        self._routes: dict[str, bytes] = {}
+        """The identity of each agent that was taken in, by its name: how it is answered."""
+        self._speaking = ("", b"")
+        """The name and the identity of who was heard last, taken in or not."""
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
 
@@ -191,6 +195,8 @@ class Server:
                     self._live.hear(message.body)
                 else:
                     self._act([action])
+            if agent in run_protocol.nodes:
+                self._routes[agent] = self._speaking[1]
 
     def _write(self, store: RunStore, run_protocol: RunProtocol) -> None:
         """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
@@ -222,9 +228,10 @@ class Server:
             if len(parts) != 2:
                 self.malformed += 1
                 continue
-            sender, data = parts[0].bytes, parts[1].bytes
+            identity, data = parts[0].bytes, parts[1].bytes
             try:
-                yield sender.decode(), decode_agent(data), data
+                self._speaking = agent_name(identity), identity
+                yield self._speaking[0], decode_agent(data), data
             except (WireError, UnicodeDecodeError):
                 self.malformed += 1
 
@@ -276,7 +283,10 @@ class Server:
         if isinstance(message, Ack):
             message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit, looks=self._looked_at)
         try:
-            self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
+            identity = self._speaking[1] if agent == self._speaking[0] else self._routes[agent]
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except KeyError:
+            pass  # a collector before this one has heard it: it has not spoken since
         except zmq.ZMQError:
             pass  # it is gone, or does not read: it asks again when it is back
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
+from contextlib import suppress
 from importlib import metadata
 
 DISTRIBUTION = "gpuwatch-cluster"
@@ -12,6 +13,15 @@ DISTRIBUTION = "gpuwatch-cluster"
 def host_name() -> str:
     """The host's own name."""
     return socket.gethostname()
+
+
+def loopback() -> str:
+    """The address at which this host alone reaches itself: 127.0.0.1, or ::1 where there is IPv6 alone."""
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((address, 0))
+            return address
+    return "127.0.0.1"
 
 
 def versions() -> dict[str, str]:

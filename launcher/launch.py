@@ -47,7 +47,7 @@ from .helpers import Helpers
 from .live_lines import live_lines
 from .node.left_behind import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .node.left_behind import tell_left_behind
-from .overflows import Overflows
+from .overflows import Overflows, where_it_is
 from .say import say
 from .scheduler.job import Job
 from .scratch import KEPT_ATTEMPTS, keep_rescued, make_scratch, remove_scratch
@@ -313,7 +313,7 @@ class _Launch:
         """
         own = self._overflows.sentence
         if own and kind not in ("overflow", "preflight") and code < ExitCode.SIGNAL:
-            say(f"{own}; no report has it: its event was lost on the way")
+            say(f"{own}; {where_it_is(self._helpers.verdict)}")
             return int(ExitCode.OVERFLOW)
         failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
         return int(ExitCode.PREFLIGHT_FAILED) if failed else code

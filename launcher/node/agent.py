@@ -15,7 +15,6 @@ import select
 import signal
 import sys
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -34,6 +33,7 @@ from ...core.recorder.layout import file_name
 from ...core.recorder.lone_process import is_rank
 from ...core.recorder.run_folder import PROCESSES
 from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
+from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
     Ack,
@@ -58,6 +58,7 @@ from ...core.wire.messages import (
     closest_modules,
     decode_collector,
     encode,
+    node_of,
     pack_gpus,
     pack_hot,
     ranks_of,
@@ -124,8 +125,8 @@ class Agent:
         self._config = config
         self._to_launch = to_launch
         self._folder = Path(config.recorder_dir)
-        self._name = config.agent or uuid.uuid4().hex
-        self._id = f"{self._name}.{config.life}"
+        self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
+        self._id = agent_name(self._identity)
         self.outbox = Outbox()
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
@@ -207,12 +208,12 @@ class Agent:
 
     def _spools(self) -> list[Path]:
         """Of all agents of this launch, in their order; the last is ours."""
-        lives = [self._folder / f"{self._name}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
+        lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
         return [path for path in lives if path.exists()]
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.identity = self._id.encode()
+        socket.identity = self._identity
         socket.linger = 0
         socket.ipv6 = True
         socket.sndhwm = 1000
@@ -587,7 +588,7 @@ class Agent:
             self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
-        spool = keep_spools(self._spools(), Path(self._config.spool_dir), self._name, more)
+        spool = keep_spools(self._spools(), Path(self._config.spool_dir), node_of(self._id), more)
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
@@ -595,7 +596,8 @@ class Agent:
         where = self._config.collector
         why = f"the collector at {where} did not answer" if where else "no collector could be started"
         text = f"gpuwatch: no verdict: {why}{kept}"
-        self._tell(Verdict(code, "unknown", text, ""))
+        saw = spool if self._worst is ExitCode.OVERFLOW else None
+        self._tell(Verdict(code, "unknown", text, "", overflow_in=str(saw or "")))
 
     def _tell(self, message: msgspec.Struct) -> None:
         write_line(self._to_launch, message)
