@@ -504,7 +504,9 @@ def main() -> None:
     for count in counts if not options.from_json else ():
         folder = Path(tempfile.mkdtemp(prefix="gpuwatch-benchmark-", dir=options.folder))
         try:
-            done.append(measure(count, options.pages, options.rate, options.frames, options.anomalies, folder, options.stopped))
+            done.append(
+                measure(count, options.pages, options.rate, options.frames, options.anomalies, folder, options.stopped)
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         figures: dict[str, Any] = asdict(done[-1])
