@@ -85,6 +85,8 @@ class Figures:
     store_bytes: int = 0
     report_bytes: int = 0
     verdict: str = ""
+    recorded: int = 0
+    """Pages, those around overflows included."""
     thinned: int = 0
     pages_stored: int = 0
     events_sent: int = 0
@@ -335,7 +337,7 @@ def measure(
         nodes.end()
         figures.end_s, figures.end_cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
         figures.end_agents_cpu_s = time.process_time() - own
-        figures.pages = sum(rank.pages for rank in nodes.ranks)
+        figures.recorded = sum(rank.pages for rank in nodes.ranks)
         figures.dropped = sum(sum(agent.outbox.pages_dropped.values()) for agent in nodes.agents)
         figures.thinned = sum(rank.thinned for rank in nodes.ranks)
         figures.agent_bytes, figures.agents_rss = nodes.agent_bytes, nodes.agents_rss
@@ -437,7 +439,7 @@ def stopped_table(all_figures: list[Figures]) -> str:
             lines.append(
                 f"| {f.ranks} | {f.stopped_s:.1f} | {f.stopped_verdict_s:.2f} | {f.last_verdict_s:.2f} | "
                 f"{f.drain_s:.1f} | {f.agent_bytes / 1e6:.1f} | {f.agents_rss / 1e6:.1f} | "
-                f"{f.pages}, {f.pages_stored}, {f.thinned}, {f.dropped} | {f.events_sent}, {f.events_stored} |"
+                f"{f.recorded}, {f.pages_stored}, {f.thinned}, {f.dropped} | {f.events_sent}, {f.events_stored} |"
             )
     return "\n".join(lines) if len(lines) > 2 else ""
 

@@ -35,7 +35,7 @@ def print_notices(console: Console, report: Report, *, warnings: bool = False) -
 
 
 def notice_lines(report: Report) -> list[str]:
-    """Skipped steps, waived and absorbed values, batches that were skipped or not kept, what watching cost: a line each."""
+    """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
     ranks = report.ranks
     thinned = _thinned([*ranks, *report.processes])
     return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *thinned, *_cost(ranks)]
@@ -217,8 +217,8 @@ def _thinned(ranks: list[RankReport]) -> list[str]:
         return []
     of = sum(rank.traces_thinned > 0 for rank in ranks)
     return [
-        f"{pages} traced batches of {of} rank{'s' if of != 1 else ''} were recorded and not kept: a job's store takes 1 "
-        "GiB of them. Those around an overflow and the last of each rank are there; name fewer in --trace-batches"
+        f"{pages} traced batches of {of} rank{'s' if of != 1 else ''} were recorded and not kept: a job's store takes "
+        "1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in --trace-batches"
     ]
 
 

@@ -1,8 +1,8 @@
 """Which of the batches of `--trace-batches` are sent: all, while the job's store has room for so many bytes of them.
 
-Beyond half of its share a node sends one batch of 2, beyond three quarters one of 4, and so on: whole batches, by their
-numbers, so that all ranks send the same ones. What is not sent stays in the recorder for a while. A page that is asked
-for then, or is the last of its rank, is sent all the same. No file, no clock.
+Beyond half of its share a node sends one batch of 2, beyond three quarters one of 4, and so on, until all is used:
+whole batches, by their numbers, so that all ranks send the same ones. What is not sent stays in the recorder for a
+while. A page that is asked for then, or is the last of its rank, is sent all the same. No file, no clock.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ STORE_BYTES = 1 << 30
 """Of traced batches, of all nodes together."""
 _MOST_BATCHES = 4096
 """Batches of which is remembered whether they are sent; the oldest are forgotten."""
-_FEWEST = 1 << 12
-"""One of so many batches is the least that is sent."""
+_MOST_APART = 1 << 20
 
 
 class TracedBatches:
@@ -34,7 +33,7 @@ class TracedBatches:
         """Whether this batch is sent: the same answer for all ranks of the node."""
         decided = self._decided.get(batch)
         if decided is None:
-            decided = self._decided[batch] = batch % self._every == 0
+            decided = self._decided[batch] = self._left > 0 and batch % self._every == 0
             if len(self._decided) > _MOST_BATCHES:
                 del self._decided[next(iter(self._decided))]
         return decided
@@ -50,6 +49,6 @@ class TracedBatches:
     @property
     def _every(self) -> int:
         every = 1
-        while every < _FEWEST and self._left * 2 * every <= self._share:
+        while every < _MOST_APART and self._left * 2 * every <= self._share:
             every *= 2
         return every
