@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .hooks.forward import Hooks
 
 
-_SETTLE_S = 2.0
+SETTLE_S = 2.0
 _TRACEBACK_CHARACTERS = 16000
 
 _current: Session | None = None
@@ -113,7 +113,7 @@ class Session:
         hooks = self.hooks
         if hooks is None:
             return False
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + SETTLE_S
         try:
             while not (settled := hooks.settle()) and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -179,7 +179,7 @@ class Session:
         if threading.current_thread() is not threading.main_thread():
             return False
         hooks = self.hooks
-        return hooks is None or (hooks.progress.lock.comes_free(_SETTLE_S) and self.settle())
+        return hooks is None or (hooks.progress.lock.comes_free(SETTLE_S) and self.settle())
 
     def answer_with_stacks(self) -> None:
         """Let the node agent ask where this rank stands. Never raises."""

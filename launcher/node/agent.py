@@ -90,6 +90,7 @@ from .ranks import MOST_HOT, RankWatch
 from .resending import Resending
 from .stall.stall_watch import StallWatch
 from .telemetry.node_telemetry import NodeTelemetry
+from .traced import TracedBatches
 
 LOOK_S = 0.05
 """How often it looks whether a rank's process has begun to end."""
@@ -128,6 +129,7 @@ class Agent:
         self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
         self._id = agent_name(self._identity)
         self.outbox = Outbox()
+        self.traces = TracedBatches(config.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
         self._time = OwnClock()
@@ -322,6 +324,7 @@ class Agent:
                     pid,
                     self._config.trace_batches,
                     len(message.pids),
+                    self.traces,
                 )
                 self._ends.watch((rank, message.attempt), pid)
         elif isinstance(message, WorkersEnded):
@@ -344,7 +347,7 @@ class Agent:
             watch.ended = True
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
-                self._put(self._with_what_ranks_cannot_see(body))
+                self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
     def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
         """When a rank ended. And the kernel's out-of-memory killer sends SIGKILL, as others do: its counter tells."""
@@ -452,15 +455,19 @@ class Agent:
         if message is not None:
             self._put(message)
 
-    def _put(self, body: AgentBody) -> None:
+    def _put(self, body: AgentBody, *, needed: bool = False) -> None:
+        """`needed`: it is one of the last pages of its rank."""
         if isinstance(body, EventMessage):
             self._note(body)
-        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage | History | Telemetry))
+        self._spool.append(
+            self.outbox.put(body, needed=needed), is_page=isinstance(body, PageMessage | History | Telemetry)
+        )
 
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
         event = message.event
         if isinstance(event, Anomaly):
+            self.outbox.need(event.where.attempt, event.where.batch)
             self._gpus.anomaly(self._now)
             self._put_telemetry(self._telemetry.told("anomaly", self._now))
         if isinstance(event, PreflightResult) and event.stops:
@@ -489,7 +496,7 @@ class Agent:
                 continue
             self._heard = now
             self._welcomed = True
-            self._resending.moved(now)
+            self._resending.heard(now)
             if isinstance(message, Welcome):
                 self._tell(Welcomed(message.run_id))
                 self.outbox.change_first(replace(self._hello, run=message.run_id))
@@ -506,6 +513,7 @@ class Agent:
                 elif message.resend or self._resending.is_lost(message.echo_ns, message.received, now):
                     self.outbox.send_again()
             elif isinstance(message, Want):
+                self.outbox.need(message.attempt, message.batch)
                 for watch in self._ranks.values():
                     watch.want(message, now)
             elif isinstance(message, LookAtRanks):

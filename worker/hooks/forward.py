@@ -249,6 +249,12 @@ class Hooks:
                 self.judging.held.script_ended()
         return self._scalers.collect() and everything
 
+    def collect(self) -> bool:
+        """Judge what has arrived of what was recorded so far. True when no number is outstanding. Does not wait."""
+        with self._lock:
+            everything = self.judging.collect()
+            return self._scalers.collect() and everything
+
     def put_back(self) -> None:
         """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
         if self._global.put_back():
