@@ -61,7 +61,7 @@ RPC = "steps of DistributedOptimizer are not seen"
 CHILDREN = "a DataLoader's worker may be taken for a rank"
 RUN = "gpuwatch run does not hear which process is which rank"
 LAUNCH = "gpuwatch launch and check cannot start ranks"
-KEYS = "keys of earlier attempts stay in torchrun's store"
+KEYS = "an elastic restart can wait for addresses of the attempt before it"
 COMPILED = "compiled modules are not looked into"
 MADE_BY_DYNAMO = "what compiled code calls is traced with it"
 
