@@ -35,3 +35,11 @@ def gpuwatch_version() -> str:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def installed_torch() -> str:
+    """The version of torch in this environment, without an import of it; "" if there is none that pip knows."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return ""

@@ -48,7 +48,7 @@ from .live_lines import live_lines
 from .node.left_behind import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .node.left_behind import tell_left_behind
 from .overflows import Overflows, where_it_is
-from .say import say
+from .say import say, tell_of_torch
 from .scheduler.job import Job
 from .scratch import KEPT_ATTEMPTS, keep_rescued, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signals_raise
@@ -140,6 +140,7 @@ class _Launch:
                 self.settings = worker_settings(self._args, self._scratch, logs)
                 self._helpers.start_agent(address, self._scratch, self._stop_ranks)
             say(self._what_runs())
+            tell_of_torch()
             return self._run_torchrun()
         except TimeLimitNear:
             return LaunchDone("signal", int(signal.SIGUSR2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import traceback
@@ -14,6 +15,8 @@ from ..core.recorder.layout import Field, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
+from ..core.versions.notes import release_of
+from ..core.versions.torch_names import NEWEST, missing
 from .children import wait_for_training, watch_children
 from .own_ends import Undo, hear_of_ends
 from .peer_failures import is_from_peer_failure
@@ -195,11 +198,8 @@ class Session:
             return
         try:
             from .hooks.forward import Hooks
-            from .hooks.global_hooks import HANDS_OVER_KWARGS
 
-            if not HANDS_OVER_KWARGS:
-                note = "this release of torch hands no keyword arguments to global hooks: they are not in the frames"
-                self.recorder.append(Fault(self.where(), "hooks", note))
+            self._tell_what_torch_lacks()
             hooks = Hooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
@@ -208,6 +208,16 @@ class Session:
         except Exception as error:
             self.recorder.fields[Field.HOOKS] = HooksState.FAILED
             self.recorder.append(Fault(self.where(), "attach", f"{type(error).__name__}: {error}"))
+
+    def _tell_what_torch_lacks(self) -> None:
+        """A name that is gone, though this release should have it, turns one view off: see core/versions."""
+        version = str(sys.modules["torch"].__version__)
+        gone: dict[str, list[str]] = {}
+        for one in missing(release_of(version) or NEWEST):
+            gone.setdefault(one.lost, []).append(one.path)
+        for lost, paths in gone.items():
+            text = f"torch {version} has no {', '.join(paths)}: {lost}"
+            self.recorder.append(Fault(self.where(), "names of torch", text))
 
     def _wait_for_training(self) -> None:
         """In a fork of this rank: its training is not watched, and that is told in the rank's recorder."""

@@ -25,7 +25,7 @@ from ..arguments.plan import Plan
 from ..arguments.worker_settings import worker_settings
 from ..helpers import Helpers
 from ..overflows import Overflows, where_it_is
-from ..say import say
+from ..say import say, tell_of_torch
 from ..scheduler.cluster import read_task
 from ..scheduler.job import Job
 from ..scratch import keep_rescued, make_scratch, remove_scratch
@@ -130,6 +130,7 @@ class _Run:
             if self._args.other_hosts:
                 address = self._let_others_join(address, settings)
             self._helpers.start_agent(address, self._scratch, self._stop)
+            tell_of_torch()
             code = self._until_it_ends()
             return self._finish(code)
         finally:

@@ -38,6 +38,7 @@ from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
 from ...core.text.tell import tell
 from ...core.values import NonFinite, decode, name_of
+from ...core.versions.torch_names import name_in_torch
 from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
@@ -80,7 +81,9 @@ _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference
 
 
 _is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._is_tracing
+_is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
+_graph_task = name_in_torch("torch._C._current_graph_task_id", lambda: -1)
+_running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
 _LEFT_OUT = int(Field.CALLS_LEFT_OUT)
@@ -456,7 +459,7 @@ class Hooks:
         self.put_back()
         info, opens_batch = self._roots.enter(module)
         root = info.root
-        if root.page is not None and torch._C._current_graph_task_id() != -1:
+        if root.page is not None and _graph_task() != -1:
             if progress.skipped:
                 self._skipped_root = weakref.ref(module)
                 return None
@@ -735,7 +738,7 @@ class Hooks:
         if role.kind is RoleKind.GRAD_OUTPUT:
             shape = tuple(bad.row.shape) if bad.row.shape is not None else None
             is_late = self.rows.device_buffer is not None and not self._sync
-            maker = torch._C._current_autograd_node() if not is_late else None
+            maker = _running_node() if not is_late else None
             return graph_users(graphs, Output(number, shape, "[" not in role.name, maker))
         parameter = self._parameter_of(bad)
         return graph_users(graphs, parameter) if parameter is not None else []
