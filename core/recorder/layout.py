@@ -115,7 +115,7 @@ class Field(IntEnum):
     LEFT = 46
     """Its script has called os._exit between two batches, when every number had been judged."""
     PASSED_UNSEEN = 47
-    """1: what passes between ranks is not looked at, or not all of it: in a captured graph, on a device that has failed."""
+    """1: what passes between ranks is not looked at, or not all of it, as in a captured graph."""
     UNSEEN_CHILD = 48
     """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from ...core.recorder.group_table import OPERATIONS
+from ..alarms.late_passed import LatePassed, PassedWhen
 from ..record.collectives import count_with
 from ..record.group_table import NO_MESSAGE, GroupCall, GroupTable, Place, described
-from ..record.late_passed import LatePassed, PassedWhen
 from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to, tensors_in
 from ..stats.device import is_on_device, late_device
 from .native_writer import difference

@@ -34,6 +34,7 @@ from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..alarms.graph_users import Output, graph_users
 from ..alarms.held import NonFiniteRow
 from ..alarms.judging import Judging
+from ..alarms.late_passed import LatePassed
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
@@ -41,7 +42,6 @@ from ..compile.attach import Graphs, Opened
 from ..record.collectives import issued
 from ..record.cost import CostMeter
 from ..record.graph_calls import GraphCalls, next_node
-from ..record.late_passed import LatePassed
 from ..record.leaves import inputs_of, outputs_of
 from ..record.names import class_of, unwrap
 from ..record.passed import PassedValues

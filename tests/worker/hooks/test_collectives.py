@@ -43,7 +43,7 @@ def show(name):
 LOOKS = """
 from gpuwatch.core.judge import Limits
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.record.late_passed import LatePassed
+from gpuwatch.worker.alarms.late_passed import LatePassed
 from gpuwatch.worker.record.passed import PassedValues
 from gpuwatch.worker.record.progress import Progress
 from gpuwatch.worker.record.rows import Rows

@@ -18,13 +18,13 @@ from ...core.recorder.group_table import OPERATIONS
 from ...core.recorder.layout import Field
 from ...core.records import Where
 from ...core.values import NonFinite
+from ..record.group_table import NO_MESSAGE, GroupTable
+from ..record.passed import NOT_FINITE, NOTHING_LOOKED, Look, PassedValues, Passing, look_at, tensors_in
+from ..record.recorder_lock import RecorderLock
+from ..record.rows import Rows
 from ..stats.device import is_on_device
 from ..stats.passed_readings import PassedReadings, Reading
 from ..stats.tensor_stats import CODES
-from .group_table import NO_MESSAGE, GroupTable
-from .passed import NOT_FINITE, NOTHING_LOOKED, Look, PassedValues, Passing, look_at, tensors_in
-from .recorder_lock import RecorderLock
-from .rows import Rows
 
 _MESSAGES = {OPERATIONS.index("send"), OPERATIONS.index("recv")}
 
