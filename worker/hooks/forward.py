@@ -46,6 +46,7 @@ from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..alarms.graph_users import Output, graph_users
 from ..alarms.held import NonFiniteRow
 from ..alarms.judging import Judging
+from ..alarms.late_passed import LatePassed
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
@@ -62,7 +63,7 @@ from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
 from ..stack_file import look_at_stack_file
-from ..stats.device import is_on_device, late_device
+from ..stats.device import is_on_device
 from ..stats.notable import Notable
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from ..without_modes import without_modes
@@ -168,9 +169,13 @@ class Hooks:
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
         passed = PassedValues(self.progress, self.progress.groups)
-        looks = "comms" in settings.watch and late_device() is None
+        looks = "comms" in settings.watch
         self._fields[Field.PASSED_UNSEEN] = seal(not looks)
-        self._collectives = Collectives(self.progress.groups, self._fault, passed=passed if looks else None)
+        self._late_passed = LatePassed(passed, self.rows, self.progress.groups, self._lock, self._fault)
+        self.judging.collect_passed = self._late_passed.collect
+        self._collectives = Collectives(
+            self.progress.groups, self._fault, passed=passed if looks else None, late=self._late_passed
+        )
         self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
         self._exports = Exports(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None
@@ -248,6 +253,7 @@ class Hooks:
                     self._recorder.append(cost)
                     self._cost = None
             everything = self.judging.collect()
+            everything &= self._late_passed.settle()
             if everything and self.judging.held is not None:
                 self.judging.held.script_ended()
         return self._scalers.collect() and everything
