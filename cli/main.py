@@ -6,10 +6,14 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-import click
+from ..core.imports.own_imports import theirs_last
 
-from ..core.errors import GpuwatchError
-from ..core.host import gpuwatch_version
+theirs_last()
+
+import click  # noqa: E402
+
+from ..core.errors import GpuwatchError  # noqa: E402
+from ..core.host import gpuwatch_version  # noqa: E402
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
