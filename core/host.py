@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 import socket
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 DISTRIBUTION = "gpuwatch-cluster"
 
@@ -25,3 +27,9 @@ def gpuwatch_version() -> str:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def has_part_in_c() -> bool:
+    """Whether worker/native was compiled for this Python. Where there was no C compiler, Python does the same."""
+    folder = Path(__file__).parents[1] / "worker" / "native"
+    return any((folder / f"core{suffix}").exists() for suffix in EXTENSION_SUFFIXES)

@@ -36,8 +36,27 @@ def _main() -> None:
     _load_package()
     own_imports = import_module("gpuwatch.core.imports.own_imports")
     own_imports.began(_GIVEN, [folder for folder in _GIVEN if folder not in _THEIRS], _STARTED_WITH)
-    module = import_module(sys.argv.pop(1).removeprefix("-m"))
-    sys.exit((import_module(f"{module.__name__}.__main__") if hasattr(module, "__path__") else module).main())
+    name = sys.argv.pop(1)
+    try:
+        module = import_module(name.removeprefix("-m"))
+        if hasattr(module, "__path__"):
+            module = import_module(f"{module.__name__}.__main__")
+    except ModuleNotFoundError as error:
+        sys.stderr.write(f"gpuwatch: expected {error.name} in {sys.executable}, found none: install gpuwatch there\n")
+        if name.startswith("-m"):
+            _run_unwatched(sys.argv[1:])
+        sys.exit(2)
+    sys.exit(module.main())
+
+
+def _run_unwatched(words: "list[str]") -> None:
+    """A rank's Python is another one, by torchrun's PYTHON_EXEC, and has not what gpuwatch needs: the script can do
+    without."""
+    os.environ.pop("GPUWATCH_WORKER", None)
+    if words[0] == "--exec":
+        os.execvp(words[1], words[1:])
+    if words[0] != "--check":
+        os.execv(sys.executable, [sys.executable, "-u", *words])
 
 
 _main()
