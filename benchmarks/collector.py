@@ -36,6 +36,7 @@ from typing import IO, Any, cast
 import msgspec
 import psutil
 import zmq
+from gpuwatch.core.imports.own_imports import own_command
 from gpuwatch.core.settings import OnHang
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, read_from_collector, write_line
@@ -109,9 +110,7 @@ class Collector:
 
     def __init__(self, folder: Path, on_hang: OnHang = "report") -> None:
         self.keys = derive_keys("a secret of the benchmark", JOB)
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "gpuwatch.collector"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._child = subprocess.Popen(own_command("gpuwatch.collector"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         keys = self.keys

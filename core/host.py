@@ -6,6 +6,8 @@ import platform
 import socket
 from contextlib import suppress
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 DISTRIBUTION = "gpuwatch-cluster"
 
@@ -43,3 +45,9 @@ def installed_torch() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
+
+
+def has_part_in_c() -> bool:
+    """Whether worker/native was compiled for this Python. Where there was no C compiler, Python does the same."""
+    folder = Path(__file__).parents[1] / "worker" / "native"
+    return any((folder / f"core{suffix}").exists() for suffix in EXTENSION_SUFFIXES)

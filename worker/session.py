@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.imports.own_imports import own_imports
 from ..core.recorder.layout import Field, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
@@ -196,6 +197,10 @@ class Session:
         if not self.is_ours:  # the script has forked, and only then imported torch
             self._wait_for_training()
             return
+        with own_imports():
+            self._attach_hooks()
+
+    def _attach_hooks(self) -> None:
         try:
             from .hooks.forward import Hooks
 

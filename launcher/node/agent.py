@@ -630,7 +630,7 @@ class LineReader:
 
 
 def main() -> int:
-    """Entry of `python -m gpuwatch.launcher.node.agent`."""
+    """Entry."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
     config = read_config(0, AgentConfig)
@@ -642,7 +642,3 @@ def main() -> int:
         write_line(sys.stdout.buffer, Notice("the collector has lost what it had received; this node tells it again"))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -191,7 +191,3 @@ class _Watcher:
 
     def _say(self, sentence: str) -> None:
         self._log(f"{time.strftime('%H:%M:%S')} {sentence}\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
