@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
+from ..core.host import loopback
 from ..core.recorder.layout import Field, file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import RUN_VARIABLE, error_text
@@ -65,7 +66,7 @@ def launch(arguments: list[str]) -> int:
     parser = get_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)
-    plan = make_plan(args, _matches_machine_hostname)
+    plan = make_plan(args, _matches_machine_hostname, loopback())
     expect_script(args)
     check_together(args)
     return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
@@ -76,7 +77,7 @@ def check(arguments: list[str]) -> int:
     parser = get_check_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)
-    plan = make_plan(args, _matches_machine_hostname)
+    plan = make_plan(args, _matches_machine_hostname, loopback())
     args.max_restarts = 0
     limit_rendezvous(args)
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`
