@@ -117,6 +117,7 @@ class _Launch:
         self._unseen: list[psutil.Process] = []
         self._finishing = threading.Lock()
         self._live = live_lines(check_only=args.check_only)
+        signals.unheard = self._leave_for_signal
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
@@ -159,12 +160,20 @@ class _Launch:
         remove_scratch(self._scratch)
 
     def _leave_torchrun(self) -> None:
-        """In a thread of its own, as torchrun does not come back: all that is left to do, and the end."""
+        """In a thread of its own, as torchrun does not come back."""
+        say("the ranks of this node have ended, but torchrun waits for a rendezvous that is silent: leaving it")
+        self._leave(LaunchDone("failed"), int(ExitCode.SCRIPT_FAILED))
+
+    def _leave_for_signal(self, number: signal.Signals) -> None:
+        """In a thread of its own, as torch does not come back, and Python hears no signal before it does."""
+        if self._helpers.agent_started:  # else there is nobody to tell
+            self._leave(LaunchDone("signal", int(number)), int(ExitCode.SIGNAL) + number)
+
+    def _leave(self, done: LaunchDone, code: int) -> None:
+        """All that is left to do, and the end."""
         with self._finishing:
-            code = int(ExitCode.SCRIPT_FAILED)
-            say("the ranks of this node have ended, but torchrun waits for a rendezvous that is silent: leaving it")
             try:
-                code = self._finish(LaunchDone("failed"))
+                code = self._finish(done)
                 self._clear_up()
             finally:
                 sys.stdout.flush()

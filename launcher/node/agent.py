@@ -14,7 +14,9 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -102,6 +104,9 @@ NEVER_CAME_S = 15.0
 CONNECT_MS = 4000
 """After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
 HANDSHAKE_MS = 15_000
+_LINGER_MS = 1000
+_MOST_LINGER_S = 3.0
+"""ZeroMQ's own thread asks DNS for the collector's name, and does not end before it has an answer: a minute, maybe."""
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
 
@@ -286,9 +291,11 @@ class Agent:
         self._ends.close()
         self._stalls.close()
         self._spool.close()
-        self._socket.close(linger=1000)
+        self._socket.close(linger=_LINGER_MS)
         if self._own_context:
-            self._context.term()
+            ending = threading.Thread(target=self._context.term, daemon=True, name="gpuwatch-zmq")
+            ending.start()
+            ending.join(_MOST_LINGER_S)
 
     def finished(self, now: float) -> bool:
         """Whether the verdict is there, or nobody is left to give one."""
@@ -637,4 +644,10 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = 1
+    try:
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)  # the interpreter would wait for ZeroMQ's thread (see _MOST_LINGER_S)
