@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import threading
 from contextlib import closing, suppress
 from pathlib import Path
@@ -20,9 +19,10 @@ import psutil
 
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
-from ..core.recorder.layout import Field, file_name
+from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import RUN_VARIABLE
+from ..core.text.tell import flush_streams, tell
 from ..core.threads import OneThread
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
@@ -43,8 +43,8 @@ from .helpers import Helpers
 from .live_lines import live_lines
 from .node.left_behind import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .node.left_behind import tell_left_behind
-from .overflows import Overflows
-from .say import say
+from .overflows import Overflows, where_it_is
+from .say import say, tell_of_torch
 from .scheduler.job import Job
 from .scratch import KEPT_ATTEMPTS, keep_rescued, make_scratch, remove_scratch
 from .signals_raise import TimeLimitNear, signal_exceptions, signals_raise
@@ -143,6 +143,7 @@ class _Launch:
                 self.settings = worker_settings(self._args, self._scratch, logs)
                 self._helpers.start_agent(address, self._scratch, self._stop_ranks)
             say(self._what_runs())
+            tell_of_torch()
             return self._run_torchrun()
         except TimeLimitNear:
             return LaunchDone("signal", int(signal.SIGUSR2))
@@ -178,8 +179,7 @@ class _Launch:
                 code = self._finish(LaunchDone("failed"))
                 self._clear_up()
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
+                flush_streams()
                 os._exit(code)
 
     def _what_runs(self) -> str:
@@ -309,7 +309,7 @@ class _Launch:
         """
         own = self._overflows.sentence
         if own and kind not in ("overflow", "preflight") and code < ExitCode.SIGNAL:
-            say(f"{own}; no report has it: its event was lost on the way")
+            say(f"{own}; {where_it_is(self._helpers.verdict)}")
             return int(ExitCode.OVERFLOW)
         failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
         return int(ExitCode.PREFLIGHT_FAILED) if failed else code
@@ -320,7 +320,7 @@ class _Launch:
         if job is not None and job.scheduler is not None and job.in_step and job.node_rank:
             return  # a scheduler puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
-            print(verdict.text, file=sys.stderr, flush=True)
+            tell(verdict.text)
         elif self._args.format == "text":
             print(verdict.text, flush=True)
         elif (
@@ -329,7 +329,7 @@ class _Launch:
             try:
                 print(Path(verdict.report).read_text(), flush=True)
             except OSError:
-                print(verdict.text, file=sys.stderr, flush=True)
+                tell(verdict.text)
 
 
 def _ignore_signals(*numbers: signal.Signals) -> None:
@@ -341,5 +341,5 @@ def _ignore_signals(*numbers: signal.Signals) -> None:
 
 def _aborted(recorder: Path) -> bool:
     with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
-        return reader[Field.ABORT] != 0
+        return reader.abort > 0
     return False

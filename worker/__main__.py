@@ -16,7 +16,9 @@ from typing import NoReturn
 from ..core.exits import ExitCode
 from ..core.imports.own_imports import path_as_given
 from ..core.recorder.layout import RankPhase, file_name
+from ..core.recorder.own_files import standard_streams_taken
 from ..core.settings import VARIABLE, WorkerSettings
+from ..core.text.tell import tell
 from .identity import Identity
 from .imports import after_import
 from .preflight.run import preflight_or_exit
@@ -29,7 +31,7 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     settings = WorkerSettings.from_environment()
     if settings is None:
-        print(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none", file=sys.stderr)
+        tell(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none")
         raise SystemExit(ExitCode.USAGE)
     session = _open_session(settings)
     if session is not None:
@@ -55,7 +57,7 @@ def _open_session(settings: WorkerSettings) -> Session | None:
     try:
         session = open_session(settings, path, identity.rank, identity.local_rank, identity.world_size)
     except OSError as error:
-        print(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}", file=sys.stderr)
+        tell(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}")
         return None
     session.answer_with_stacks()
     watch_the_ends()
@@ -70,7 +72,7 @@ def _script_file(arguments: list[str]) -> str:
 def _end_check(session: Session | None) -> NoReturn:
     """End a check that this rank has passed."""
     if session is None:
-        print("gpuwatch: nothing was checked: the recorder of this rank could not be made", file=sys.stderr)
+        tell("gpuwatch: nothing was checked: the recorder of this rank could not be made")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
     session.finished(ExitCode.CLEAN)
     raise SystemExit(ExitCode.CLEAN)
@@ -79,4 +81,5 @@ def _end_check(session: Session | None) -> NoReturn:
 def _preflight(session: Session, script: str) -> None:
     if session.settings.preflight == "off":
         return
-    preflight_or_exit(session, Identity.from_environment(), script)
+    with standard_streams_taken():
+        preflight_or_exit(session, Identity.from_environment(), script)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from ..core.errors import JobEnded, OverflowDetected
 from ..core.exits import RANK_OVERFLOW
 from ..core.imports.own_imports import give_way_to_script
+from ..core.text.tell import flush_streams, tell
 from .recursion import first_frame
 
 
@@ -115,7 +116,7 @@ def _compile(path: str) -> CodeType:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        tell(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
         raise SystemExit(2) from None
     return compile(source, path, "exec", dont_inherit=True)
 
@@ -142,7 +143,7 @@ def _die_of(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         # like Python, end by the signal itself, so that the parent sees an interrupted child
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        flush_streams()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     if isinstance(error, OverflowDetected):
@@ -158,9 +159,5 @@ def _leave(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):  # the stream is closed or None
-            pass
+    flush_streams()
     os._exit(code)

@@ -10,7 +10,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,9 +18,10 @@ from ...core.exits import ExitCode
 from ...core.host import host_name
 from ...core.imports.own_imports import own_command
 from ...core.preflight import Finding
-from ...core.recorder.layout import Field, RankPhase
+from ...core.recorder.layout import Field, RankPhase, seal
 from ...core.records import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
 from ...core.settings import VARIABLE
+from ...core.text.tell import tell
 from ..identity import Identity
 from ..session import Session
 from .deadlines import Deadlines
@@ -148,9 +148,9 @@ def preflight_or_exit(session: Session, identity: Identity, script: str) -> None
         session.recorder.append(Fault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
         return
     if sentence is not None:
-        session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
+        session.recorder.fields[Field.ABORT] = seal(ExitCode.PREFLIGHT_FAILED)
         if identity.local_rank == 0:  # all ranks have the same sentence
-            sys.stderr.write(f"gpuwatch: {sentence}\n")
+            tell(f"gpuwatch: {sentence}")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 

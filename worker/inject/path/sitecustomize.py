@@ -59,7 +59,10 @@ def _join() -> "str | None":
         from gpuwatch.worker.inject.elsewhere import join
     except Exception as error:
         reason = f"{sys.executable}: {type(error).__name__}: {error}: install gpuwatch into that Python, too"
-        sys.stderr.write(f"gpuwatch: process {os.getpid()} goes on unwatched: {reason}\n")
+        try:
+            sys.stderr.write(f"gpuwatch: process {os.getpid()} goes on unwatched: {reason}\n")
+        except (OSError, ValueError, AttributeError):  # a full disk, a pipe without a reader, closed
+            pass
         return None
     return join(path)
 
