@@ -27,6 +27,7 @@ from ..core.wire.messages import (
     AgentBody,
     AgentMessage,
     CollectorMessage,
+    Definitions,
     Final,
     Leaving,
     PageMessage,
@@ -187,7 +188,10 @@ class Server:
                 return self._finish(paths, store, run_protocol)
 
     def _receive(self, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
+        taken: dict[str, None] = {}
         for agent, message, data in self._messages():
+            if isinstance(message.body, PageMessage | Definitions):
+                taken[agent] = None
             for action in run_protocol.hear(agent, message, now):
                 if isinstance(action, Keep):
                     self._lines.hear(message.body)
@@ -201,6 +205,11 @@ class Server:
                         self._fold(agent, message.n, message.body)
                 else:
                     self._act([action])
+        self._credit = self._credit_now(store, run_protocol)
+        self._act(run_protocol.taken(taken))
+
+    def _credit_now(self, store: RunStore, run_protocol: RunProtocol) -> int:
+        return run_protocol.credit if store.has_room and self._pages.has_room else 0
 
     def _fold(self, agent: str, n: int, body: AgentBody) -> None:
         self._folded.add(agent, n, body)
@@ -209,7 +218,7 @@ class Server:
     def _write(self, store: RunStore, run_protocol: RunProtocol) -> None:
         """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
         written = store.written()
-        self._credit = run_protocol.credit if store.has_room and self._pages.has_room else 0
+        self._credit = self._credit_now(store, run_protocol)
         if written:
             self._act(run_protocol.committed(self._handed_over))
         if store.is_writing:

@@ -196,6 +196,11 @@ class RunProtocol:
                 found.append(Send(agent, Ack(node.stored)))
         return found
 
+    def taken(self, agents: Iterable[str]) -> list[Send]:
+        """What these agents have sent was taken from the socket, stored or not: the credit for it is free again."""
+        nodes = ((agent, self.nodes[agent]) for agent in agents if agent in self.nodes)
+        return [Send(agent, Ack(node.stored, received=node.received)) for agent, node in nodes]
+
     def tell_again(self) -> list[Send]:
         """What every agent that speaks has had acknowledged last: what else an acknowledgement says has changed."""
         return [Send(agent, Ack(node.stored)) for agent, node in self.nodes.items() if not node.gone]
