@@ -188,7 +188,7 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
     still = f"{rank.still_s:.0f} s" if not rank.ended and rank.still_s >= STILL_S else ""
     where = rank.module if not rank.ended else ""
     note = "OVERFLOW " if rank.overflow else "WAITED FOR " if is_behind else ""
-    note += "" if is_rank(rank.rank) else f"process {pid_of_number(rank.rank)}, no rank  "
+    note += "" if is_rank(rank.rank) else f"pid {pid_of_number(rank.rank)} "
     cells = {
         "rank": str(rank.rank) if is_rank(rank.rank) else "-",
         "host": rank.host,
