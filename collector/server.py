@@ -46,7 +46,7 @@ from .live.live import Live
 from .log import log
 from .metrics.own_numbers import OwnNumbers
 from .paths import RunPaths
-from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
+from .protocol.run_protocol import Action, Finish, Keep, LookAhead, RunProtocol, Send, Tell
 from .report.make.timeline import utc
 from .report.model import Report
 from .report.stage_lines import StageLines
@@ -107,8 +107,10 @@ class Server:
             self._socket.rcvhwm = 1000
             self._socket.backlog = _BACKLOG
             self._socket.router_handover = True
-            self._socket.heartbeat_ivl = 2000
-            self._socket.heartbeat_timeout = 10000
+            # no heartbeats of its own: libzmq 4.3.5 aborts in their timer where input has stopped and its connection
+            # breaks (stream_engine_base.cpp, `!_io_error`). The agents beat, and say how long a beat counts
+            self._socket.tcp_keepalive = 1
+            self._socket.tcp_keepalive_idle = 30
             self._socket.curve_server = True
             self._socket.curve_publickey = public_key.encode()
             self._socket.curve_secretkey = private_key.encode()
@@ -130,6 +132,8 @@ class Server:
         self._maker = OneThread()
         self._credit = -1
         self._pages = WaitingPages()
+        self._ahead: dict[tuple[str, int], tuple[AgentMessage, bytes]] = {}
+        """Events that were looked at and have yet to come in their order."""
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
 
@@ -193,7 +197,11 @@ class Server:
             if isinstance(message.body, PageMessage | Definitions):
                 taken[agent] = None
             for action in run_protocol.hear(agent, message, now):
-                if isinstance(action, Keep):
+                if isinstance(action, LookAhead):
+                    self._ahead[agent, message.n] = message, data
+                    self._fold(agent, 0, message.body)
+                elif isinstance(action, Keep):
+                    self._ahead.pop((agent, message.n), None)
                     self._lines.hear(message.body)
                     if message.n:
                         store.add(agent, message, data)
@@ -312,6 +320,8 @@ class Server:
         """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
         while self._pages:
             self._pages.take(self._fold)
+        for (agent, _), (message, data) in self._ahead.items():  # it was never sent again: the report knows of it
+            store.add(agent, message, data)
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
         counters = self._turned_away(run_protocol)

@@ -70,6 +70,14 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class LookAhead:
+    """An event has come, and what was sent before it has not: look at it now. It comes again, in its order."""
+
+    agent: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
 class Finish:
     """Everybody is done: decide, and write the report."""
 
@@ -81,7 +89,7 @@ class Tell:
     text: str
 
 
-Action = Send | Keep | Finish | Tell
+Action = Send | Keep | LookAhead | Finish | Tell
 
 
 @dataclass
@@ -163,11 +171,19 @@ class RunProtocol:
                 actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))
             return [*actions, Send(agent, Ack(node.stored))]
         if message.after > node.received:
-            return [*actions, Send(agent, Ack(node.stored, resend=True))]
+            ahead = self._look_ahead(agent, message, now) if believed else []
+            return [*actions, *ahead, Send(agent, Ack(node.stored, resend=True))]
         node.received = message.n
         if not believed or isinstance(message.body, Hello):  # what it said hello with stands
             return actions
         return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
+
+    def _look_ahead(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
+        """The verdict over an overflow does not wait until pages that were lost with a connection are sent again."""
+        body = message.body
+        if not isinstance(body, EventMessage) or not isinstance(body.event, Anomaly):
+            return []
+        return [LookAhead(agent, message), *self._react_to_event(body, now)]
 
     @property
     def credit(self) -> int:

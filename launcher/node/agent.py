@@ -224,6 +224,7 @@ class Agent:
         socket.handshake_ivl = HANDSHAKE_MS
         socket.heartbeat_ivl = 2000
         socket.heartbeat_timeout = 10000
+        socket.heartbeat_ttl = 30_000
         socket.curve_serverkey = self._config.server_key.encode()
         socket.curve_publickey = self._config.public_key.encode()
         socket.curve_secretkey = self._config.private_key.encode()

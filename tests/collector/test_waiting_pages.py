@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gpuwatch.collector.server as server_module
+import pytest
 import zmq
 from gpuwatch.collector.facts.fold import Fold
 from gpuwatch.collector.paths import new_run
@@ -37,8 +38,12 @@ def test_they_are_looked_at_in_their_order_some_at_a_time_and_make_room_again():
     assert len(seen) == 200
 
 
-def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path, monkeypatch):
-    """What has come while the collector stood still, in the order in which it came: pages, then an event."""
+@pytest.mark.parametrize("are_lost", [False, True], ids=["all have come", "pages lost with the connection"])
+def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path, monkeypatch, are_lost):
+    """What has come while the collector stood still, in the order in which it came: pages, then an event.
+
+    Where the pages were lost the event comes twice: behind a gap, and when all was sent again.
+    """
     where = Where(0, 0, 5, 5, "Net", 5)
     anomaly = EventMessage(Anomaly(where, 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
     backlog = [Hello("a.0", "h", 1, 1, 1, 1, [], {}, "job"), *(page(n) for n in range(300)), anomaly, Bye("ok")]
@@ -57,7 +62,8 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
     server = Server(
         "tcp://127.0.0.1:*", keys.collector.public.decode(), keys.collector.private.decode(), keys.agent.public.decode()
     )
-    monkeypatch.setattr(server, "_messages", lambda: [come.pop(0) for _ in range(len(come))])
+    turns = [[come[0], come[-2]], come[1:]] if are_lost else [come]
+    monkeypatch.setattr(server, "_messages", lambda: turns.pop(0) if turns else [])
     protocol = RunProtocol(paths.run_id, str(paths.folder), "job")
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         connect(socket, server.address, keys)
@@ -68,8 +74,8 @@ def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path
             server.close()
             store.close()
     kinds = [type(body) for body in seen]
-    assert kinds[:3] == [Hello, EventMessage, Bye]
-    assert kinds[3:] == [PageMessage] * 300
+    assert kinds[: 3 + are_lost] == [Hello, *[EventMessage] * (1 + are_lost), Bye]
+    assert kinds[3 + are_lost :] == [PageMessage] * 300
     assert report.verdict.kind == "overflow"
     again = RunStore(paths.store)
     stored = [type(body) for _, n, body in again.messages() if n]
