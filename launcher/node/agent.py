@@ -10,6 +10,7 @@ recorders are files, so it reads them from the beginning, and what has come twic
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -104,6 +105,10 @@ CONNECT_MS = 4000
 HANDSHAKE_MS = 15_000
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
+
+
+_M_MMAP_THRESHOLD = -3
+"""mallopt(3)"""
 
 
 class Forgotten(Exception):
@@ -628,10 +633,17 @@ class LineReader:
         return lines
 
 
+def _give_back_pages() -> None:
+    """Memory of a message goes back to the system when it is freed: glibc would keep it in pieces between others."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
 def main() -> int:
     """Entry of `python -m gpuwatch.launcher.node.agent`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
+    _give_back_pages()
     config = read_config(0, AgentConfig)
     if config is None:
         return int(ExitCode.USAGE)
