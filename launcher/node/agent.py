@@ -643,10 +643,10 @@ def main() -> int:
     """Entry of `python -m gpuwatch.launcher.node.agent`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
-    _give_back_pages()
     config = read_config(0, AgentConfig)
     if config is None:
         return int(ExitCode.USAGE)
+    _give_back_pages()
     try:
         Agent(config, sys.stdout.buffer).run()
     except Forgotten:
