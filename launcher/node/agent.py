@@ -10,6 +10,7 @@ recorders are files, so it reads them from the beginning, and what has come twic
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -111,6 +112,10 @@ _MOST_LINGER_S = 3.0
 """ZeroMQ's own thread asks DNS for the collector's name, and does not end before it has an answer: a minute, maybe."""
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
+
+
+_M_MMAP_THRESHOLD = -3
+"""mallopt(3)"""
 
 
 class Forgotten(Exception):
@@ -231,6 +236,7 @@ class Agent:
         socket.handshake_ivl = HANDSHAKE_MS
         socket.heartbeat_ivl = 2000
         socket.heartbeat_timeout = 10000
+        socket.heartbeat_ttl = 30_000
         socket.curve_serverkey = self._config.server_key.encode()
         socket.curve_publickey = self._config.public_key.encode()
         socket.curve_secretkey = self._config.private_key.encode()
@@ -637,6 +643,12 @@ class LineReader:
         return lines
 
 
+def _give_back_pages() -> None:
+    """Memory of a message goes back to the system when it is freed: glibc would keep it in pieces between others."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
 def main() -> NoReturn:
     """Entry. Ends the process: the interpreter would wait for ZeroMQ's thread (see _MOST_LINGER_S)."""
     code = 1
@@ -654,6 +666,7 @@ def _run() -> int:
     config = read_config(0, AgentConfig)
     if config is None:
         return int(ExitCode.USAGE)
+    _give_back_pages()
     try:
         Agent(config, sys.stdout.buffer).run()
     except Forgotten:
