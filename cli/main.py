@@ -6,11 +6,15 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-import click
+from ..core.imports.own_imports import theirs_last
 
-from ..core.errors import GpuwatchError, OutputLost
-from ..core.host import gpuwatch_version
-from ..core.text.tell import expect_answer, guard_streams, tell
+theirs_last()
+
+import click  # noqa: E402
+
+from ..core.errors import GpuwatchError, OutputLost  # noqa: E402
+from ..core.host import gpuwatch_version  # noqa: E402
+from ..core.text.tell import expect_answer, guard_streams, tell  # noqa: E402
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",

@@ -1,9 +1,9 @@
 """Entry of a worker, started by torchrun's agent in place of the script: preflight, hooks, then the script.
 
-python -u -mgpuwatch.worker train.py --lr 1e-4
-python -u -mgpuwatch.worker -m package.train --lr 1e-4
-python -u -mgpuwatch.worker --exec program arguments        (torchrun's --no-python)
-python -u -mgpuwatch.worker --check                         (the preflight alone)
+gpuwatch.worker train.py --lr 1e-4
+gpuwatch.worker -m package.train --lr 1e-4
+gpuwatch.worker --exec program arguments        (torchrun's --no-python)
+gpuwatch.worker --check                         (the preflight alone)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..core.exits import ExitCode
+from ..core.imports.own_imports import path_as_given
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.recorder.own_files import standard_streams_taken
 from ..core.settings import VARIABLE, WorkerSettings
@@ -25,8 +26,9 @@ from .script import Target, run
 from .session import Session, open_session, watch_the_ends
 
 
-def main(arguments: list[str]) -> None:
+def main() -> NoReturn:
     """Run one rank. Ends the process."""
+    arguments = sys.argv[1:]
     settings = WorkerSettings.from_environment()
     if settings is None:
         tell(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none")
@@ -34,6 +36,7 @@ def main(arguments: list[str]) -> None:
     session = _open_session(settings)
     if session is not None:
         _preflight(session, _script_file(arguments))
+    path_as_given()
     if arguments[0] == "--check":
         _end_check(session)
     if arguments[0] == "--exec":
@@ -80,7 +83,3 @@ def _preflight(session: Session, script: str) -> None:
         return
     with standard_streams_taken():
         preflight_or_exit(session, Identity.from_environment(), script)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

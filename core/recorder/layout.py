@@ -141,7 +141,7 @@ class Field(IntEnum):
     LEFT = 46
     """Sealed 1: its script has called os._exit between two batches, when every number had been judged."""
     PASSED_UNSEEN = 47
-    """Sealed 1: what passes between ranks is not looked at, as on a device."""
+    """Sealed 1: what passes between ranks is not looked at, or not all of it, as in a captured graph."""
     UNSEEN_CHILD = 48
     """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
 

@@ -102,6 +102,8 @@ class Judging:
         self._graph_fault_recorded = False
         self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
         """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
+        self.collect_passed: Callable[[], None] = lambda: None
+        """Tells of what has passed between ranks, as far as its numbers have arrived."""
         self.held: Held | None = None
         """What is no alarm yet; None with --sync."""
         rows.expect = self.expect
@@ -209,6 +211,7 @@ class Judging:
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
+        self.collect_passed()
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)

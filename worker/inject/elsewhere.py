@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 
+from ...core.imports.own_imports import own_command
 from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
 from ...core.text.tell import tell
 
@@ -19,7 +19,7 @@ def join(path: str) -> str | None:
     environ = {name: value for name, value in os.environ.items() if name not in (JOIN_VARIABLE, RUN_VARIABLE)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _JOIN, path],
+            own_command(_JOIN, path),
             env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,

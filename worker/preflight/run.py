@@ -10,13 +10,13 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 
 from ...core.exits import ExitCode
 from ...core.host import host_name
+from ...core.imports.own_imports import own_command
 from ...core.preflight import Finding
 from ...core.recorder.layout import Field, RankPhase, seal
 from ...core.records import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
@@ -62,7 +62,7 @@ class CoordinatorRun:
         self._deadline = time.monotonic() + limit_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by last_words
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.coordinator", "--parent", str(os.getpid()), *arguments],
+            own_command(f"{__package__}.coordinator", "--parent", str(os.getpid()), *arguments),
             env={**os.environ, **identity.to_environment(), VARIABLE: session.settings.to_json()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
