@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
+from gpuwatch.launcher.scratch import remove_stale
 
 HERE = Path(__file__).parent
 LIGHT_RANK = HERE.parent / "sweep" / "light_rank.py"
@@ -205,12 +207,13 @@ class Job:
             with suppress(psutil.Error):
                 lines.append(" ".join(process.cmdline()))
                 process.kill()
+        if self.code is not None and self.code < 0:  # a signal has killed it, maybe before it had an agent
+            remove_stale()
         for base in (Path("/dev/shm"), self.temporary, Path(tempfile.gettempdir()), Path("/var/tmp")):
             for folder in base.glob(f"gpuwatch-{os.getuid()}-*"):
-                with suppress(OSError, ValueError):
-                    owner = folder / "owner"
-                    if not owner.exists() or int(owner.read_text().split()[0]) == self.pid:
-                        lines.append(str(folder)) if base == self.temporary or owner.exists() else None
+                with suppress(OSError, ValueError, IndexError):  # another job's, which is being made or removed
+                    if int((folder / "owner").read_text().split()[0]) == self.pid:
+                        lines.append(str(folder))
         told = ("gpuwatch-report-", "gpuwatch-rescued-")
         lines += [
             str(path)
@@ -230,6 +233,7 @@ class Forks:
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
         os.set_blocking(self._process.stdout.fileno(), False)
+        self._text = ""
         return self
 
     def __exit__(
@@ -265,12 +269,11 @@ class Forks:
 
     def _words(self) -> list[list[str]]:
         assert self._process.stdout is not None
-        text = os.read(self._process.stdout.fileno(), 4096).decode() if self._is_readable() else ""
-        return [line.split() for line in text.splitlines()]
+        self._text += os.read(self._process.stdout.fileno(), 4096).decode() if self._is_readable() else ""
+        *lines, self._text = self._text.split("\n")
+        return [line.split() for line in lines]
 
     def _is_readable(self) -> bool:
-        import select
-
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
 
