@@ -337,7 +337,7 @@ class _Launch:
             self._helpers.run_dir is not None or self._args.collector is not None
         ):  # of several nodes one: for one reader
             try:
-                print(Path(verdict.report).read_text(), flush=True)
+                print(Path(verdict.report).read_text(encoding="utf-8"), flush=True)
             except OSError:
                 tell(verdict.text)
 
