@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -558,3 +559,10 @@ note("again")
         assert found["issued"]["sent"] == {"0": {str(1 - rank): 2}}
         assert found["waited"]["received"] == {"0": {str(1 - rank): 2}}
         assert found["alone"]["received"] == found["again"]["received"] == {"0": {str(1 - rank): 3}}
+
+
+def test_every_operation_of_this_torchs_process_groups_is_known():
+    """A new release adds some, as 2.15 has added gather_single."""
+    kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)")
+    found = {name for name in vars(torch.distributed.ProcessGroup) if kinds.match(name) and "sequence" not in name}
+    assert found <= {method.name for method in hooks.METHODS}
