@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -616,3 +617,10 @@ shown["unseen"] = recorder.fields[47]
     assert [each[4] for each in shown[0]["no work"]] == [True]
     assert [each[4] for each in shown[1]["no work"]] == [False, True]
     assert [rank["unseen"] for rank in shown] == [0, 0]
+
+
+def test_every_operation_of_this_torchs_process_groups_is_known():
+    """A new release adds some, as 2.15 has added gather_single."""
+    kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)")
+    found = {name for name in vars(torch.distributed.ProcessGroup) if kinds.match(name) and "sequence" not in name}
+    assert found <= {method.name for method in hooks.METHODS}
