@@ -20,6 +20,7 @@ RANK = """
 import json, os, sys
 from pathlib import Path
 import msgspec, torch, torch.distributed as dist
+from gpuwatch.core.recorder.layout import seal
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.hooks.collectives import Collectives
@@ -616,7 +617,7 @@ shown["unseen"] = recorder.fields[47]
     assert [rank["waited"] for rank in shown] == [[got], []]
     assert [each[4] for each in shown[0]["no work"]] == [True]
     assert [each[4] for each in shown[1]["no work"]] == [False, True]
-    assert [rank["unseen"] for rank in shown] == [0, 0]
+    assert [rank["unseen"] for rank in shown] == [seal(0), seal(0)]
 
 
 def test_every_operation_of_this_torchs_process_groups_is_known():
