@@ -47,6 +47,7 @@ from ..alarms.judging import Judging
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
+from ..compile.apart import apart_from_dynamo
 from ..compile.attach import Graphs, Opened
 from ..compile.views import CompiledViews
 from ..record.collectives import issued
@@ -145,6 +146,7 @@ class Hooks:
         )
         self._steps.only = only is not None
         self._scalers = Scalers(self.progress, self.judging, self._gradients, self._steps, self._fault)
+        called = [apart_from_dynamo(hook) for hook in (self._before, self._after, self._before_step, self._steps.after)]
         self._graphs = Graphs(
             self._resolve,
             self._may_open_region,
@@ -158,7 +160,7 @@ class Hooks:
             self.frames,
             self._gradients,
             self._fault,
-            (self._before, self._after, self._before_step, self._steps.after, *self._gradients.hooks),
+            (*called, self._before, self._after, self._before_step, self._steps.after, *self._gradients.hooks),
         )
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
@@ -166,7 +168,7 @@ class Hooks:
         looks = "comms" in settings.watch and late_device() is None
         self._fields[Field.PASSED_UNSEEN] = not looks
         self._collectives = Collectives(self.progress.groups, self._fault, passed=passed if looks else None)
-        self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
+        self._global = GlobalHooks(*called)
         self._exports = Exports(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
