@@ -117,21 +117,21 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def _loose_lines(ranks: list[RankFacts]) -> list[str]:
-    """What optimizers stepped on that no module has: what is computed with it has no frames."""
-    by_what: dict[tuple[str, int, int], list[int]] = {}
+    """What optimizers stepped on that no module has: what is computed with it has no frames.
+
+    What nobody has looked at there is missing for a proof: it is told with that.
+    """
+    by_what: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         for loose in rank.loose_parameters:
-            by_what.setdefault((loose.optimizer, loose.parameters, loose.unread), []).append(rank.rank)
-    lines = []
-    for (optimizer, count, unread), numbers in by_what.items():
-        one = count == 1
-        read = "nobody looked at" if unread else "looked at after each step, and nowhere else"
-        what = f"{read} {'it' if one else 'them'}" if unread else f"{'it was' if one else 'they were'} {read}"
-        lines.append(
-            f"on {ranks_text(numbers)} {optimizer} stepped on {count} parameter{'' if one else 's'} that "
-            f"belong{'s' if one else ''} to no module that was called: {what}"
-        )
-    return lines
+            if not loose.unread:
+                by_what.setdefault((loose.optimizer, loose.parameters), []).append(rank.rank)
+    return [
+        f"on {ranks_text(numbers)} {optimizer} stepped on {count} parameter{'' if count == 1 else 's'} that "
+        f"belong{'s' if count == 1 else ''} to no module that was called: {'it was' if count == 1 else 'they were'} "
+        "looked at after each step, and nowhere else"
+        for (optimizer, count), numbers in by_what.items()
+    ]
 
 
 def _ranks(number: int) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from ...core.judge import anomaly_of, first_alarm
 from ...core.recorder.lone_process import is_rank
 from ...core.records import (
@@ -384,7 +386,10 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
     for state in beat.ranks:
         rank = _rank(facts, node.agent, state.attempt, state.rank)
         if rank.state is None or _moved(state) >= _moved(rank.state):
-            rank.state = state
+            before = (
+                rank.state.traces_thinned if rank.state is not None else 0
+            )  # an agent before this one has seen more
+            rank.state = state if state.traces_thinned >= before else replace(state, traces_thinned=before)
     for number, dropped in beat.pages_dropped.items():
         node.pages_dropped[number] = max(node.pages_dropped.get(number, 0), dropped)
 

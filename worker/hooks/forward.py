@@ -21,7 +21,7 @@ import torch
 from ...core.errors import JobEnded
 from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
-from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase
+from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase, seal
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import (
     BadWeight,
@@ -36,7 +36,9 @@ from ...core.records import (
 )
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
+from ...core.text.tell import tell
 from ...core.values import NonFinite, decode, name_of
+from ...core.versions.torch_names import name_in_torch
 from ..alarms.batch_digest import batch_digest
 from ..alarms.closed_rows import closed_marked
 from ..alarms.frames import Frames
@@ -44,6 +46,7 @@ from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..alarms.graph_users import Output, graph_users
 from ..alarms.held import NonFiniteRow
 from ..alarms.judging import Judging
+from ..alarms.late_passed import LatePassed
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
@@ -60,7 +63,8 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
-from ..stats.device import is_on_device, late_device
+from ..stack_file import look_at_stack_file
+from ..stats.device import is_on_device
 from ..stats.notable import Notable
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from ..without_modes import without_modes
@@ -79,7 +83,9 @@ _SHAPE_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference
 
 
 _is_compiling = torch.compiler.is_compiling
-_is_tracing = torch._C._is_tracing
+_is_tracing = name_in_torch("torch._C._is_tracing", lambda: False)
+_graph_task = name_in_torch("torch._C._current_graph_task_id", lambda: -1)
+_running_node = name_in_torch("torch._C._current_autograd_node", lambda: None)
 _this_thread = threading.get_ident
 _MODULE = int(Field.MODULE)
 _LEFT_OUT = int(Field.CALLS_LEFT_OUT)
@@ -165,9 +171,13 @@ class Hooks:
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
         passed = PassedValues(self.progress, self.progress.groups)
-        looks = "comms" in settings.watch and late_device() is None
-        self._fields[Field.PASSED_UNSEEN] = not looks
-        self._collectives = Collectives(self.progress.groups, self._fault, passed=passed if looks else None)
+        looks = "comms" in settings.watch
+        self._fields[Field.PASSED_UNSEEN] = seal(not looks)
+        self._late_passed = LatePassed(passed, self.rows, self.progress.groups, self._lock, self._fault)
+        self.judging.collect_passed = self._late_passed.collect
+        self._collectives = Collectives(
+            self.progress.groups, self._fault, passed=passed if looks else None, late=self._late_passed
+        )
         self._global = GlobalHooks(*called)
         self._exports = Exports(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None
@@ -245,9 +255,16 @@ class Hooks:
                     self._recorder.append(cost)
                     self._cost = None
             everything = self.judging.collect()
+            everything &= self._late_passed.settle()
             if everything and self.judging.held is not None:
                 self.judging.held.script_ended()
         return self._scalers.collect() and everything
+
+    def collect(self) -> bool:
+        """Judge what has arrived of what was recorded so far. True when no number is outstanding. Does not wait."""
+        with self._lock:
+            everything = self.judging.collect()
+            return self._scalers.collect() and everything
 
     def put_back(self) -> None:
         """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
@@ -450,7 +467,7 @@ class Hooks:
         self.put_back()
         info, opens_batch = self._roots.enter(module)
         root = info.root
-        if root.page is not None and torch._C._current_graph_task_id() != -1:
+        if root.page is not None and _graph_task() != -1:
             if progress.skipped:
                 self._skipped_root = weakref.ref(module)
                 return None
@@ -729,7 +746,7 @@ class Hooks:
         if role.kind is RoleKind.GRAD_OUTPUT:
             shape = tuple(bad.row.shape) if bad.row.shape is not None else None
             is_late = self.rows.device_buffer is not None and not self._sync
-            maker = torch._C._current_autograd_node() if not is_late else None
+            maker = _running_node() if not is_late else None
             return graph_users(graphs, Output(number, shape, "[" not in role.name, maker))
         parameter = self._parameter_of(bad)
         return graph_users(graphs, parameter) if parameter is not None else []
@@ -851,7 +868,7 @@ class Hooks:
             self._has_told_unseen = True
             self._recorder.append(CompiledUnseen(self.where(), views.missing, not views.rows))
             if self.progress.rank == 0:
-                print(f"gpuwatch: {views.missing}", file=sys.stderr)
+                tell(f"gpuwatch: {views.missing}")
 
     def _note_not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
         """Compiled code was not looked into: inside of this module, or, where none is known, of this class."""
@@ -907,14 +924,13 @@ class Hooks:
 
     def _batch_ended(self) -> None:
         """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
+        look_at_stack_file()
         if self.judging.pending is not None:
             self.judging.raise_pending()
         last = self._settings.abort_after_batch
         if last is not None and self._last_root.id == self._first_root and self.progress.batch >= last:
-            print(
-                f"gpuwatch: rank {self.progress.rank}: ending after batch {self.progress.batch}: --abort-after-batch",
-                file=sys.stderr,
-            )
+            batch = self.progress.batch
+            tell(f"gpuwatch: rank {self.progress.rank}: ending after batch {batch}: --abort-after-batch")
             raise JobEnded(0)
 
     def _fault(self, part: str, error: Exception) -> None:

@@ -95,7 +95,8 @@ def _fed(
         return _of_sum(facts, met, diagnoses, fed)
     others = [one for one in tier[1:] if (theirs := passages.fed_by(one)) is None or theirs.rank != fed.rank]
     own = next((one for one in diagnoses if one.rank == fed.rank), None)
-    if own is not None and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
+    was_there = own is not None and (own.seq <= put.where.seq or own.step <= put.where.step)
+    if own is not None and was_there and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
         first = replace(own, notes=(*own.notes, *fed_lines(fed)))
         return _named(facts, first, [one for one in others if one is not own], diagnoses, order, None)
     rank = facts.ranks[met.attempt, put.where.rank]
