@@ -6,7 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo import eval_frame
+
+try:
+    from torch._C._dynamo import eval_frame
+except ImportError:  # only an old torch is asked for it
+    eval_frame = None  # type: ignore[assignment]
 
 _is_compiling = torch.compiler.is_compiling
 
@@ -16,7 +20,7 @@ def apart_from_dynamo(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     torch 2.5 and 2.6 leave alone the code that they are named, and not what it calls.
     """
-    if hasattr(eval_frame, "set_code_exec_strategy"):
+    if eval_frame is None or hasattr(eval_frame, "set_code_exec_strategy"):
         return hook
 
     def apart(*args: Any) -> Any:
