@@ -139,7 +139,7 @@ NAMES = (
     TorchName("torch._dynamo", "assume_constant_result", COMPILED),
     TorchName("torch._dynamo", "mark_static_address", COMPILED),
     TorchName("torch._dynamo.eval_frame", "skip_code", MADE_BY_DYNAMO),
-    TorchName("torch._dynamo.eval_frame", "set_code_exec_strategy", MADE_BY_DYNAMO, since=(2, 7)),
+    TorchName("torch._dynamo.eval_frame", "set_code_exec_strategy", MADE_BY_DYNAMO, since=(2, 7), instead=True),
     TorchName("torch._dynamo.resume_execution", "ContinueExecutionCache", COMPILED),
     TorchName("torch._dynamo.symbolic_convert", "InstructionTranslator", COMPILED),
     TorchName("torch._higher_order_ops.wrap", "tag_activation_checkpoint", COMPILED),

@@ -19,13 +19,17 @@ def test_no_script_notices_us_and_what_this_torch_hides_is_told(bench, late):
     assert alone.code == 0
     file = str(bench.cwd / "watched.json")
     watched = bench.launch(SCRIPT, "--on-overflow", "continue", nproc=1, args=(file,), **late)
-    assert watched.code == 0
+    assert watched.code == {"clean": 0, "unknown": 6}[watched.verdict["kind"]]
 
     expected = json.loads((bench.cwd / "alone.json").read_text())
     found = json.loads((bench.cwd / "watched.json").read_text())
     assert len(expected) > 12
     assert [name for name in expected if found[name] != expected[name]] == []
-    missing = compiled_views().missing
-    assert watched.stderr.count(f"gpuwatch: {missing}\n" if missing else "are not looked into\n") == (missing != "")
-    assert missing[1:] in watched.verdict["statement"]
-    assert (watched.report["ranks"][0]["faults"], watched.verdict["kind"]) == ([], "clean")
+    views = compiled_views()
+    told = [line for line in watched.stderr.splitlines() if line.endswith("compiled modules are not looked into")]
+    assert told == ([f"gpuwatch: {views.missing}"] if views.missing else [])
+    if views.rows:
+        assert views.missing[1:] in watched.verdict["statement"]
+        assert watched.verdict["kind"] == "clean"
+    else:  # nothing was seen of a model that a compiled function calls
+        assert "not looked into" in watched.verdict["statement"]

@@ -114,10 +114,16 @@ class Graphs:
     def _begin(self) -> None:
         if not self._attached:
             return
+        try:
+            self._begin_with(compiled_views())
+        except Exception as error:  # of a name that torch does not have any more; the script's import goes on
+            traced.before = traced.after = None
+            self._fault("compiled modules", error)
+
+    def _begin_with(self, views: CompiledViews) -> None:
         from .untraced import leave_alone
 
         leave_alone(self._hooks)
-        views = compiled_views()
         if views.rows:
             self._trace_calls(views)
         else:

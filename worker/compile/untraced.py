@@ -17,7 +17,7 @@ from torch._dynamo import assume_constant_result, eval_frame
 from torch._dynamo import types as strategies
 from torch._guards import CompileContext
 
-_PACKAGE = __name__.partition(".worker.")[0] + ".worker."
+_PACKAGE = __name__.partition(".")[0] + "."
 
 
 class Untraced:
@@ -76,7 +76,7 @@ def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
         for code in codes:
             eval_frame.set_code_exec_strategy(code, skip)
         return
-    with suppress(AttributeError):  # torch before 2.8: what they call must be named, too
+    with suppress(AttributeError):  # torch before 2.7: what they call must be named, too (see apart.py)
         for code in [*codes, *_codes_of_ours()]:
             eval_frame.skip_code(code)
 
@@ -91,7 +91,10 @@ def _codes_of_ours() -> Iterator[types.CodeType]:
 def _codes_in(value: Any) -> Iterator[types.CodeType]:
     if isinstance(value, type) and value.__module__.startswith(_PACKAGE):
         for member in [*vars(value).values()]:
-            for part in (member, *(getattr(member, name, None) for name in ("fget", "__func__", "func"))):
+            for part in (
+                member,
+                *(getattr(member, name, None) for name in ("fget", "__func__", "func", "__wrapped__")),
+            ):
                 if isinstance(part, types.FunctionType):
                     yield from _nested(part.__code__)
     elif isinstance(value, types.FunctionType) and value.__module__.startswith(_PACKAGE):

@@ -15,15 +15,16 @@ tests/e2e/test_compiled_scripts.py runs the scripts that this table comes from, 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
+from ...core.versions.notes import release_of
+from ...core.versions.torch_names import NEWEST
+
 _ROWS_SINCE = (2, 8)
 _GRADIENTS_SINCE = (2, 13)
 _THROUGH_DATA_SINCE = (2, 15)
-_LAST_TRIED = (2, 15)
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,8 @@ class CompiledViews:
 
 def compiled_views(version: str = torch.__version__) -> CompiledViews:
     """What can be seen of compiled modules with this version of torch."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(found[1]), int(found[2])) if found is not None else (0, 0)
-    rows = _ROWS_SINCE <= release <= _LAST_TRIED
+    release = release_of(version) or (0, 0)
+    rows = _ROWS_SINCE <= release <= NEWEST
     gradients = rows and release >= _GRADIENTS_SINCE
     missing = ""
     if not gradients:

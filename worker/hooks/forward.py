@@ -50,6 +50,7 @@ from ..alarms.late_passed import LatePassed
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
+from ..compile.apart import apart_from_dynamo
 from ..compile.attach import Graphs, Opened
 from ..compile.views import CompiledViews
 from ..record.collectives import issued
@@ -152,6 +153,7 @@ class Hooks:
         )
         self._steps.only = only is not None
         self._scalers = Scalers(self.progress, self.judging, self._gradients, self._steps, self._fault)
+        called = [apart_from_dynamo(hook) for hook in (self._before, self._after, self._before_step, self._steps.after)]
         self._graphs = Graphs(
             self._resolve,
             self._may_open_region,
@@ -165,7 +167,7 @@ class Hooks:
             self.frames,
             self._gradients,
             self._fault,
-            (self._before, self._after, self._before_step, self._steps.after, *self._gradients.hooks),
+            (*called, self._before, self._after, self._before_step, self._steps.after, *self._gradients.hooks),
         )
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
@@ -177,7 +179,7 @@ class Hooks:
         self._collectives = Collectives(
             self.progress.groups, self._fault, passed=passed if looks else None, late=self._late_passed
         )
-        self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
+        self._global = GlobalHooks(*called)
         self._exports = Exports(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None
         if self._grads:
@@ -875,7 +877,7 @@ class Hooks:
             self._has_told_unseen = True
             self._recorder.append(CompiledUnseen(self.where(), views.missing, not views.rows))
             if self.progress.rank == 0:
-                print(f"gpuwatch: {views.missing}", file=sys.stderr)
+                tell(f"gpuwatch: {views.missing}")
 
     def _note_not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
         """Compiled code was not looked into: inside of this module, or, where none is known, of this class."""

@@ -292,7 +292,7 @@ def came_of(run: Callable[[], Any]) -> dict[str, Any]:
         "graphs": counters["stats"]["unique_graphs"],
         "recompilations": sum(not str(each.compile_id).endswith("/0") for each in compiled),
         "breaks": sum(counters["graph_break"].values()),
-        "of gpuwatch": sum("/gpuwatch/" in (getattr(each, "co_filename", "") or "") for each in compiled),
+        "of gpuwatch": sum("gpuwatch/worker/" in (getattr(each, "co_filename", "") or "") for each in compiled),
     }
 
 

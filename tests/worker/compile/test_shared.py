@@ -11,18 +11,22 @@ import torch
 import torch.distributed as dist
 from gpuwatch.core.records import NotLookedInto
 from gpuwatch.worker.compile import places
+from gpuwatch.worker.compile.views import compiled_views
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Using `torch.compile.module.` when there are global hooks",
-    "ignore:The .grad attribute of a Tensor",  # torch, where it goes on after a break
-    "ignore:Profiler record function",
-    "ignore:.*world size",
-)
+pytestmark = [
+    pytest.mark.skipif(not compiled_views().gradients, reason=compiled_views().missing),
+    pytest.mark.filterwarnings(
+        "ignore:Using `torch.compile.module.` when there are global hooks",
+        "ignore:The .grad attribute of a Tensor",  # torch, where it goes on after a break
+        "ignore:Profiler record function",
+        "ignore:.*world size",
+    ),
+]
 
 GRADIENTS = ("forward", "weights", "grads")
 

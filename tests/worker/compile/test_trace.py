@@ -12,6 +12,7 @@ from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.records import Ignored, NotLookedInto
 from gpuwatch.worker.compile import graph_op as graph_look
 from gpuwatch.worker.compile import places
+from gpuwatch.worker.compile.views import compiled_views
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
+    pytest.mark.skipif(not compiled_views().gradients, reason=compiled_views().missing),
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch, where it goes on after a break
 ]

@@ -1,0 +1,35 @@
+"""Keeps an old dynamo away from what our hooks call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    from torch._C._dynamo import eval_frame
+except ImportError:  # only an old torch is asked for it
+    eval_frame = None  # type: ignore[assignment]
+
+_is_compiling = torch.compiler.is_compiling
+
+
+def apart_from_dynamo(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook in whose calls dynamo compiles nothing. It is the hook itself if torch can be told so (since 2.7).
+
+    torch 2.5 and 2.6 leave alone the code that they are named, and not what it calls.
+    """
+    if eval_frame is None or hasattr(eval_frame, "set_code_exec_strategy"):
+        return hook
+
+    def apart(*args: Any) -> Any:
+        if _is_compiling():
+            return hook(*args)
+        before = eval_frame.set_eval_frame(None)
+        try:
+            return hook(*args)
+        finally:
+            eval_frame.set_eval_frame(before)
+
+    return apart
