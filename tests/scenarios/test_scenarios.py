@@ -19,6 +19,10 @@ NOT_SCENARIOS = {"common.py", "witness.py"}
 LESS_ON_A_DEVICE = {
     "mask handed in with a closed row": "whether a row of a mask is closed is looked for in host memory only",
     "mask handed in and added to another one": "the same",
+    **{
+        f"a policy and its frozen reference: {what}": "a row of the step that lies in an earlier page is judged first"
+        for what in ("the reference overflows", "the script's ratio")
+    },
 }
 
 
@@ -105,7 +109,8 @@ def test_a_verdict_that_is_sure_of_an_open_question_is_counted():
 
 def test_a_fifth_of_the_scenarios_cannot_be_established():
     open_questions = [s for s in SCENARIOS if s.verdict.get("certainty") in ("supported", "unknown")]
-    assert len(SCENARIOS) >= 100
+    assert len(SCENARIOS) >= 160
+    assert len(KINDS["parallel"]) + len(KINDS["communication"]) >= 40
     assert len(open_questions) >= 20
 
 

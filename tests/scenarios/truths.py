@@ -1015,8 +1015,9 @@ COMMUNICATION = [
     Scenario(
         "DDP's hook divides by 0 tokens on one rank",
         "sharded.py",
-        _found("collective", 1, "head", "Linear", role="grad weight", batch=2),
+        _found("collective", 1, "body.down", "Linear", role="grad weight", batch=2, certainty="supported"),
         args=("--fault", "hook"),
+        statement="made by rank 1 between its backward and all_reduce",
         witness="rank=1 phase=weight module=body.down class=Linear batch=3",
     ),
     Scenario(
@@ -1028,8 +1029,10 @@ COMMUNICATION = [
     Scenario(
         "FSDP2 that reduces in float16",
         "sharded.py",
-        _found("collective", None, "blocks.0.up", "Linear", role="grad weight", batch=2),
+        # its gradient is finite in bfloat16, and inf in the float16 that it puts in: no module has made that
+        {"kind": "overflow", "phase": "collective", "rank": 1, "module": None, "batch": 2, "certainty": "supported"},
         args=("--fault", "reduced"),
+        evidence="rank 1 put .inf into reduce_scatter",
         witness="rank=1 phase=weight module=blocks.0.down class=Linear batch=3",
     ),
     *(
@@ -1045,7 +1048,7 @@ COMMUNICATION = [
             (
                 "the script's ratio",
                 "ratio",
-                {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "root": "Policy"},
+                {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "class": "Policy", "batch": 2},
                 "rank=1 phase=gradient module=head class=Linear batch=2",
             ),
             ("the policy overflows as it generates", "policy", _forward(1, "body.up", root="Policy"), None),
