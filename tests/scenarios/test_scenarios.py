@@ -19,10 +19,6 @@ NOT_SCENARIOS = {"common.py", "witness.py"}
 LESS_ON_A_DEVICE = {
     "mask handed in with a closed row": "whether a row of a mask is closed is looked for in host memory only",
     "mask handed in and added to another one": "the same",
-    **{
-        f"a policy and its frozen reference: {what}": "a row of the step that lies in an earlier page is judged first"
-        for what in ("the reference overflows", "the script's ratio")
-    },
 }
 
 
