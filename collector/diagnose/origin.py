@@ -263,7 +263,7 @@ class _Forward:
             return inside
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
         unread = () if received else self._unread_weights(frame)
-        unseen = _unseen_object(frame)
+        unseen = _unseen_object(frame) or self._without_graph(frame)
         found = self._diagnosis(
             frame,
             output,
@@ -275,6 +275,16 @@ class _Forward:
             notes=(*unread, *unseen, *self._removed(frame, output)),
         )
         return replace(found, weights_read=self._looked_again(frame))
+
+    def _without_graph(self, frame: Frame) -> tuple[str, ...]:
+        """A call without gradients, of code of the script's own: it may have taken a value from a list or an object."""
+        again = self._anomaly.again
+        if again is None or not again.without_graph or frame.module != self._anomaly.module:
+            return ()
+        return (
+            f"{module_text(frame.module, frame.cls)} ran without gradients: no graph of autograd's tells whether it "
+            "took a value from elsewhere than its arguments",
+        )
 
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
         """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""

@@ -305,6 +305,15 @@ PLACES = [
         witness="rank=1 phase=forward module=taker class=Taker batch=2",
     ),
     Scenario(
+        "a value that goes on by a list, without gradients",
+        "by_another_way.py",
+        # `encoder` has made it, and no frame and no graph tells: nothing of `taker` is proven
+        {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
+        args=("--way", "list", "--gradients", "0"),
+        evidence="ran without gradients: no graph",
+        witness="rank=1 phase=forward module=taker class=Taker batch=2",
+    ),
+    Scenario(
         "a process that leaves in a forward with exit code 0",
         "places.py",
         {"kind": "crash", "rank": 1, "batch": 2, "certainty": "established"},

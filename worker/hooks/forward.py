@@ -677,6 +677,7 @@ class Hooks:
             own_code=own_code,
             own_code_of=role,
             left=self._was_left(bad),
+            without_graph=not bad.page.with_gradients and not type(module).__module__.startswith("torch."),
         )
 
     def _was_left(self, bad: NonFiniteRow) -> bool:
