@@ -157,11 +157,17 @@ class _Forward:
             frame.module,
             frame.cls,
             source="made",
-            sure=before is not None or bool(mask.mark & Mark.CLOSED),
+            sure=before is not None or self._is_closed(frame, mask),
             notes=tuple(filter(None, notes)),
         )
-        closed = f"a row of {mask.role} is -inf throughout" if mask.mark & Mark.CLOSED else ""
+        closed = f"a row of {mask.role} is -inf throughout" if self._is_closed(frame, mask) else ""
         return replace(found, mask=closed or f"{mask.role} held -inf")
+
+    def _is_closed(self, frame: Frame, mask: Row) -> bool:
+        """Whether a row of the mask is known to be -inf throughout."""
+        again = self._anomaly.again
+        told = again is not None and frame.module == self._anomaly.module and mask.role in again.closed
+        return told or bool(mask.mark & Mark.CLOSED)
 
     def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
         """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""

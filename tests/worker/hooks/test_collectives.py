@@ -43,6 +43,7 @@ def show(name):
 LOOKS = """
 from gpuwatch.core.judge import Limits
 from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker.alarms.closed_rows import LateMasks
 from gpuwatch.worker.alarms.late_passed import LatePassed
 from gpuwatch.worker.record.passed import PassedValues
 from gpuwatch.worker.record.progress import Progress
@@ -56,7 +57,7 @@ progress = Progress(recorder, WorkerSettings(""), rank)
 on_fault = lambda part, error: faults.append(repr(error))
 rows = Rows(recorder, Selection((), ()), Notable(Limits()), on_fault, progress.lock)
 passed = PassedValues(progress, progress.groups)
-late = LatePassed(passed, rows, progress.groups, progress.lock, on_fault)
+late = LatePassed(passed, rows, progress.groups, progress.lock, on_fault, LateMasks(rows))
 collectives = Collectives(progress.groups, on_fault, native=sys.argv[3] == "native", passed=passed, late=late)
 collectives.attach()
 told = RecorderReader(folder / f"passed-{rank}")
