@@ -13,7 +13,7 @@ TURN ?= $(SEED)
 export PYTHONDONTWRITEBYTECODE =
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow soak fuzz gpu lint typecheck docs check clean
+.PHONY: help demo test slow soak matrix fuzz gpu lint typecheck docs check clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -39,6 +39,14 @@ slow: $(READY)  ## a sample of the long tests, each kind among them; a quarter o
 
 soak: $(READY)  ## every test that needs no GPU, with new random examples; hours
 	$(PYTEST) -m 'not gpu' --hypothesis-profile soak --numprocesses $(JOBS) --dist loadgroup
+	$(MAKE) matrix MATRIX=--remove
+
+# TORCH=2.8.0 PYTHON=python3.12 picks one, and MATRIX="--short --remove" is what CI runs.
+TORCH ?=
+MATRIX ?=
+matrix:  ## the tests with other releases of torch and Python, which makes docs/versions.md; hours (TORCH=, PYTHON=)
+	python3 tests/matrix.py --jobs $(JOBS) $(if $(TORCH),--torch $(TORCH)) \
+	    $(if $(filter file,$(origin PYTHON)),,--python $(PYTHON)) $(MATRIX)
 
 FUZZ_S ?= 600
 fuzz: $(READY)  ## what reads bytes, each reader for ten minutes (FUZZ_S), guided by coverage

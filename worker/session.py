@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import traceback
@@ -10,10 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.recorder.layout import Field, HooksState, RankPhase
+from ..core.imports.own_imports import own_imports
+from ..core.recorder.layout import Field, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
+from ..core.versions.notes import release_of
+from ..core.versions.torch_names import NEWEST, missing
 from .children import wait_for_training, watch_children
 from .own_ends import Undo, hear_of_ends
 from .peer_failures import is_from_peer_failure
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     from .hooks.forward import Hooks
 
 
-_SETTLE_S = 2.0
+SETTLE_S = 2.0
 _TRACEBACK_CHARACTERS = 16000
 
 _current: Session | None = None
@@ -88,9 +92,7 @@ class Session:
         self.settings, self.rank = settings, rank
         if self.hooks is not None:
             self.hooks.progress.settings, self.hooks.progress.rank = settings, rank
-        fields = self.recorder.fields
-        fields[Field.RANK], fields[Field.LOCAL_RANK] = rank, local_rank
-        fields[Field.WORLD_SIZE], fields[Field.ATTEMPT] = world_size, settings.attempt
+        self.recorder.identify(rank, local_rank, world_size, settings.attempt)
 
     def where(self) -> Where:
         """The place in the run, for an event."""
@@ -115,7 +117,7 @@ class Session:
         hooks = self.hooks
         if hooks is None:
             return False
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + SETTLE_S
         try:
             while not (settled := hooks.settle()) and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -172,7 +174,7 @@ class Session:
         try:
             fields = self.recorder.fields
             if self.is_ours and fields[Field.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
-                fields[Field.LEFT] = 1
+                fields[Field.LEFT] = seal(1)
         except Exception:
             pass
 
@@ -181,7 +183,7 @@ class Session:
         if threading.current_thread() is not threading.main_thread():
             return False
         hooks = self.hooks
-        return hooks is None or (hooks.progress.lock.comes_free(_SETTLE_S) and self.settle())
+        return hooks is None or (hooks.progress.lock.comes_free(SETTLE_S) and self.settle())
 
     def answer_with_stacks(self) -> None:
         """Let the node agent ask where this rank stands. Never raises."""
@@ -195,13 +197,14 @@ class Session:
         if not self.is_ours:  # the script has forked, and only then imported torch
             self._wait_for_training()
             return
+        with own_imports():
+            self._attach_hooks()
+
+    def _attach_hooks(self) -> None:
         try:
             from .hooks.forward import Hooks
-            from .hooks.global_hooks import HANDS_OVER_KWARGS
 
-            if not HANDS_OVER_KWARGS:
-                note = "this release of torch hands no keyword arguments to global hooks: they are not in the frames"
-                self.recorder.append(Fault(self.where(), "hooks", note))
+            self._tell_what_torch_lacks()
             hooks = Hooks(self.recorder, self.settings, self.rank)
             hooks.attach()
             self.hooks = hooks
@@ -210,6 +213,16 @@ class Session:
         except Exception as error:
             self.recorder.fields[Field.HOOKS] = HooksState.FAILED
             self.recorder.append(Fault(self.where(), "attach", f"{type(error).__name__}: {error}"))
+
+    def _tell_what_torch_lacks(self) -> None:
+        """A name that is gone, though this release should have it, turns one view off: see core/versions."""
+        version = str(sys.modules["torch"].__version__)
+        gone: dict[str, list[str]] = {}
+        for one in missing(release_of(version) or NEWEST):
+            gone.setdefault(one.lost, []).append(one.path)
+        for lost, paths in gone.items():
+            text = f"torch {version} has no {', '.join(paths)}: {lost}"
+            self.recorder.append(Fault(self.where(), "names of torch", text))
 
     def _wait_for_training(self) -> None:
         """In a fork of this rank: its training is not watched, and that is told in the rank's recorder."""

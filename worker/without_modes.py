@@ -8,6 +8,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..core.versions.torch_names import name_in_torch
+
+_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -19,7 +22,7 @@ def without_modes(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if grad:
             torch._C._set_grad_enabled(False)
         try:
-            if torch._C._len_torch_dispatch_stack():
+            if _modes():
                 with _disable_current_modes():
                     return call(*args, **kwargs)
             return call(*args, **kwargs)

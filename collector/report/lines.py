@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ...core.frames import module_text
 from ...core.recorder.lone_process import rank_name
 from ...core.text.ranks_text import ranks_text
+from ...core.versions.notes import notes_on
 from ..decide.verdict_model import Cascade, Concurrent
 from .model import FirstAnomaly, Report
 
@@ -80,6 +81,7 @@ def trouble_lines(report: Report) -> Iterator[str]:
         if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
             off = -node.clock_offset_ns / 1e9
             yield f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs"
+    yield from notes_on(report.run.versions.get("torch", ""))
     for rank in report.everyone:
         for fault in rank.faults:
             yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"

@@ -6,6 +6,7 @@ _HARMLESS = frozenset(
     (
         "preflight",
         "hooks",
+        "names of torch",
         "device note",
         "native frame writer",
         "stacks",
@@ -16,9 +17,9 @@ _HARMLESS = frozenset(
         "hottest modules",
     )
 )
-"""Parts whose faults cost no frame. `hooks`, `device note` and `native frame writer` are notes about how frames are
-read and written. Without `stacks` or `collectives` a hang is told with less. The last four are the node agent's: they
-look back at frames that it has."""
+"""Parts whose faults cost no frame. `hooks`, `names of torch`, `device note` and `native frame writer` are notes about
+how frames are read and written. Without `stacks` or `collectives` a hang is told with less. The last four are the node
+agent's: they look back at frames that it has."""
 
 
 def costs_frames(part: str) -> bool:

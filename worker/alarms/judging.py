@@ -15,7 +15,7 @@ from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
 from ...core.frames import Frame, Mark, Row, module_text
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
-from ...core.recorder.layout import Field
+from ...core.recorder.layout import Field, seal
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.records import (
@@ -405,7 +405,7 @@ class Judging:
         """Raise OverflowDetected if an anomaly is to end the job."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._fields[Field.ABORT] = ExitCode.OVERFLOW
+            self._fields[Field.ABORT] = seal(ExitCode.OVERFLOW)
             raise OverflowDetected(sentence(pending, launched=bool(self._progress.settings.recorder_dir)))
 
     # -- near overflow and underflow ----------------------------------------------------------------------------

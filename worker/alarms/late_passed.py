@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.recorder.group_table import OPERATIONS
-from ...core.recorder.layout import Field
+from ...core.recorder.layout import Field, seal
 from ...core.records import Where
 from ...core.values import NonFinite
 from ..record.group_table import NO_MESSAGE, GroupTable
@@ -94,7 +94,7 @@ class LatePassed:
                 return self._look(slot, number, operation, root, message, when, given, tensors)
         except Exception as error:
             self._failed = True
-            self._fields[Field.PASSED_UNSEEN] = 1
+            self._fields[Field.PASSED_UNSEEN] = seal(1)
             self._on_fault("what passes", error)
             return None
 
@@ -126,7 +126,7 @@ class LatePassed:
     def _read(self, passing: Passing, came_out: bool, given: Given, tensors: Sequence[torch.Tensor]) -> Given:
         readings = self._rows.passed_on(tensors[0].device)
         if readings is None:
-            self._fields[Field.PASSED_UNSEEN] = 1
+            self._fields[Field.PASSED_UNSEEN] = seal(1)
             return None
         self._collect(readings)
         found = readings.read(tensors, None)
@@ -164,7 +164,7 @@ class LatePassed:
     def _collect(self, readings: PassedReadings) -> None:
         come = self._held + readings.collect()
         if readings.unseen:
-            self._fields[Field.PASSED_UNSEEN] = 1
+            self._fields[Field.PASSED_UNSEEN] = seal(1)
         self._held = []
         for reading in come:
             about: _LateValues | ClosedMask | None = reading.about

@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.frames import RowKind
 from ...core.values import Encoding, NonFinite
+from ...core.versions.torch_names import name_in_torch
 from ..stats.tensor_stats import NOT_MEASURABLE, TensorStats, measure, to_plain
 
+_modes = name_in_torch("torch._C._len_torch_dispatch_stack", lambda: 0)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -30,7 +32,7 @@ def without_modes() -> Iterator[None]:
     torch._C._set_grad_enabled(False)
     try:
         with torch._C.DisableTorchFunction():
-            if torch._C._len_torch_dispatch_stack():
+            if _modes():
                 with _disable_current_modes():
                     yield
             else:

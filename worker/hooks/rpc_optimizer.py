@@ -1,7 +1,8 @@
-"""Steps of RPC's DistributedOptimizer, which TorchScript runs in threads of RPC: none of torch's step hooks sees them.
+"""Steps of RPC's DistributedOptimizer, which run in threads of RPC: none of torch's step hooks sees them.
 
-The process that holds the parameters compiles an optimizer for them. It is compiled within a module that calls one
-operation of gpuwatch's before each step and one after it; what the step computes is the same. The process that calls
+Up to torch 2.13, the process that holds the parameters compiles an optimizer for them (TorchScript). It is compiled
+within a module that calls one operation of gpuwatch's before each step and one after it; what the step computes is the
+same. From torch 2.14 on that optimizer is a class of Python, whose `step` is replaced. The process that calls
 `DistributedOptimizer.step` counts the step where none of the parameters is its own.
 """
 
@@ -57,6 +58,12 @@ def _step(place: torch.Tensor, context: int, begins: bool) -> None:
         return
 
 
+def _settings_of(optimizer: Any) -> dict[str, Any]:
+    """Learning rate and the like, as torch's functional optimizers keep them."""
+    defaults = getattr(optimizer, "defaults", None)
+    return dict(defaults) if isinstance(defaults, dict) else {}
+
+
 @functools.cache
 def _define() -> Any:
     """Define the operation. `place` counts as written to, so that TorchScript drops no call."""
@@ -78,7 +85,7 @@ class RpcOptimizers:
     ) -> None:
         self._before, self._after, self._count, self._on_fault = before, after, count, on_fault
         self._stop: Callable[[], None] | None = None
-        self._originals: tuple[Any, Any] | None = None
+        self._originals: list[tuple[Any, str, Any]] = []
 
     def attach(self) -> None:
         """Begin, or wait until the script imports the optimizer's module."""
@@ -91,18 +98,69 @@ class RpcOptimizers:
             self._stop = None
         if self._tell in _told:
             _told.remove(self._tell)
-        module, originals = sys.modules.get(_MODULE), self._originals
-        if module is not None and originals is not None:
-            module._new_script_local_optimizer, module.DistributedOptimizer.step = originals  # type: ignore[attr-defined]
-            self._originals = None
+        for owner, name, before in self._originals:
+            setattr(owner, name, before)
+        self._originals = []
 
     def _replace(self) -> None:
         module: Any = sys.modules[_MODULE]
-        try:
-            new, step, compiled = module._new_script_local_optimizer, module.DistributedOptimizer.step, torch.jit.script
-            local, interface = module._ScriptLocalOptimizer, module._ScriptLocalOptimizerInterface
-        except AttributeError:  # a torch without it
+        if hasattr(module, "_FunctionalLocalOptimizer"):
+            self._see_functional(module._FunctionalLocalOptimizer)
+        elif hasattr(module, "_new_script_local_optimizer"):
+            self._see_scripted(module)
+        else:  # a torch without either
             return
+        step = module.DistributedOptimizer.step
+
+        @functools.wraps(step)
+        def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            result = step(optimizer, *args, **kwargs)
+            try:
+                if not any(each.is_owner() for each in optimizer.remote_optimizers):
+                    self._count()
+            except Exception as error:
+                self._on_fault("an optimizer of RPC", error)
+            return result
+
+        self._put(module.DistributedOptimizer, "step", step_seen)
+
+    def _put(self, owner: Any, name: str, ours: Any) -> None:
+        self._originals.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, ours)
+
+    def _see_functional(self, kind: Any) -> None:
+        """torch 2.14 and later: an object of `kind` holds the parameters of this process, and steps."""
+        step = kind.step
+        known: weakref.WeakKeyDictionary[Any, ScriptedOptimizer] = weakref.WeakKeyDictionary()
+
+        def seen_as(optimizer: Any) -> ScriptedOptimizer:
+            seen = known.get(optimizer)
+            if seen is None:
+                name = f"{_MODULE}.{type(optimizer.optim).__name__}"
+                seen = known[optimizer] = ScriptedOptimizer(
+                    name, optimizer._local_params, _settings_of(optimizer.optim)
+                )
+            return seen
+
+        @functools.wraps(step)
+        def step_seen(optimizer: Any, context: int, *args: Any, **kwargs: Any) -> Any:
+            try:
+                gradients = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]  # of C++
+                self._tell(seen_as(optimizer), gradients, True)
+            except Exception as error:
+                self._on_fault("an optimizer of RPC", error)
+            result = step(optimizer, context, *args, **kwargs)
+            try:
+                self._tell(seen_as(optimizer), {}, False)
+            except Exception as error:
+                self._on_fault("an optimizer of RPC", error)
+            return result
+
+        self._put(kind, "step", step_seen)
+
+    def _see_scripted(self, module: Any) -> None:
+        new, compiled = module._new_script_local_optimizer, torch.jit.script
+        local, interface = module._ScriptLocalOptimizer, module._ScriptLocalOptimizerInterface
 
         @functools.wraps(new)
         def new_seen(optim_cls: Any, local_params_rref: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,18 +178,7 @@ class RpcOptimizers:
                 self._on_fault("an optimizer of RPC", error)
                 return new(optim_cls, local_params_rref, *args, **kwargs)
 
-        @functools.wraps(step)
-        def step_seen(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            result = step(optimizer, *args, **kwargs)
-            try:
-                if not any(each.is_owner() for each in optimizer.remote_optimizers):
-                    self._count()
-            except Exception as error:
-                self._on_fault("an optimizer of RPC", error)
-            return result
-
-        self._originals = new, step
-        module._new_script_local_optimizer, module.DistributedOptimizer.step = new_seen, step_seen
+        self._put(module, "_new_script_local_optimizer", new_seen)
         _told.append(self._tell)
 
     def _tell(self, optimizer: ScriptedOptimizer, gradients: dict[torch.Tensor, torch.Tensor], begins: bool) -> None:

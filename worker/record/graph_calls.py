@@ -14,13 +14,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
-from torch.autograd import graph as torch_graph
 from torch.autograd.function import BackwardCFunction
 
+from ...core.versions.torch_names import name_in_torch
 from .roots import ModuleInfo
 
-next_node = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]  # torch has no annotation; 2.5 to 2.13 have it
+next_node: Callable[[], int] = name_in_torch("torch.autograd._get_sequence_nr", lambda: 0)
 """The number that the next node of this thread gets."""
 
 
@@ -79,8 +78,8 @@ class Graph(NamedTuple):
     """The backward leaves it as it is, or a part of it: the script may go back through it again."""
 
 
-_ENGINE = getattr(torch_graph, "_engine_run_backward", None)
-"""The function of torch (2.5 to 2.13) that every backward runs in."""
+_ENGINE = name_in_torch("torch.autograd.graph._engine_run_backward")
+"""The function of torch that every backward runs in."""
 
 
 def running_graph(calls: GraphCalls) -> Graph | None:

@@ -71,6 +71,6 @@ def _extremes(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | Non
     """Without a temporary of the gradient's size; None for a tensor that torch has no such operation for."""
     try:
         smallest, largest = torch.aminmax(gradient)
-    except (RuntimeError, NotImplementedError):  # it is empty, complex, or of 8 bits
+    except (RuntimeError, TypeError):  # it is empty, of 8 bits, or complex (from torch 2.15 on a TypeError)
         return None
     return smallest, largest

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, Encoding, NonFinite
+from ...core.versions.torch_names import name_in_torch
 from ..without_modes import without_modes
 from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, to_plain, version_of
 
@@ -62,7 +63,7 @@ KINDS = _kinds()
 DTYPES = {CODES[dtype]: dtype for dtype in KINDS}
 """Code of a dtype (core/values.py) -> the dtype, for those that a reader knows."""
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 
 
 class Source(NamedTuple):

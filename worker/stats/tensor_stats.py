@@ -12,6 +12,7 @@ import torch
 
 from ...core.frames import RowKind
 from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, Encoding, NonFinite
+from ...core.versions.torch_names import name_in_torch
 from .host_reduce import below, extremes
 
 
@@ -73,6 +74,8 @@ FLOATS = {
 }
 
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
+_is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+_has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
 _MEASURED = int(RowKind.MEASURED)
 _new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
 """Makes a named tuple three times as fast as its class does."""
@@ -267,7 +270,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     Sparse: the stored values. Nested: the values of all parts. Quantized: the dequantized values. DTensor: the local
     shard. Complex: the magnitudes. float8: converted to float32, which is exact.
     """
-    if tensor.device.type == "meta" or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.device.type == "meta" or _is_wrapped(tensor):
         return None
     if hasattr(tensor, "_local_tensor"):
         tensor = tensor._local_tensor
@@ -285,7 +288,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
         tensor = tensor.values()
     elif tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    if torch._C._has_storage(tensor) and not has_memory(tensor):
+    if _has_storage(tensor) and not has_memory(tensor):
         return None  # the operations below would read it
     if tensor.is_quantized:
         tensor = tensor.dequantize()

@@ -24,11 +24,13 @@ try:
 except ImportError:  # gpuwatch was installed without a C compiler
     _native_tables = None  # type: ignore[assignment]
 
-_OLDEST, _NEWEST = (3, 3), (3, 7)
+_OLDEST, _NEWEST = (3, 3), (3, 9)
 """The Triton versions whose compiled kernels take all arguments, constants included, in this order.
 
 A compiled kernel does not check the number of its arguments, so other versions are launched in the ordinary way.
 """
+_OPTIONS = {"enable_fp_fusion": True}
+"""Of an ordinary launch. The kernels multiply no floats; Triton 3.9 warns the script if a launch leaves this open."""
 _INT32 = 1 << 31
 _PACK_BLOCK = 128
 _ROWS, _ENTRY = 256, 8
@@ -73,7 +75,7 @@ class TritonReader:
         most = self._most_programs(tensor.device)
         view = tensor if kind.read_as is tensor.dtype else tensor.view(kind.read_as)
         launch = self._kernel.read[(min(-(-elements // block), most),)]
-        compiled = launch(view, rows, position, elements, inner, stride, *constants)
+        compiled = launch(view, rows, position, elements, inner, stride, *constants, **_OPTIONS)
         if self._is_direct and compiled is not None:
             self._reads[key] = compiled, block, most, constants
 
@@ -98,7 +100,7 @@ class TritonReader:
             if compiled is not None:
                 compiled[programs, 1, 1](*addresses, *arguments)
             else:
-                self._keep(key, self._kernel.read_many[(programs,)](*tensors, *arguments))
+                self._keep(key, self._kernel.read_many[(programs,)](*tensors, *arguments, **_OPTIONS))
             at += number * _ENTRY
 
     def pack(self, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -111,7 +113,7 @@ class TritonReader:
         if compiled is not None:
             compiled[programs, 1, 1](address, target, count, _PACK_BLOCK)
         else:
-            self._keep(key, self._kernel.pack[(programs,)](rows, packed, count, _PACK_BLOCK))
+            self._keep(key, self._kernel.pack[(programs,)](rows, packed, count, _PACK_BLOCK, **_OPTIONS))
         return packed
 
     def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:

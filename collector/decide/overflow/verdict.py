@@ -10,7 +10,7 @@ from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..own_faults import doubts_about
 from ..verdict_model import Concurrent, Verdict
-from ..words import COMPILED, cascade_of, device_of, found_text, seen_in
+from ..words import cascade_of, device_of, found_text, seen_in, step_for_compiled
 from .advice import clues_of, next_steps
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .handed_on import as_passed
@@ -173,7 +173,7 @@ def _named(
         between=first.between,
         evidence=evidence,
         next=[
-            *([COMPILED] if is_compiled(facts, first) else []),
+            *([step_for_compiled([facts.one(first.attempt, first.rank)])] if is_compiled(facts, first) else []),
             *next_steps(first, clues),
         ],
         concurrent=[

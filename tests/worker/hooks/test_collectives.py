@@ -607,7 +607,8 @@ work.wait()
 shown["waited"] = all_told()
 dist.all_reduce(bad)
 shown["no work"] = all_told()
-shown["unseen"] = recorder.fields[47]
+from gpuwatch.core.recorder.layout import Field, unseal
+shown["unseen"] = unseal(recorder.fields[Field.PASSED_UNSEEN])
 """
     )
     sent = ["send", 1, 0, 2, False, "nan", "float32", 3, "not finite", None]

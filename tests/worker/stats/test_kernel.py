@@ -32,7 +32,7 @@ from gpuwatch.worker.stats.device_reader import (
     source_of,
 )
 from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
-from gpuwatch.worker.stats.triton_reader import TritonReader, _constants
+from gpuwatch.worker.stats.triton_reader import _OPTIONS, TritonReader, _constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -473,7 +473,7 @@ def compiled(function, arguments, constants, aligned):
     signature = dict(zip(function.arg_names, types, strict=True))
     constexprs = {(len(arguments) + at,): value for at, value in enumerate(constants)}
     source = ASTSource(function, signature, constexprs, {(at,): [["tt.divisibility", 16]] for at in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=_OPTIONS).asm["ptx"]
 
 
 @pytest.mark.quick(3)

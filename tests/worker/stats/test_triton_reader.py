@@ -20,10 +20,12 @@ class Function:
 
     def __init__(self):
         self.ordinary = []
+        self.options = []
         self.direct = []
 
     def __getitem__(self, grid):
-        def launch(*args):
+        def launch(*args, **options):
+            self.options.append(options)
             self.ordinary.append((grid, args))
             return Compiled(self)
 
@@ -83,13 +85,29 @@ def test_tensors_of_one_dtype_and_layout_share_a_launch_and_a_table(kernel):
     assert (again[0], again[1][2:]) == ((4, 1, 1), (rows.data_ptr(), *constants))
 
 
-@pytest.mark.parametrize("version", ["3.2.0", "3.8.0", "2.1.0", "4.0", "unheard of"])
+@pytest.mark.parametrize("version", ["3.2.0", "3.10.0", "2.1.0", "4.0", "unheard of"])
 def test_a_triton_that_is_not_known_is_launched_in_the_ordinary_way(kernel, version):
     reader = TritonReader(kernel, version)
     rows = fresh_rows(4, torch.device("cpu"))
     for position in range(3):
         reader.read(source_of(torch.ones(30)), rows, position, False)
     assert (len(kernel.read.ordinary), len(kernel.read.direct)) == (3, 0)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")
+def test_a_launch_leaves_no_option_open_of_which_triton_warns_the_script(kernel):
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    reader, rows = TritonReader(kernel, "3.9.0"), fresh_rows(4, torch.device("cpu"))
+    reader.read(source_of(torch.ones(30)), rows, 0, False)
+    reader.pack(rows, 1)
+    reader.read_many(Readings([Waiting([source_of(torch.ones(30))], 1, True)], rows.device), rows)
+    launches = [options for one in (kernel.read, kernel.pack, kernel.read_many) for options in one.options]
+    assert len(launches) == 3
+    for options in launches:
+        parsed = make_backend(GPUTarget("cuda", 90, 32)).parse_options(dict(options))  # a warning is an error here
+        assert options.keys() <= parsed.__dict__.keys()
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (it comes with torch's CUDA wheels)")

@@ -1,0 +1,1 @@
+"""Which releases of torch have what gpuwatch uses of it, and what a run tells of that."""

@@ -1,0 +1,201 @@
+"""The private names of torch that gpuwatch uses: which releases have them, and what is not seen without each.
+
+torch promises nothing about a private name: a new release may move it. So each stands in one table, and a test asks the
+torch that runs it whether the table is true. What a known release lacks is told once for a run (notes.py). What is gone
+in spite of the table is found when the hooks are attached (`missing`), and is told as a fault. torch is not imported
+here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+OLDEST, NEWEST = (2, 5), (2, 15)
+"""The releases of torch that gpuwatch was tried with: docs/versions.md."""
+
+Release = tuple[int, int]
+
+
+class TorchName(NamedTuple):
+    """A name that torch may take away."""
+
+    place: str
+    """The module, or what has the attribute: `<autograd node>`."""
+    name: str
+    """Within it; dots lead on."""
+    lost: str
+    """What is not seen without it, as the end of a sentence."""
+    since: Release = OLDEST
+    until: Release | None = None
+    """The last release that has it; None: all do."""
+    instead: bool = False
+    """The other releases have another name of the table in its place: nothing is lost with them."""
+
+    @property
+    def path(self) -> str:
+        """As a reader would write it."""
+        return f"{self.place}.{self.name}"
+
+    def is_in(self, release: Release) -> bool:
+        """Whether this release has it, by the table."""
+        return self.since <= release and (self.until is None or release <= self.until)
+
+
+# -- what is not seen without a name ---------------------------------------------------------------------------------
+
+NOTHING_SEEN = "nothing of the training is recorded"
+KWARGS = "keyword arguments are not in the frames"
+NATIVE = "frames are written by Python, which takes longer"
+TRACING = "calls that torch.jit.trace makes are recorded as training"
+GRAPH = "which module's backward made a gradient is told less surely"
+FUNCTORCH = "tensors within torch.func cannot be told from others"
+MODES = "a script's own torch modes see gpuwatch's operations"
+DEVICE = "numbers of a GPU are not read"
+COMMS = "collectives are not seen"
+HANGS = "a hang is told without the collectives"
+SCALER = "steps that a GradScaler skips are not told"
+SHARDS = "weights that FSDP2 shards are looked up by name alone"
+PIPELINES = "a pipeline's shape inference is recorded as a batch"
+RPC = "steps of DistributedOptimizer are not seen"
+CHILDREN = "a DataLoader's worker may be taken for a rank"
+RUN = "gpuwatch run does not hear which process is which rank"
+LAUNCH = "gpuwatch launch and check cannot start ranks"
+KEYS = "an elastic restart can wait for addresses of the attempt before it"
+COMPILED = "compiled modules are not looked into"
+MADE_BY_DYNAMO = "what compiled code calls is traced with it"
+
+_C10D = "torch.distributed.distributed_c10d"
+_GROUP = f"{_C10D}.ProcessGroup"
+_MODULES = "torch.nn.modules.module"
+_OPTIMIZERS = "torch.optim.optimizer"
+_RPC = "torch.distributed.optim.optimizer"
+_NODE = "<autograd node>"
+
+NAMES = (
+    # -- every frame --
+    TorchName("torch.nn.Module", "_call_impl", NOTHING_SEEN),
+    TorchName(_MODULES, "_global_forward_pre_hooks", NOTHING_SEEN),
+    TorchName(_MODULES, "_global_forward_hooks", NOTHING_SEEN),
+    TorchName(_MODULES, "_global_forward_hooks_always_called", NOTHING_SEEN),
+    TorchName(_MODULES, "_global_forward_hooks_with_kwargs", KWARGS, since=(2, 6)),
+    TorchName(_OPTIMIZERS, "_global_optimizer_pre_hooks", NOTHING_SEEN),
+    TorchName(_OPTIMIZERS, "_global_optimizer_post_hooks", NOTHING_SEEN),
+    TorchName("torch.Tensor", "__dlpack_c_exchange_api__", NATIVE, since=(2, 10)),
+    TorchName("torch._C", "_len_torch_function_stack", NATIVE),
+    TorchName("torch.compiler", "_is_compiling_flag", NATIVE),
+    TorchName("torch._C", "_is_tracing", TRACING),
+    TorchName("torch._C", "_get_tracing_state", TRACING),
+    TorchName("torch._C._functorch", "is_functorch_wrapped_tensor", FUNCTORCH),
+    TorchName("torch._C", "_has_storage", FUNCTORCH),
+    TorchName("torch._C", "DisableTorchFunction", NOTHING_SEEN),
+    TorchName("torch._C", "_set_grad_enabled", NOTHING_SEEN),
+    TorchName("torch._C", "_len_torch_dispatch_stack", MODES),
+    TorchName("torch.utils._python_dispatch", "_disable_current_modes", NOTHING_SEEN),
+    TorchName("torch.utils._pytree", "tree_flatten", NOTHING_SEEN),
+    TorchName("torch.Tensor", "_version", NOTHING_SEEN),
+    TorchName("torch.Tensor", "_backward_hooks", GRAPH),
+    TorchName("<module>", "_forward_hooks", NOTHING_SEEN),
+    TorchName("<module>", "_parameters", NOTHING_SEEN),
+    # -- the backward --
+    TorchName("torch.autograd.Variable", "_execution_engine", GRAPH),
+    TorchName("torch._C", "_current_graph_task_id", GRAPH),
+    TorchName("torch._C", "_current_autograd_node", GRAPH),
+    TorchName("torch.autograd", "_get_sequence_nr", GRAPH),
+    TorchName("torch.autograd.graph", "_engine_run_backward", GRAPH),
+    TorchName("torch.autograd.function", "BackwardCFunction", GRAPH),
+    TorchName(_NODE, "_sequence_nr", GRAPH),
+    TorchName(_NODE, "_input_metadata", GRAPH),
+    TorchName(_NODE, "_saved_alpha", GRAPH),
+    TorchName("torch.amp.grad_scaler.GradScaler", "_get_scale_async", SCALER),
+    # -- a device --
+    TorchName("torch._C", "_cuda_getCurrentRawStream", DEVICE),
+    TorchName("torch._C", "_CudaDeviceProperties", DEVICE),
+    # -- several ranks --
+    TorchName(_C10D, "_pg_map", COMMS),
+    TorchName(_C10D, "_world", COMMS),
+    TorchName(_C10D, "_update_default_pg", RUN),
+    TorchName(_GROUP, "_get_sequence_number_for_group", COMMS),
+    TorchName(_GROUP, "_start_coalescing", HANGS),
+    TorchName(_GROUP, "_end_coalescing", HANGS),
+    TorchName(_GROUP, "_allgather_base", HANGS),
+    TorchName(_GROUP, "_reduce_scatter_base", HANGS),
+    TorchName("torch.distributed.TCPStore", "list_keys", KEYS, since=(2, 10)),
+    TorchName("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", SHARDS, since=(2, 6)),
+    TorchName("torch.distributed.tensor.DTensor", "_local_tensor", SHARDS),
+    TorchName(_RPC, "_new_script_local_optimizer", RPC, until=(2, 13), instead=True),
+    TorchName(_RPC, "_ScriptLocalOptimizer", RPC, until=(2, 13), instead=True),
+    TorchName(_RPC, "_ScriptLocalOptimizerInterface", RPC, until=(2, 13), instead=True),
+    TorchName(_RPC, "_FunctionalLocalOptimizer", RPC, since=(2, 14), instead=True),
+    TorchName("torch.utils.data._utils.worker", "_worker_info", CHILDREN),
+    # -- torchrun's agent --
+    TorchName("torch.distributed.launcher.api", "LocalElasticAgent", LAUNCH),
+    TorchName("torch.distributed.launcher.api", "LocalElasticAgent._start_workers", LAUNCH),
+    TorchName("torch.distributed.launcher.api", "LocalElasticAgent._shutdown", LAUNCH),
+    TorchName("torch.distributed.elastic.rendezvous.utils", "_matches_machine_hostname", LAUNCH),
+    # -- compiled code --
+    TorchName("torch._C._functorch", "peek_interpreter_stack", COMPILED),
+    TorchName("torch._guards", "CompileContext", COMPILED),
+    TorchName("torch._dynamo", "assume_constant_result", COMPILED),
+    TorchName("torch._dynamo", "mark_static_address", COMPILED),
+    TorchName("torch._dynamo.eval_frame", "skip_code", MADE_BY_DYNAMO),
+    TorchName("torch._dynamo.eval_frame", "set_code_exec_strategy", MADE_BY_DYNAMO, since=(2, 7)),
+    TorchName("torch._dynamo.resume_execution", "ContinueExecutionCache", COMPILED),
+    TorchName("torch._dynamo.symbolic_convert", "InstructionTranslator", COMPILED),
+    TorchName("torch._higher_order_ops.wrap", "tag_activation_checkpoint", COMPILED),
+    TorchName("torch._inductor.config", "triton.cudagraphs", COMPILED),
+    TorchName("torch.nn.parallel.DistributedDataParallel", "_active_ddp_module", COMPILED),
+)
+
+
+def name_in_torch(path: str, otherwise: Any = None) -> Any:
+    """What torch has under this path of the table; `otherwise` where it has no such name.
+
+    The module is imported already: this imports nothing.
+    """
+    one = _BY_PATH[path]
+    if not is_there(one):
+        return otherwise
+    where, names = _loaded(one.place)
+    for each in (*names, *one.name.split(".")):
+        where = getattr(where, each)
+    return where
+
+
+def missing(release: Release) -> list[TorchName]:
+    """Names that this release should have and that are gone, of those modules that are imported."""
+    torch = sys.modules.get("torch")
+    builds = getattr(torch, "version", None)
+    has_gpus = any(getattr(builds, kind, None) for kind in ("cuda", "hip"))
+    found = []
+    for one in NAMES:
+        if one.place.startswith("<") or not one.is_in(min(release, NEWEST)) or (one.lost == DEVICE and not has_gpus):
+            continue
+        if _loaded(one.place)[0] is not None and not is_there(one):
+            found.append(one)
+    return found
+
+
+def is_there(one: TorchName) -> bool:
+    """Whether the torch that is imported has it."""
+    where, names = _loaded(one.place)
+    for each in (*names, *one.name.split(".")):
+        if not hasattr(where, each):
+            return False
+        where = getattr(where, each)
+    return True
+
+
+def _loaded(place: str) -> tuple[Any, list[str]]:
+    """(the innermost module of a place that is imported, the names that lead on); None if its own is not."""
+    parts = place.split(".")
+    for number in range(len(parts), 0, -1):
+        module = sys.modules.get(".".join(parts[:number]))
+        if module is not None:
+            rest = parts[number:]
+            is_class = rest and rest[0][:1].isupper()
+            return (module, rest) if not rest or is_class else (None, [])
+    return None, []
+
+
+_BY_PATH = {one.path: one for one in NAMES}
