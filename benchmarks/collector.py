@@ -159,6 +159,8 @@ class Collector:
         deadline = time.monotonic() + PATIENCE_S
         while not any(named == rank for _, named in self.verdicts()):
             turn()
+            if self._child.poll() is not None:
+                sys.exit(f"the collector has ended with {self._child.returncode}")
             if time.monotonic() > deadline:
                 sys.exit(f"the collector has named rank {rank} in no verdict within {PATIENCE_S:.0f} s")
             time.sleep(0.02)

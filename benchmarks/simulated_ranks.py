@@ -191,7 +191,7 @@ class SimulatedRank:
         """A batch with an anomaly, seen after `seq` collectives. Returns the time of the event."""
         number = self.pages
         self.events += 1
-        self._look_back(number)
+        self._look_back(number, _EARLIER)
         where = Where(self.rank, 0, number, number, "Net", number, seq, time.time_ns())
         module = self._model.definitions[3 + self._model.bad_frame]
         assert isinstance(module, ModuleDef)
@@ -208,8 +208,8 @@ class SimulatedRank:
         self._asked = True
         self._look_back(want.batch)
 
-    def _look_back(self, batch: int) -> None:
-        for number in [number for number in self._ring if 0 <= batch - number <= _EARLIER]:
+    def _look_back(self, batch: int, earlier: int = 0) -> None:
+        for number in [number for number in self._ring if 0 <= batch - number <= earlier]:
             self.thinned -= 1
             self._send(number, self._ring.pop(number))
 

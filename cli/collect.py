@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ..core.errors import UsageError
-from ..core.wire.keys import read_secret
+from ..core.wire.keys import others_may_read, read_secret
 
 
 def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
@@ -56,6 +56,8 @@ def command(
     from ..collector.by_hand import collect
 
     secret = read_secret(secret_file)
+    if sentence := others_may_read(secret_file):
+        click.echo(f"gpuwatch: {sentence}", err=True)
     if secret is None:
         secret = f"rendezvous id {rdzv_id}"
         click.echo(

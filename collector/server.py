@@ -27,6 +27,7 @@ from ..core.wire.messages import (
     AgentBody,
     AgentMessage,
     CollectorMessage,
+    Definitions,
     Final,
     Leaving,
     PageMessage,
@@ -45,7 +46,7 @@ from .live.live import Live
 from .log import log
 from .metrics.own_numbers import OwnNumbers
 from .paths import RunPaths
-from .protocol.run_protocol import Action, Finish, Keep, RunProtocol, Send, Tell
+from .protocol.run_protocol import Action, Finish, Keep, LookAhead, RunProtocol, Send, Tell
 from .report.make.timeline import utc
 from .report.model import Report
 from .report.stage_lines import StageLines
@@ -106,8 +107,10 @@ class Server:
             self._socket.rcvhwm = 1000
             self._socket.backlog = _BACKLOG
             self._socket.router_handover = True
-            self._socket.heartbeat_ivl = 2000
-            self._socket.heartbeat_timeout = 10000
+            # no heartbeats of its own: libzmq 4.3.5 aborts in their timer where input has stopped and its connection
+            # breaks (stream_engine_base.cpp, `!_io_error`). The agents beat, and say how long a beat counts
+            self._socket.tcp_keepalive = 1
+            self._socket.tcp_keepalive_idle = 30
             self._socket.curve_server = True
             self._socket.curve_publickey = public_key.encode()
             self._socket.curve_secretkey = private_key.encode()
@@ -133,6 +136,8 @@ class Server:
         self._speaking = ("", b"")
         """The name and the identity of who was heard last, taken in or not."""
         self._pages = WaitingPages()
+        self._ahead: dict[tuple[str, int], tuple[AgentMessage, bytes]] = {}
+        """Events that were looked at and have yet to come in their order."""
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
 
@@ -191,9 +196,16 @@ class Server:
                 return self._finish(paths, store, run_protocol)
 
     def _receive(self, store: RunStore, run_protocol: RunProtocol, now: float) -> None:
+        taken: dict[str, None] = {}
         for agent, message, data in self._messages():
+            if isinstance(message.body, PageMessage | Definitions):
+                taken[agent] = None
             for action in run_protocol.hear(agent, message, now):
-                if isinstance(action, Keep):
+                if isinstance(action, LookAhead):
+                    self._ahead[agent, message.n] = message, data
+                    self._fold(agent, 0, message.body)
+                elif isinstance(action, Keep):
+                    self._ahead.pop((agent, message.n), None)
                     self._lines.hear(message.body)
                     if message.n:
                         store.add(agent, message, data)
@@ -207,6 +219,11 @@ class Server:
                     self._act([action])
             if agent in run_protocol.nodes:
                 self._routes[agent] = self._speaking[1]
+        self._credit = self._credit_now(store, run_protocol)
+        self._act(run_protocol.taken(taken))
+
+    def _credit_now(self, store: RunStore, run_protocol: RunProtocol) -> int:
+        return run_protocol.credit if store.has_room and self._pages.has_room else 0
 
     def _fold(self, agent: str, n: int, body: AgentBody) -> None:
         self._folded.add(agent, n, body)
@@ -215,7 +232,7 @@ class Server:
     def _write(self, store: RunStore, run_protocol: RunProtocol) -> None:
         """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
         written = store.written()
-        self._credit = run_protocol.credit if store.has_room and self._pages.has_room else 0
+        self._credit = self._credit_now(store, run_protocol)
         if written:
             self._act(run_protocol.committed(self._handed_over))
         if store.is_writing:
@@ -313,6 +330,8 @@ class Server:
         """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
         while self._pages:
             self._pages.take(self._fold)
+        for (agent, _), (message, data) in self._ahead.items():  # it was never sent again: the report knows of it
+            store.add(agent, message, data)
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
         counters = self._turned_away(run_protocol)

@@ -27,8 +27,10 @@ def loopback() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of gpuwatch and Python. The ranks report torch's, because they have imported it."""
-    return {"gpuwatch": gpuwatch_version(), "python": platform.python_version()}
+    """The versions of gpuwatch, Python and the torch that is installed. Ranks that have a preflight say theirs."""
+    found = {"gpuwatch": gpuwatch_version(), "python": platform.python_version()}
+    torch = installed_torch()
+    return {**found, "torch": torch} if torch else found
 
 
 def gpuwatch_version() -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from typing import Literal
 
 import msgspec
 
+from .wire.any_text import given_back, to_json
+
+_NOT_ASCII = re.compile("[^\x00-\x7f]")
 VARIABLE = "GPUWATCH_WORKER"
 """The worker removes it from its environment, so that the script's own child processes do not act as workers."""
 
@@ -72,11 +77,17 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     """HOST:PORT at which ranks of several hosts meet for the preflight under `gpuwatch run`; "" if all are of one."""
 
     def to_json(self) -> str:
-        """The value of the environment variable."""
-        return msgspec.json.encode(self).decode()
+        """The value of the environment variable: ASCII, as a locale may have nothing else."""
+        return _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], to_json(self).decode())
+
+    @classmethod
+    def from_json(cls, data: bytes) -> WorkerSettings:
+        """What `to_json` has made."""
+        settings = msgspec.json.decode(data, type=cls)
+        return given_back(settings, msgspec.json.encode(settings), cls)
 
     @classmethod
     def from_environment(cls) -> WorkerSettings | None:
         """Take the settings out of the environment; None when the process was not started by a launch."""
         value = os.environ.pop(VARIABLE, None)
-        return msgspec.json.decode(value, type=cls) if value is not None else None
+        return cls.from_json(value.encode()) if value is not None else None

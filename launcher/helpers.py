@@ -11,6 +11,7 @@ import msgspec
 
 from ..core import host
 from ..core.errors import UsageError
+from ..core.wire.any_text import plain_text
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import AgentConfig, Bound, CollectorConfig, PreflightOver, StageLine, Verdict
 from .arguments.plan import Plan
@@ -165,7 +166,7 @@ class Helpers:
             nproc=self._nproc,
             min_nodes=plan.min_nodes,
             max_nodes=plan.max_nodes,
-            command=self._command,
+            command=[plain_text(word) for word in self._command],
             versions=host.versions(),
             rdzv_id=plan.job,
             trace_batches=self._args.trace_batches,

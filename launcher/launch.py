@@ -19,6 +19,7 @@ import psutil
 
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
+from ..core.host import loopback
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.recorder.run_folder import RUN_VARIABLE
@@ -61,7 +62,7 @@ def launch(arguments: list[str]) -> int:
     parser = get_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)
-    plan = make_plan(args, _is_this_host)
+    plan = make_plan(args, _is_this_host, loopback())
     expect_script(args)
     check_together(args)
     return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
@@ -72,7 +73,7 @@ def check(arguments: list[str]) -> int:
     parser = get_check_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)
-    plan = make_plan(args, _is_this_host)
+    plan = make_plan(args, _is_this_host, loopback())
     args.max_restarts = 0
     limit_rendezvous(args)
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`
@@ -119,6 +120,7 @@ class _Launch:
         self._unseen: list[psutil.Process] = []
         self._finishing = threading.Lock()
         self._live = live_lines(check_only=args.check_only)
+        signals.unheard = self._leave_for_signal
 
     def run(self) -> int:
         """Children up, torchrun, children down, exit code."""
@@ -171,12 +173,20 @@ class _Launch:
         remove_scratch(self._scratch)
 
     def _leave_torchrun(self) -> None:
-        """In a thread of its own, as torchrun does not come back: all that is left to do, and the end."""
+        """In a thread of its own, as torchrun does not come back."""
+        say("the ranks of this node have ended, but torchrun waits for a rendezvous that is silent: leaving it")
+        self._leave(LaunchDone("failed"), int(ExitCode.SCRIPT_FAILED))
+
+    def _leave_for_signal(self, number: signal.Signals) -> None:
+        """In a thread of its own, as torch does not come back, and Python hears no signal before it does."""
+        if self._helpers.agent_started:  # else there is nobody to tell
+            self._leave(LaunchDone("signal", int(number)), int(ExitCode.SIGNAL) + number)
+
+    def _leave(self, done: LaunchDone, code: int) -> None:
+        """All that is left to do, and the end."""
         with self._finishing:
-            code = int(ExitCode.SCRIPT_FAILED)
-            say("the ranks of this node have ended, but torchrun waits for a rendezvous that is silent: leaving it")
             try:
-                code = self._finish(LaunchDone("failed"))
+                code = self._finish(done)
                 self._clear_up()
             finally:
                 flush_streams()
@@ -327,7 +337,7 @@ class _Launch:
             self._helpers.run_dir is not None or self._args.collector is not None
         ):  # of several nodes one: for one reader
             try:
-                print(Path(verdict.report).read_text(), flush=True)
+                print(Path(verdict.report).read_text(encoding="utf-8"), flush=True)
             except OSError:
                 tell(verdict.text)
 

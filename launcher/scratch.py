@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,9 @@ _PREFIX = "gpuwatch-"
 _SHARED_MEMORY = Path("/dev/shm")
 _DISK = Path("/var/tmp")
 _OWNER = "owner"
+_FILES = 32
+_FILES_OF_RANK = 4
+"""At most so many are in a folder, without those that the script has."""
 KEPT_ATTEMPTS = 2
 """Recorders of so many attempts that have ended are kept."""
 RESCUED = "rescued"
@@ -30,14 +34,16 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
     all, that is said, and the folder of the path is not there: the ranks go on unwatched.
     """
     remove_stale()
-    size = recorders * file_bytes()
+    size, files = recorders * file_bytes(), _FILES + _FILES_OF_RANK * recorders
     trouble = ""
-    if _free(_SHARED_MEMORY) > 2 * size:
+    takes_files = _files_free(_SHARED_MEMORY) > 2 * files
+    if _free(_SHARED_MEMORY) > 2 * size and takes_files:
         try:
             return _new_folder(_SHARED_MEMORY)
         except OSError as error:
             trouble = f": {error}"
-    base = max(_disks(), key=lambda disk: min(_free(disk), size))  # the first that has the room, or the most of it
+    # the first that has the room, or the most of it
+    base = max(_disks(), key=lambda disk: (_files_free(disk) >= files, min(_free(disk), size)))
     try:
         folder = _new_folder(base)
     except OSError as error:
@@ -47,9 +53,12 @@ def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence:
         say(f"the recorders are in {base}, where a batch takes longer to record{trouble}")
         return folder
     need = f"{recorders} recorders need {size >> 20} MiB"
+    lacks = f"{_mib_free(_SHARED_MEMORY)}, and {need}"
+    if not takes_files and _free(_SHARED_MEMORY) >= 0:
+        lacks = f"{_files_free(_SHARED_MEMORY)} inodes free, and {recorders} recorders may need {files}"
     say(
-        f"{_SHARED_MEMORY} has {_mib_free(_SHARED_MEMORY)}, and {need} and should leave as much to the script: they "
-        f"are in {base}, where a batch takes longer to record"
+        f"{_SHARED_MEMORY} has {lacks} and should leave as much to the script: they are in {base}, where a batch takes "
+        "longer to record"
     )
     if _free(base) < size:
         say(
@@ -84,6 +93,14 @@ def _free(base: Path) -> int:
     except OSError:
         return -1
     return found.f_bavail * found.f_frsize
+
+
+def _files_free(base: Path) -> int:
+    """So many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
+    with suppress(OSError):
+        found = os.statvfs(base)
+        return found.f_favail if found.f_files else sys.maxsize
+    return sys.maxsize
 
 
 def _sign(folder: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -15,6 +17,10 @@ class EarlySignal(Exception):
     def __init__(self, message: str, sigval: signal.Signals) -> None:
         super().__init__(message)
         self.sigval = sigval
+
+
+PATIENCE_S = 5.0
+"""For Python to hear a signal."""
 
 
 class TimeLimitNear(Exception):
@@ -36,18 +42,30 @@ class signals_raise:
 
     What the launch has come to ignore at its end stays ignored: the interpreter takes a moment to leave, and srun, once
     the first node has left, kills those that do so. Their exit code would be the job's.
+
+    Python hears nothing while the main thread is in C. torch asks there for the address of the rendezvous's host, and
+    an answer of DNS can take minutes. If the first signal is not heard for so long, `unheard` is called with it, in a
+    thread of its own.
     """
 
     def __init__(self) -> None:
         self._holding = False
         self._held: list[signal.Signals] = []
+        self._heard = threading.Event()
+        self.unheard: Callable[[signal.Signals], object] = lambda number: None
 
     def __enter__(self) -> signals_raise:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+        reads, self._writes = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._writes, False)
+        self._woken_before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
         self._before = {number: signal.signal(number, self._hear) for number in numbers}
+        threading.Thread(target=self._watch, args=(reads,), daemon=True, name="gpuwatch-signals").start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._woken_before)
+        os.close(self._writes)
         for number, handler in self._before.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, handler)
@@ -63,7 +81,17 @@ class signals_raise:
         if self._held:
             self._raise(self._held.pop())
 
+    def _watch(self, reads: int) -> None:
+        """What C has heard, byte by byte, to the first that is ours, or the end."""
+        with os.fdopen(reads, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):
+                if signal.getsignal(number[0]) == self._hear:  # else torchrun has its own: its ranks run
+                    if not self._heard.wait(PATIENCE_S):
+                        self.unheard(signal.Signals(number[0]))
+                    break
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard.set()
         if self._holding and not self._held:
             self._held.append(signal.Signals(number))
         else:

@@ -54,7 +54,6 @@ SHORT = (
         "tests/worker/hooks/test_collectives.py",
         "tests/worker/hooks/test_optimizer.py",
         "tests/worker/stats/test_triton_reader.py",
-        "tests/worker/compile",
         "tests/e2e/test_overflow.py",
         "-m",
         QUICK,

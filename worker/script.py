@@ -21,6 +21,7 @@ from ..core.errors import JobEnded, OverflowDetected
 from ..core.exits import RANK_OVERFLOW
 from ..core.imports.own_imports import give_way_to_script
 from ..core.text.tell import flush_streams, tell
+from .recursion import first_frame
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def _execute(target: Target) -> None:
         give_way_to_script()
         _fresh_main()
         sys.argv = [target.name, *target.arguments]
+        (lambda: first_frame())()  # as the function below
         runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
         return
     sys.argv = [target.name, *target.arguments]
@@ -80,6 +82,7 @@ def _execute(target: Target) -> None:
         sys.path.insert(0, path)
         give_way_to_script()
         _fresh_main()
+        (lambda: first_frame())()  # as the function below
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # what `python folder` calls
         return
     if not _is_safe_path():
@@ -87,6 +90,7 @@ def _execute(target: Target) -> None:
     give_way_to_script()
     code = _compile(path)
     main = _fresh_main()
+    exec("first_frame()", {"first_frame": first_frame})  # as the script below
     main.__file__ = path
     main.__dict__["__cached__"] = None
     main.__loader__ = SourceFileLoader("__main__", path)

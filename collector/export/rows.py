@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from ...core.frames import Frame, Row
+from ...core.recorder.lone_process import is_rank, pid_of_number
 from ...core.recorder.page_tables import whole
 from ...core.values import NonFinite
 from ...core.wire.history import NO_NUMBER
@@ -64,6 +65,8 @@ class ExportRow(msgspec.Struct, frozen=True):
     """verdict: its statement"""
     certainty: str | None = None
     """verdict: established, supported or unknown"""
+    process: int | None = None
+    """Process id of one that is no rank: `rank` is null then."""
 
 
 def export_rows(
@@ -74,6 +77,7 @@ def export_rows(
     if "verdict" in chosen:
         yield _verdict(facts, run)
     ranks = [each for _, each in sorted(facts.ranks.items()) if rank in (None, each.rank)]
+    ranks += [each for _, each in sorted(facts.processes.items())] if rank is None else []
     if "frames" in chosen:
         for each in ranks:
             yield from _frames(each, run)
@@ -102,12 +106,18 @@ def _verdict(facts: RunFacts, run: str) -> ExportRow:
         nonfinite=verdict.value,
         text=verdict.statement,
         certainty=verdict.certainty,
+        process=verdict.pid,
     )
+
+
+def _rank_or_process(rank: RankFacts) -> tuple[int | None, int | None]:
+    return (rank.rank, None) if is_rank(rank.rank) else (None, pid_of_number(rank.rank))
 
 
 def _frames(rank: RankFacts, run: str) -> Iterator[ExportRow]:
     for _, page in sorted(rank.pages.items()):
-        place = ("frames", run, rank.attempt, rank.rank, page.root, page.batch, page.step)
+        number, process = _rank_or_process(rank)
+        place = ("frames", run, rank.attempt, number, page.root, page.batch, page.step)
         for frame in sorted(page.frames, key=lambda frame: frame.index):
             plain: Frame = whole(frame)
             for row in plain.rows:
@@ -128,6 +138,7 @@ def _frames(rank: RankFacts, run: str) -> Iterator[ExportRow]:
                     row.subnormals,
                     row.headroom,
                     plain.seq if plain.seq >= 0 else None,
+                    process=process,
                 )
 
 
@@ -135,6 +146,7 @@ def _history(rank: RankFacts, kept: KeptHistory, run: str) -> Iterator[ExportRow
     history = kept.open()
     if history is None:  # lost or damaged
         return
+    number_of_rank, process = _rank_or_process(rank)
     for batch, step, numbers in zip(history.batches, history.steps, history.numbers.tolist(), strict=True):
         for returned, number in zip(history.modules, numbers, strict=True):
             if number != NO_NUMBER:
@@ -142,7 +154,7 @@ def _history(rank: RankFacts, kept: KeptHistory, run: str) -> Iterator[ExportRow
                     "history",
                     run,
                     rank.attempt,
-                    rank.rank,
+                    number_of_rank,
                     kept.root,
                     batch,
                     step,
@@ -153,6 +165,7 @@ def _history(rank: RankFacts, kept: KeptHistory, run: str) -> Iterator[ExportRow
                     dtype=returned.dtype,
                     abs_max=_finite(number),
                     nonfinite="nan" if math.isnan(number) else "inf" if math.isinf(number) else None,
+                    process=process,
                 )
 
 

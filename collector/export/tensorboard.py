@@ -41,5 +41,6 @@ def _summary(row: ExportRow) -> tuple[Summary | None, str]:
     if row.abs_max is None or row.attempt is None:
         return None, ""
     tag = f"abs_max/{row.root}/{row.module or '(root)'}/{row.role}" + (f"/{row.phase}" if row.table == "frames" else "")
+    who = f"rank{row.rank}" if row.process is None else f"process{row.process}"
     attempt = f"-attempt{row.attempt}" if row.attempt else ""
-    return Summary(value=[Summary.Value(tag=tag, simple_value=row.abs_max)]), f"rank{row.rank}{attempt}"
+    return Summary(value=[Summary.Value(tag=tag, simple_value=row.abs_max)]), f"{who}{attempt}"

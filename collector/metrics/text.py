@@ -18,7 +18,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ...core.exits import EXIT_OF_KIND
-from ...core.wire.view import View
+from ...core.recorder.lone_process import is_rank, pid_of_number
+from ...core.wire.view import RankView, View
 from ..view.waited_for import STATES, behind_of, state_of
 from .own_numbers import OwnNumbers
 
@@ -70,8 +71,9 @@ def _ranks(view: View) -> Iterator[Metric]:
     batches = CounterMetricFamily("gpuwatch_rank_batches", "Batches that the rank has begun.", labels=_RANK)
     steps = CounterMetricFamily("gpuwatch_rank_steps", "Optimizer steps that it has finished.", labels=_RANK)
     still = GaugeMetricFamily("gpuwatch_rank_still_seconds", "Since it last recorded something.", labels=_RANK)
-    for rank in view.ranks:
-        labels = [str(rank.rank), rank.host]
+    states.update({process.rank: state_of(process, set()) for process in view.processes})
+    for rank in (*view.ranks, *view.processes):
+        labels = [_name(rank), rank.host]
         state.add_metric([*labels, states[rank.rank]], 1)
         batches.add_metric(labels, max(0, rank.batch + 1))
         steps.add_metric(labels, max(0, rank.step))
@@ -85,6 +87,10 @@ def _ranks(view: View) -> Iterator[Metric]:
     if view.slow is not None:
         slow.add_metric([str(view.slow.rank), view.slow.host], view.slow.cost)
     yield slow
+
+
+def _name(rank: RankView) -> str:
+    return str(rank.rank) if is_rank(rank.rank) else f"pid {pid_of_number(rank.rank)}"
 
 
 def _gpus(view: View) -> Iterator[Metric]:

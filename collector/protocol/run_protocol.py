@@ -48,7 +48,8 @@ LINGER_S = 300.0
 """How long after the first goodbye the other nodes may go on: torchrun's own exit barrier."""
 ON_THE_WAY_BYTES = 16 << 20
 """Definitions and pages that may be on the way, of all agents together: an event behind them does not wait long."""
-MOST_CREDIT = 8 << 20
+MOST_CREDIT = 2 << 20
+"""Of one agent: so much of it lies in its socket, too."""
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""
 
@@ -70,6 +71,14 @@ class Keep:
 
 
 @dataclass(frozen=True)
+class LookAhead:
+    """An event has come, and what was sent before it has not: look at it now. It comes again, in its order."""
+
+    agent: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
 class Finish:
     """Everybody is done: decide, and write the report."""
 
@@ -81,7 +90,7 @@ class Tell:
     text: str
 
 
-Action = Send | Keep | Finish | Tell
+Action = Send | Keep | LookAhead | Finish | Tell
 
 
 @dataclass
@@ -163,11 +172,19 @@ class RunProtocol:
                 actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))
             return [*actions, Send(agent, Ack(node.stored))]
         if message.after > node.received:
-            return [*actions, Send(agent, Ack(node.stored, resend=True))]
+            ahead = self._look_ahead(agent, message, now) if believed else []
+            return [*actions, *ahead, Send(agent, Ack(node.stored, resend=True))]
         node.received = message.n
         if not believed or isinstance(message.body, Hello):  # what it said hello with stands
             return actions
         return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
+
+    def _look_ahead(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
+        """The verdict over an overflow does not wait until pages that were lost with a connection are sent again."""
+        body = message.body
+        if not isinstance(body, EventMessage) or not isinstance(body.event, Anomaly):
+            return []
+        return [LookAhead(agent, message), *self._react_to_event(body, now)]
 
     @property
     def credit(self) -> int:
@@ -195,6 +212,11 @@ class RunProtocol:
                 node.stored = number
                 found.append(Send(agent, Ack(node.stored)))
         return found
+
+    def taken(self, agents: Iterable[str]) -> list[Send]:
+        """What these agents have sent was taken from the socket, stored or not: the credit for it is free again."""
+        nodes = ((agent, self.nodes[agent]) for agent in agents if agent in self.nodes)
+        return [Send(agent, Ack(node.stored, received=node.received)) for agent, node in nodes]
 
     def tell_again(self) -> list[Send]:
         """What every agent that speaks has had acknowledged last: what else an acknowledgement says has changed."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...core.frames import format_number
+from ...core.recorder.lone_process import is_rank, pid_of_number, rank_name
 from ...core.text.ranks_text import numbers_text
 from ...core.text.shown import shown
 from ...core.values import DTYPE_MAX
@@ -78,7 +79,8 @@ class Model:
             [
                 _rank_line(rank, rates.get(rank.rank), rank.rank in behind, columns)
                 for rank in self._ordered(view, behind)
-            ],
+            ]
+            + _process_lines(view, columns),
             _hot(view),
             [_event(event.text, event.loud) for event in reversed(view.events)],
         )
@@ -186,8 +188,9 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
     still = f"{rank.still_s:.0f} s" if not rank.ended and rank.still_s >= STILL_S else ""
     where = rank.module if not rank.ended else ""
     note = "OVERFLOW " if rank.overflow else "WAITED FOR " if is_behind else ""
+    note += "" if is_rank(rank.rank) else f"pid {pid_of_number(rank.rank)} "
     cells = {
-        "rank": str(rank.rank),
+        "rank": str(rank.rank) if is_rank(rank.rank) else "-",
         "host": rank.host,
         "phase": phase,
         "step": _count(rank.step),
@@ -203,6 +206,14 @@ def _rank_line(rank: RankView, rate: float | None, is_behind: bool, columns: lis
     return Line(text.rstrip(), "bad" if bad else "warn" if still else "dim" if rank.ended else "")
 
 
+def _process_lines(view: View, columns: list[str]) -> list[Line]:
+    """Processes that are no rank, behind the ranks."""
+    lines = [_rank_line(process, None, False, columns) for process in view.processes]
+    return lines + (
+        [Line(f"{view.more_processes} more processes without a rank", "dim")] if view.more_processes else []
+    )
+
+
 def _hot(view: View) -> list[Line]:
     """`fc2                 2.1 powers of two up to float16's 6.55e+04, +0.05 a batch: 42 batches  rank 3, batch 812`"""
     lines = []
@@ -212,8 +223,8 @@ def _hot(view: View) -> list[Line]:
             going = f", {hot.change:+.2f} a batch"
         limit = format_number(DTYPE_MAX.get(hot.dtype)).strip()
         text = (
-            f"{hot.left:5.1f} powers of two below {hot.dtype}'s {limit}{going}: {hot.module or '(root)'}, rank "
-            f"{hot.rank}, batch {hot.batch}"
+            f"{hot.left:5.1f} powers of two below {hot.dtype}'s {limit}{going}: {hot.module or '(root)'}, "
+            f"{rank_name(hot.rank)}, batch {hot.batch}"
         )
         lines.append(Line(text, "bad" if hot.left < 1 else "warn" if hot.left < 3 else ""))
     return lines

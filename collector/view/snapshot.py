@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ...core.recorder.lone_process import rank_name
 from ...core.records import GpuHealth, Xid
 from ...core.wire.messages import GpuNow, closest_modules, unpack_gpus, unpack_hot
 from ...core.wire.view import Happened, NodeView, Passing, RankView, SlowRank, View
@@ -15,6 +16,7 @@ from ..facts.shown_body import shown_body
 MOST_HOT = 8
 MOST_EVENTS = 12
 MOST_PASSING = 8
+MOST_PROCESSES = 16
 _MOST_XIDS = 4
 
 
@@ -25,6 +27,7 @@ def view_of(
     attempt = facts.last_attempt
     hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
     ranks = facts.of_attempt(attempt)
+    lone = _lone(facts)
     gpus = {agent: {gpu.uuid: gpu for gpu in unpack_gpus(node.gpus)} for agent, node in facts.nodes.items()}
     hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), MOST_HOT)
     return View(
@@ -36,15 +39,26 @@ def view_of(
         _nodes(facts),
         [_rank(facts, rank, gpus.get(rank.agent, {})) for rank in ranks],
         [shown_body(each) for each in hot],
-        _events(facts, ranks)[-MOST_EVENTS:],
+        _events(facts, [*ranks, *lone])[-MOST_EVENTS:],
         verdict,
         kind,
         slow,
         _passing(ranks),
         _events_by_kind(facts),
-        dict(Counter(anomaly.value for rank in facts.ranks.values() for anomaly in rank.anomalies)),
+        dict(Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)),
         _lost(facts),
+        processes=[_rank(facts, process, {}) for process in lone[:MOST_PROCESSES]],
+        more_processes=max(0, len(lone) - MOST_PROCESSES),
     )
+
+
+def _lone(facts: RunFacts) -> list[RankFacts]:
+    """Processes that are no rank, and did not become one: first those that have met something, then those that run."""
+    ranks = {(rank.agent, rank.state.pid) for rank in facts.ranks.values() if rank.state is not None}
+    found = [
+        each for each in facts.processes.values() if each.state is None or (each.agent, each.state.pid) not in ranks
+    ]
+    return sorted(found, key=lambda process: (not process.anomalies, process.exit is not None))
 
 
 def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
@@ -87,7 +101,7 @@ def _nodes(facts: RunFacts) -> list[NodeView]:
 def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[Happened]:
     found: list[Happened] = []
     for rank in ranks:
-        name = f"rank {rank.rank}"
+        name = rank_name(rank.rank)
         for anomaly in rank.anomalies[:1]:
             place = f"`{anomaly.module}`" if anomaly.module else "the root"
             text = f"{name}: {anomaly.value} in {anomaly.role} of {place}, batch {anomaly.where.batch}"
@@ -122,7 +136,7 @@ def _passing(ranks: list[RankFacts]) -> list[Passing]:
 def _events_by_kind(facts: RunFacts) -> dict[str, int]:
     """Of all attempts, so that a restart takes nothing away."""
     found: Counter[str] = Counter()
-    for rank in facts.ranks.values():
+    for rank in facts.everyone.values():
         found["anomaly"] += len(rank.anomalies)
         found["exception"] += len(rank.errors)
         found["forecast"] += len(rank.forecasts)
@@ -135,7 +149,7 @@ def _events_by_kind(facts: RunFacts) -> dict[str, int]:
 
 
 def _lost(facts: RunFacts) -> dict[str, int]:
-    states = [rank.state for rank in facts.ranks.values() if rank.state is not None]
+    states = [rank.state for rank in facts.everyone.values() if rank.state is not None]
     return {
         "frames": sum(state.frames_lost for state in states),
         "rows": sum(state.rows_lost for state in states),

@@ -43,7 +43,7 @@ class OwnImports(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._path = list(sys.path)
         sys.path[:] = [*self._own_path, *(folder for folder in self._path if folder not in self._own_path)]
-        self._theirs = self._taken_out()
+        self._theirs = self._taken_out() | {name: sys.modules[name] for name in self._ours if name in sys.modules}
         sys.modules.update(self._ours)
         self._known = frozenset(sys.modules)
 

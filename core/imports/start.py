@@ -11,7 +11,7 @@ import sys
 
 _STARTED_WITH = frozenset(sys.modules)
 _HERE = __file__.rpartition("/")[0]
-if sys.path and sys.path[0] in ("", _HERE):  # what Python puts there for -c and for a file; with -P it does not
+if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):  # with -P or -I Python puts nothing there
     del sys.path[0]
 _GIVEN = list(sys.path)
 

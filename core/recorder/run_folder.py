@@ -6,8 +6,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from ..settings import WorkerSettings
 
 RUN_VARIABLE = "GPUWATCH_RUN"
@@ -51,7 +49,7 @@ def write_settings(folder: Path, settings: WorkerSettings) -> None:
 def read_settings(folder: Path) -> WorkerSettings | None:
     """None if that run is over."""
     try:
-        return msgspec.json.decode((folder / _SETTINGS).read_bytes(), type=WorkerSettings)
+        return WorkerSettings.from_json((folder / _SETTINGS).read_bytes())
     except OSError:
         return None
 

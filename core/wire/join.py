@@ -9,6 +9,7 @@ import msgspec
 
 from ..errors import UsageError
 from ..settings import WorkerSettings
+from .any_text import from_json, to_json
 from .pipe import AgentConfig
 
 NAME = "join.json"
@@ -31,7 +32,7 @@ def write_join(folder: Path, join: Join) -> Path:
     new = folder / f".{NAME}"
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.encode(join))
+        file.write(to_json(join))
     new.replace(path)
     return path
 
@@ -39,7 +40,7 @@ def write_join(folder: Path, join: Join) -> Path:
 def read_join(path: Path) -> Join:
     """Raises UsageError with what there is instead."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Join)
+        return from_json(path.read_bytes(), Join)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be read here ({error.strerror}): the run is over, or its folder is not shared with this "

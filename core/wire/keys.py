@@ -15,6 +15,7 @@ import hashlib
 import os
 import secrets
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import zmq
@@ -96,3 +97,15 @@ def read_secret(secret_file: str | None) -> str | None:
             'make one with: python3 -c "import secrets; print(secrets.token_urlsafe(32))"'
         )
     return secret
+
+
+def others_may_read(secret_file: str | None) -> str:
+    """A sentence where other users of the host may read the secret's file, with the mend; "" where they may not."""
+    if secret_file is None:
+        return ""
+    try:
+        mode = Path(secret_file).stat().st_mode & 0o777
+    except OSError:  # it was read a moment ago
+        return ""
+    mend = f"chmod 600 {quote(secret_file)}"
+    return f"--secret-file: other users may read {secret_file} (mode {mode:04o}): {mend}" if mode & 0o077 else ""

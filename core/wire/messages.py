@@ -15,6 +15,7 @@ import msgspec
 
 from ..errors import GpuwatchError
 from ..records import Definition, Event, GpuCounters, GpuHealth, NodeSignal, Xid
+from .any_text import carried, given_back
 from .scheduler_job import SchedulerJob
 
 SCHEMA = 1
@@ -454,12 +455,19 @@ T = TypeVar("T")
 
 def encode(message: AgentMessage | CollectorMessage) -> bytes:
     """Bytes for one ZeroMQ frame."""
-    return _encoder.encode(message)
+    return _encoded(message)
 
 
 def encode_body(body: AgentBody) -> bytes:
     """The body alone, to be put in its envelope when it is sent."""
-    return _encoder.encode(body)
+    return _encoded(body)
+
+
+def _encoded(message: msgspec.Struct) -> bytes:
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:  # a name of a file
+        return _encoder.encode(carried(message))
 
 
 def envelope(n: int, after: int, body: bytes) -> bytes:
@@ -474,7 +482,7 @@ def decode_agent(data: bytes) -> AgentMessage:
 
 def decode_collector(data: bytes) -> CollectorMessage:
     """Read what a collector sent. Raises WireError on anything else."""
-    return _decode(_collector_decoder, data)
+    return given_back(_decode(_collector_decoder, data), data, CollectorMessage)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes) -> T:

@@ -8,6 +8,7 @@ from typing import IO, TypeVar
 import msgspec
 
 from ..settings import OnHang
+from .any_text import from_json, given_back, to_json
 from .scheduler_job import SchedulerJob
 
 
@@ -203,7 +204,7 @@ def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
     What the pipe did not take is still in its buffer, and goes out in front of the next message, if it can.
     """
     try:
-        pipe.write(msgspec.json.encode(message) + b"\n")
+        pipe.write(to_json(message) + b"\n")
         pipe.flush()
     except (OSError, ValueError):
         return False
@@ -213,21 +214,22 @@ def write_line(pipe: IO[bytes], message: msgspec.Struct) -> bool:
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
 _from_agent: msgspec.json.Decoder[FromAgent] = msgspec.json.Decoder(FromAgent)
 _from_collector: msgspec.json.Decoder[FromCollector] = msgspec.json.Decoder(FromCollector)
+# bytes of a path that are no UTF-8 travel, too: see any_text.py
 
 
 def read_to_agent(line: bytes) -> ToAgent:
     """A line from the launch to its node agent. Raises msgspec.DecodeError on anything else."""
-    return _to_agent.decode(line)
+    return given_back(_to_agent.decode(line), line, ToAgent)
 
 
 def read_from_agent(line: bytes) -> FromAgent:
     """A line from the node agent to its launch. Raises msgspec.DecodeError on anything else."""
-    return _from_agent.decode(line)
+    return given_back(_from_agent.decode(line), line, FromAgent)
 
 
 def read_from_collector(line: bytes) -> FromCollector:
     """A line from the collector to its launch. Raises msgspec.DecodeError on anything else."""
-    return _from_collector.decode(line)
+    return given_back(_from_collector.decode(line), line, FromCollector)
 
 
 def read_config(fd: int, kind: type[Config]) -> Config | None:
@@ -238,4 +240,4 @@ def read_config(fd: int, kind: type[Config]) -> Config | None:
         if not byte:
             return None
         line += byte
-    return msgspec.json.decode(line, type=kind)
+    return from_json(line, kind)

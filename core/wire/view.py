@@ -119,6 +119,10 @@ class View(msgspec.Struct, frozen=True):
     lost: dict[str, int] = {}
     """What was lost for want of room: `frames`, `rows`, `records`, `pages`."""
     schema: int = SCHEMA
+    processes: list[RankView] = []
+    """Some of those that have called a module and are no rank; `rank` is below 0 (core/recorder/lone_process.py)."""
+    more_processes: int = 0
+    """So many more there are."""
 
 
 def read_viewer_keys(folder: Path) -> ViewerKeys | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 
-from ...core.wire.keys import JobKeys, derive_keys, random_secret, read_secret
+from ...core.wire.keys import SECRET_VARIABLE, JobKeys, derive_keys, others_may_read, random_secret, read_secret
 from ..say import say
 from .plan import Plan
 
@@ -12,6 +13,9 @@ from .plan import Plan
 def job_keys(args: argparse.Namespace, plan: Plan) -> JobKeys:
     """From the job's secret; without one, made for this launch, or from what all nodes know."""
     secret = read_secret(args.secret_file)
+    os.environ.pop(SECRET_VARIABLE, None)  # no rank needs it, nor what a rank starts
+    if sentence := others_may_read(args.secret_file):
+        say(sentence)
     if secret is None and plan.local:
         secret = random_secret()
     elif secret is None:

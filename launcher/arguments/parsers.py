@@ -10,9 +10,10 @@ from typing import get_args
 
 from ...core.errors import UsageError
 from ...core.gpu_health.thresholds import load_thresholds
+from ...core.host import loopback
 from ...core.settings import Watched
 from ...core.text.amount import parse_amount, parse_size
-from .plan import is_number
+from .plan import bracketed, is_number
 
 _OF_A_NAME = frozenset(f"{string.ascii_letters}{string.digits}._-")
 _LEAST_TESTED = 1 << 10
@@ -143,7 +144,7 @@ def metrics_address(text: str) -> str:
     is_host = not colon or (host and ("[" in host) == (":" in host))
     if not is_host or not is_number(digits) or not 0 < int(digits) < 65536:
         raise argparse.ArgumentTypeError(f"expected [HOST:]PORT with a port from 1 to 65535, found {text!r}")
-    return f"{host or '127.0.0.1'}:{digits}"
+    return f"{host or bracketed(loopback())}:{digits}"
 
 
 def size(text: str) -> int:

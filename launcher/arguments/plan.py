@@ -35,8 +35,10 @@ class Plan:
     """What this node starts brings other hosts in."""
 
 
-def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> Plan:
+def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool], loopback: str = "127.0.0.1") -> Plan:
     """Decide from parsed options. `is_this_host` says whether a host name or address is of this host.
+
+    `loopback` is the address at which this host reaches itself.
 
     Raises UsageError when several nodes have nothing to meet at.
     """
@@ -54,7 +56,7 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
         return Plan(min_nodes, max_nodes, False, False, "", args.collector, job, False)
     if not several:
         port = str(args.collector_port) if args.collector_port is not None else "*"
-        return Plan(min_nodes, max_nodes, True, False, f"tcp://127.0.0.1:{port}", "", job, True)
+        return Plan(min_nodes, max_nodes, True, False, f"tcp://{bracketed(loopback)}:{port}", "", job, True)
     host, rdzv_port = _meeting_point(args, max_nodes)
     port_number = args.collector_port if args.collector_port is not None else rdzv_port + 1
     if port_number > 65535:
@@ -68,7 +70,7 @@ def make_plan(args: argparse.Namespace, is_this_host: Callable[[str], bool]) -> 
         hosts,
         hosts,
         f"tcp://*:{port_number}",
-        f"tcp://{bracketed('127.0.0.1' if hosts else host)}:{port_number}",
+        f"tcp://{bracketed(loopback if hosts else host)}:{port_number}",
         job,
         False,
     )

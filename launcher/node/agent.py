@@ -10,14 +10,17 @@ recorders are files, so it reads them from the beginning, and what has come twic
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
 import sys
+import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 import psutil
@@ -33,6 +36,7 @@ from ...core.recorder.layout import file_name
 from ...core.recorder.lone_process import is_rank
 from ...core.recorder.run_folder import PROCESSES
 from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
+from ...core.text.tell import flush_streams
 from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
@@ -103,8 +107,15 @@ NEVER_CAME_S = 15.0
 CONNECT_MS = 4000
 """After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
 HANDSHAKE_MS = 15_000
+_LINGER_MS = 1000
+_MOST_LINGER_S = 3.0
+"""ZeroMQ's own thread asks DNS for the collector's name, and does not end before it has an answer: a minute, maybe."""
 WAITING_S = 5.0
 """How often, at the end, the launch is told that its agent is alive."""
+
+
+_M_MMAP_THRESHOLD = -3
+"""mallopt(3)"""
 
 
 class Forgotten(Exception):
@@ -225,6 +236,7 @@ class Agent:
         socket.handshake_ivl = HANDSHAKE_MS
         socket.heartbeat_ivl = 2000
         socket.heartbeat_timeout = 10000
+        socket.heartbeat_ttl = 30_000
         socket.curve_serverkey = self._config.server_key.encode()
         socket.curve_publickey = self._config.public_key.encode()
         socket.curve_secretkey = self._config.private_key.encode()
@@ -288,9 +300,11 @@ class Agent:
         self._ends.close()
         self._stalls.close()
         self._spool.close()
-        self._socket.close(linger=1000)
+        self._socket.close(linger=_LINGER_MS)
         if self._own_context:
-            self._context.term()
+            ending = threading.Thread(target=self._context.term, daemon=True, name="gpuwatch-zmq")
+            ending.start()
+            ending.join(_MOST_LINGER_S)
 
     def finished(self, now: float) -> bool:
         """Whether the verdict is there, or nobody is left to give one."""
@@ -629,13 +643,30 @@ class LineReader:
         return lines
 
 
-def main() -> int:
-    """Entry."""
+def _give_back_pages() -> None:
+    """Memory of a message goes back to the system when it is freed: glibc would keep it in pieces between others."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
+def main() -> NoReturn:
+    """Entry. Ends the process: the interpreter would wait for ZeroMQ's thread (see _MOST_LINGER_S)."""
+    code = 1
+    try:
+        code = _run()
+    except BaseException:
+        traceback.print_exc()
+    flush_streams()
+    os._exit(code)
+
+
+def _run() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
     config = read_config(0, AgentConfig)
     if config is None:
         return int(ExitCode.USAGE)
+    _give_back_pages()
     try:
         Agent(config, sys.stdout.buffer).run()
     except Forgotten:

@@ -32,7 +32,7 @@ from ...core.wire.messages import (
 
 PAGE_BYTES = 32 << 20
 """Pages that wait for credit, and those that were sent and are not stored, may take so much memory together."""
-OTHER_BYTES = 16 << 20
+OTHER_BYTES = 8 << 20
 """So much of it those may take that wait and that nothing needs."""
 _MOST_NEEDED = 512
 """Batches that are remembered as needed; the oldest are forgotten."""

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+from ...core.wire.keys import SECRET_VARIABLE
 from ..scheduler.job import Job
 from .command import environment_of_ranks, start_command
 
@@ -62,7 +63,8 @@ class AttendedCommand:
 
         `join` is the file by which other hosts may join.
         """
-        environ = environment_of_ranks(scratch, join, os.environ) if scratch is not None else dict(os.environ)
+        own = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
+        environ = environment_of_ranks(scratch, join, own) if scratch is not None else own
         self._process = start_command(self._command, environ, self._unblocked)
 
     def turn(self) -> int | None:

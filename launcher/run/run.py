@@ -14,14 +14,14 @@ from msgspec.structs import replace as with_fields
 
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
-from ...core.host import host_name
+from ...core.host import host_name, loopback
 from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_meeting_key, write_settings
 from ...core.settings import WorkerSettings
 from ...core.text.tell import tell
 from ...core.wire.keys import meeting_key, read_secret
 from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
-from ..arguments.plan import Plan
+from ..arguments.plan import Plan, bracketed
 from ..arguments.worker_settings import worker_settings
 from ..helpers import Helpers
 from ..overflows import Overflows, where_it_is
@@ -144,7 +144,7 @@ class _Run:
             return address
         agent = self._helpers.agent_config(address, self._scratch)
         self._join = open_run(self._args, folder, address, agent, settings, self._meeting_key)
-        return f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
+        return f"tcp://{bracketed(loopback())}:{address.rpartition(':')[2]}"
 
     def _show(self, line: StageLine | PreflightOver) -> None:
         """What the preflight came to, in a line. Where there was none, and one was asked for, so much."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...core.errors import UsageError
-from ...core.host import host_name
+from ...core.host import host_name, loopback
 from ..arguments.plan import C10D_DEFAULT_PORT, Plan, bracketed, make_plan, split_endpoint
 from ..scheduler.job import Job
 
@@ -26,7 +26,7 @@ def run_plan(args: argparse.Namespace, job: Job | None) -> Plan:
         args.rdzv_endpoint = _head(args, job)
         if node_rank is None:
             raise UsageError(f"{nnodes} nodes, and nothing says which of them this is; pass --node-rank N")
-    return make_plan(args, lambda host: False)
+    return make_plan(args, lambda host: False, loopback())
 
 
 def meeting_place(args: argparse.Namespace, plan: Plan, collector: str) -> str:

@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from ...core.errors import GpuwatchError
+from ...core.wire.any_text import from_json, to_json
 from ...core.wire.pipe import Verdict
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,6 +51,12 @@ class Task(msgspec.Struct, frozen=True):
     """Negative for a signal; None while it runs."""
     ended_by: int = 0
     """The signal that has ended this task's run; 0 for none."""
+
+
+class _SharedVerdict(msgspec.Struct, frozen=True):
+    """What the task that has the verdict tells the others."""
+
+    verdict: Verdict | None
 
 
 class Tasks:
@@ -181,7 +188,7 @@ class Tasks:
 
     def share_verdict(self, verdict: Verdict | None) -> None:
         """The end, for all."""
-        self._write("verdict", msgspec.json.encode(verdict))
+        self._write("verdict", to_json(_SharedVerdict(verdict)))
 
     # -- the others ---------------------------------------------------------------------------------------------
 
@@ -201,7 +208,7 @@ class Tasks:
     def verdict(self) -> Verdict | None:
         """None as long as there is none."""
         with suppress(OSError):
-            return msgspec.json.decode((self._folder / "verdict").read_bytes(), type=Verdict | None)
+            return from_json((self._folder / "verdict").read_bytes(), _SharedVerdict).verdict
         return None
 
     # -- files --------------------------------------------------------------------------------------------------

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import gpuwatch.collector.server as server_module
+import pytest
+import zmq
+from gpuwatch.collector.facts.fold import Fold
+from gpuwatch.collector.paths import new_run
+from gpuwatch.collector.protocol.run_protocol import RunProtocol
+from gpuwatch.collector.server import Server
+from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.waiting_pages import WaitingPages
-from gpuwatch.core.wire.messages import PageMessage, Segment
+from gpuwatch.core.records import Anomaly, Where
+from gpuwatch.core.wire.keys import derive_keys
+from gpuwatch.core.wire.messages import AgentMessage, Bye, EventMessage, Hello, PageMessage, Segment, encode
 
 
 def page(number: int) -> PageMessage:
@@ -26,3 +36,55 @@ def test_they_are_looked_at_in_their_order_some_at_a_time_and_make_room_again():
     assert waiting.has_room
     waiting.take(lambda agent, n, body: seen.append(n))
     assert len(seen) == 200
+
+
+@pytest.mark.parametrize("are_lost", [False, True], ids=["all have come", "pages lost with the connection"])
+def test_an_event_behind_a_backlog_is_looked_at_first_and_all_is_stored(tmp_path, monkeypatch, are_lost):
+    """What has come while the collector stood still, in the order in which it came: pages, then an event.
+
+    Where the pages were lost the event comes twice: behind a gap, and when all was sent again.
+    """
+    where = Where(0, 0, 5, 5, "Net", 5)
+    anomaly = EventMessage(Anomaly(where, 0, "fc", "Linear", "forward", "output", "+inf", "float32"))
+    backlog = [Hello("a.0", "h", 1, 1, 1, 1, [], {}, "job"), *(page(n) for n in range(300)), anomaly, Bye("ok")]
+    come = [
+        ("a.0", message, encode(message)) for message in (AgentMessage(n, b, n - 1) for n, b in enumerate(backlog, 1))
+    ]
+    monkeypatch.setattr(server_module, "VERDICT_PATIENCE_S", 0.0)
+    keys, paths = derive_keys("a secret of the tests", "job"), new_run(tmp_path)
+    store, seen = RunStore(paths.store, create=True), []
+
+    class Noting(Fold):
+        def add(self, name, n, received):
+            seen.append(received)
+            super().add(name, n, received)
+
+    server = Server(
+        "tcp://127.0.0.1:*", keys.collector.public.decode(), keys.collector.private.decode(), keys.agent.public.decode()
+    )
+    turns = [[come[0], come[-2]], come[1:]] if are_lost else [come]
+    monkeypatch.setattr(server, "_messages", lambda: turns.pop(0) if turns else [])
+    protocol = RunProtocol(paths.run_id, str(paths.folder), "job")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        connect(socket, server.address, keys)
+        socket.send(b"wakes it up")
+        try:
+            report = server.run(paths, store, protocol, protocol.end_now, None, folded=Noting(store.page))
+        finally:
+            server.close()
+            store.close()
+    kinds = [type(body) for body in seen]
+    assert kinds[: 3 + are_lost] == [Hello, *[EventMessage] * (1 + are_lost), Bye]
+    assert kinds[3 + are_lost :] == [PageMessage] * 300
+    assert report.verdict.kind == "overflow"
+    again = RunStore(paths.store)
+    stored = [type(body) for _, n, body in again.messages() if n]
+    again.close()
+    assert (stored.count(EventMessage), stored.count(PageMessage)) == (1, 300)
+
+
+def connect(socket, address, keys) -> None:
+    socket.linger = 0
+    socket.curve_serverkey = keys.collector.public
+    socket.curve_publickey, socket.curve_secretkey = keys.agent.public, keys.agent.private
+    socket.connect(address)

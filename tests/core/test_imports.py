@@ -113,7 +113,8 @@ FLOORS = {
         "alarms preflight/deadlines.py preflight/lines.py preflight/meeting.py preflight/reports.py preflight/steps.py",
         "record",
         "stats",
-        "native imports.py identity.py orphan.py own_ends.py peer_failures.py stack_file.py without_modes.py",
+        "native imports.py identity.py orphan.py own_ends.py peer_failures.py recursion.py stack_file.py "
+        "without_modes.py",
     ],
     "collector": [
         ".",

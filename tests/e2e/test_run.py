@@ -405,3 +405,13 @@ def test_a_port_that_is_taken_is_the_reason_why_torchrun_failed(bench):
     assert verdict["statement"].startswith("The command failed by itself: DistNetworkError: ")
     assert "EADDRINUSE" in verdict["statement"]
     assert "--master-port" in verdict["next"][0]
+
+
+@pytest.mark.parametrize("command", ["run", pytest.param("launch", marks=pytest.mark.slow)])
+def test_a_rank_does_not_have_the_jobs_secret(bench, command):
+    script = bench.cwd / "script.py"
+    script.write_text("import os; print('GPUWATCH_SECRET' in os.environ)")
+    start = ("run", "--", PYTHON) if command == "run" else ("launch", "--preflight", "off", "--nproc-per-node", "1")
+    run = bench.gpuwatch(*start, str(script), GPUWATCH_SECRET="a secret that is long enough")
+
+    assert (run.code, run.stdout) == (6, "False\n"), "no module was called"

@@ -1,9 +1,12 @@
 """What a launch hears before torchrun has its own handlers."""
 
+import ctypes
 import os
 import signal
+import threading
 
 import pytest
+from gpuwatch.launcher import signals_raise as module
 from gpuwatch.launcher.signals_raise import TimeLimitNear, signals_raise
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -63,3 +66,34 @@ def test_an_error_comes_before_what_is_held():
         raise ValueError
     with signals_raise() as signals, signals.held():
         pass
+
+
+def test_while_the_main_thread_is_in_c_another_one_is_told(monkeypatch):
+    """A mutex that this thread has: pthread_mutex_lock(3) goes on waiting after a signal."""
+    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    libc, mutex, told = ctypes.CDLL(None), ctypes.create_string_buffer(64), []
+
+    def unheard(number):
+        told.append(number)
+        libc.pthread_mutex_unlock(mutex)
+
+    with pytest.raises(SignalException), signals_raise() as signals:
+        signals.unheard = unheard
+        libc.pthread_mutex_lock(mutex)
+        timer = threading.Timer(0.1, send, [signal.SIGTERM])
+        timer.start()
+        libc.pthread_mutex_lock(mutex)
+        pytest.fail("not reached")
+    timer.join()
+    assert told == [signal.SIGTERM]
+
+
+def test_what_is_heard_in_time_is_not_told():
+    told = []
+    with pytest.raises(SignalException), signals_raise() as signals:
+        signals.unheard = told.append
+        send(signal.SIGTERM)
+    for thread in threading.enumerate():
+        if thread.name == "gpuwatch-signals":
+            thread.join()
+    assert told == []

@@ -32,11 +32,13 @@ class Place:
     env: dict[str, str] = field(default_factory=dict)
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def start(self, module: list[str], arguments: list[str | bytes], **how: Any) -> subprocess.Popen[bytes]:
-        """`how` as for Popen."""
+    def start(
+        self, module: list[str], arguments: list[str | bytes], *, under: list[str] | None = None, **how: Any
+    ) -> subprocess.Popen[bytes]:
+        """`under` is a command that runs the rest of its line, `how` as for Popen."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(_REMOVED)}
         return subprocess.Popen(
-            [sys.executable, "-m", *module, *arguments],
+            [*(under or []), sys.executable, "-m", *module, *arguments],
             cwd=self.cwd,
             env={**clean, MARK: self.mark, "OMP_NUM_THREADS": "1", **self.env},
             **how,

@@ -98,6 +98,8 @@ REFUSED = {
 }
 
 
+@pytest.mark.quick(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("where", ["full", "closed", "unread"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_is_one_wherever_it_is_printed(place, name, where):
@@ -105,6 +107,8 @@ def test_a_refusal_is_one_wherever_it_is_printed(place, name, where):
     assert ended(place, command, [], where)[0] == code
 
 
+@pytest.mark.quick(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("where", "code", "said"), [("full", 2, "expected a stdout that can be written"), ("unread", 0, "")]
 )

@@ -88,6 +88,8 @@ METHODS = (
     _collective("reduce_scatter_single", "reduce_scatter", 1),
     _collective("reduce_scatter_single_coalesced", "reduce_scatter", 1),
     _collective("gather", "gather", 1, is_rooted=True),
+    _collective("gather_single", "gather", 1, is_rooted=True),
+    _collective("gather_into_tensor", "gather", 1, is_rooted=True),
     _collective("scatter", "scatter", is_rooted=True),
     _collective("alltoall", "all_to_all", 1),
     _collective("alltoall_base", "all_to_all", 1),

@@ -62,6 +62,7 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
+from ..recursion import call_begins, call_ends, work_begins, work_ends
 from ..stack_file import look_at_stack_file
 from ..stats.device import is_on_device
 from ..stats.notable import Notable
@@ -283,18 +284,22 @@ class Hooks:
             if torch.compiler.is_dynamo_compiling() and traced.before is not None:
                 traced.before(module)
             return
-        if self._skipped_root is not None and self._stays_skipped(module):
-            if self._around_graphs and class_of(module) in self._around_graphs:
-                self._skip_graphs()
-            return
-        if _is_tracing():
-            return
+        call_begins()
         try:
-            self._enter(module)
-        except Exception as error:
-            self._fault("forward pre-hook", error)
-        if self.judging.pending is not None and len(self._stack) == 1:
-            self.judging.raise_pending()
+            if self._skipped_root is not None and self._stays_skipped(module):
+                if self._around_graphs and class_of(module) in self._around_graphs:
+                    self._skip_graphs()
+                return
+            if _is_tracing():
+                return
+            try:
+                self._enter(module)
+            except Exception as error:
+                self._fault("forward pre-hook", error)
+            if self.judging.pending is not None and len(self._stack) == 1:
+                self.judging.raise_pending()
+        finally:
+            work_ends()
 
     def _after(self, module: torch.nn.Module, args: Any, *rest: Any) -> None:
         # `rest` is (kwargs, output). When the forward raised, torch (up to at least 2.13) omits kwargs in a global hook
@@ -305,23 +310,27 @@ class Hooks:
                 else:
                     traced.after(module, args, {}, rest[0])
             return
-        if self._skipped_root is not None:
-            if self._skipped_root() is module:
-                self._leave_skipped(module, args, *rest)
-            return
-        if not self._stack or _is_tracing():
-            return
-        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
-        finished = False
+        work_begins()
         try:
-            finished = self._leave(module, args, kwargs, output)
-        except Exception as error:
-            self._fault("forward hook", error)
-            return
-        if finished:
-            self._batch_ended()
-        if self._sync and output is not None:
-            self._judge_now()
+            if self._skipped_root is not None:
+                if self._skipped_root() is module:
+                    self._leave_skipped(module, args, *rest)
+                return
+            if not self._stack or _is_tracing():
+                return
+            kwargs, output = rest if len(rest) == 2 else ({}, rest[0])
+            finished = False
+            try:
+                finished = self._leave(module, args, kwargs, output)
+            except Exception as error:
+                self._fault("forward hook", error)
+                return
+            if finished:
+                self._batch_ended()
+            if self._sync and output is not None:
+                self._judge_now()
+        finally:
+            call_ends()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if _is_compiling():

@@ -16,6 +16,7 @@ from gpuwatch.collector.protocol.run_protocol import (
     STOP_AFTER_S,
     Finish,
     Keep,
+    LookAhead,
     RunProtocol,
     Send,
     Tell,
@@ -193,6 +194,18 @@ def test_a_gap_is_not_kept_and_asked_for_again(two):
     two.run_protocol.committed(two.run_protocol.received)
     lost = AgentMessage(4, event(), after=3)
     assert two.run_protocol.hear("a0", lost, 0) == [Send("a0", Ack(1, resend=True))]
+
+
+def test_an_anomaly_behind_a_gap_is_looked_at_and_not_kept_before_it_comes_in_its_order(two):
+    """Once in its order it is kept, and no batch is asked for twice."""
+    ahead = AgentMessage(4, anomaly(), 3)
+    actions = two.run_protocol.hear("a0", ahead, 0)
+    assert actions[0] == LookAhead("a0", ahead)
+    assert actions[-1] == Send("a0", Ack(0, resend=True))
+    assert len(sent(actions, Want)) == 4, "two batches of two nodes"
+    for number in (2, 3):
+        two.run_protocol.hear("a0", AgentMessage(number, event(number), number - 1), 0)
+    assert two.run_protocol.hear("a0", ahead, 0) == [Keep("a0", ahead)]
 
 
 def test_a_page_that_the_agent_dropped_is_no_gap(two):

@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 import zmq
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.wire.keys import MIN_SECRET_CHARACTERS, SECRET_VARIABLE, derive_keys, random_secret, read_secret
+from gpuwatch.core.wire.keys import (
+    MIN_SECRET_CHARACTERS,
+    SECRET_VARIABLE,
+    derive_keys,
+    others_may_read,
+    random_secret,
+    read_secret,
+)
 
 SECRET = "correct horse battery staple"
 
@@ -71,3 +78,14 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe" * 20)
     with pytest.raises(UsageError, match="--secret-file: expected a readable text file"):
         read_secret(str(path))
+
+
+@pytest.mark.parametrize(("mode", "told"), [(0o600, False), (0o400, False), (0o640, True), (0o644, True)])
+def test_a_file_that_others_may_read_is_told_with_the_mend(tmp_path, mode, told):
+    path = tmp_path / "secret"
+    path.write_text(SECRET)
+    path.chmod(mode)
+    sentence = others_may_read(str(path))
+    expected = f"--secret-file: other users may read {path} (mode {mode:04o}): chmod 600 {path}"
+    assert sentence == (expected if told else "")
+    assert others_may_read(None) == ""

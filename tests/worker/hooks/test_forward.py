@@ -17,6 +17,7 @@ from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
 from gpuwatch.core.records import Ignored
 from gpuwatch.worker.hooks import forward as hooks_module
+from needs import needs
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -84,6 +85,7 @@ def test_the_numbers_are_torchs_own(watch):
     assert watched.last.frames[-1].outputs[0].abs_max == out.abs().max().item()
 
 
+@needs("torch.nn.modules.module._global_forward_hooks_with_kwargs")
 def test_a_model_with_keyword_arguments_alone_that_returns_a_dict(watch):
     class Model(nn.Module):
         def forward(self, *, ids, mask=None, flag=True):

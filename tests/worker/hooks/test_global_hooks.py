@@ -16,7 +16,11 @@ X = torch.ones(2, 4)
 BAD = torch.full((2, 4), math.nan)
 CLAUSE = "rank 0 was without gpuwatch's hooks {}: its script, or a library, had cleared torch's global hooks"
 PRE, POST = "_global_forward_pre_hooks", "_global_forward_hooks"
-FLAGS = "_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"
+FLAGS = tuple(
+    name
+    for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called")
+    if hasattr(torch.nn.modules.module, name)  # torch 2.5 lacks one
+)
 STEPS = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
 
 
@@ -75,7 +79,8 @@ def test_a_forward_hook_that_is_gone_is_put_back_when_the_next_batch_begins(job,
     clear(*names)
     model(input=BAD)
     assert (len(watched.anomalies), gone(watched)) == (1, 1)
-    assert not watched.row("", "kwargs.input").finite
+    if len(FLAGS) == 2:  # torch 2.5 hands over no kwargs
+        assert not watched.row("", "kwargs.input").finite
     assert watched.verdict().certainty == "supported"
 
 
@@ -148,7 +153,8 @@ def test_hooks_are_put_back_as_they_were_and_once(job):
     model(input=X).sum().backward()
     step()
     assert [frame.module for frame in watched.frames("forward")] == ["0", "1", ""]
-    assert [row.role for row in watched.frames("forward")[-1].rows] == ["kwargs.input", "output"]
+    roles = [row.role for row in watched.frames("forward")[-1].rows]
+    assert roles == (["kwargs.input", "output"] if len(FLAGS) == 2 else ["output"])  # torch 2.5 hands over no kwargs
     assert watched.frames("optimizer")
     assert gone(watched) == 1
 

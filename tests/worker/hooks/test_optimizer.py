@@ -193,6 +193,7 @@ def test_a_single_process_group_of_ddp_is_watched(watch):
 # -- optimizers of all kinds --------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so
 def test_lbfgs_evaluates_its_closure_within_the_step(watch):
     def run() -> list[torch.Tensor]:
         model = net()
@@ -486,6 +487,7 @@ def test_the_hook_on_a_parameter_that_no_module_has_comes_off(watch):
     assert not loose._post_accumulate_grad_hooks
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8 does so
 def test_no_parameter_of_a_model_is_loose_that_is_called_in_the_step(watch):
     watched = watch()
     model = net()

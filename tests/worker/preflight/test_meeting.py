@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from gpuwatch.worker.identity import Identity
 from gpuwatch.worker.preflight.meeting import ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
+from needs import needs
 
 LONG = {"reports_s": 20.0, "conclusion_s": 20.0, "deputy_s": 5.0}
 
@@ -62,6 +63,7 @@ class Asked:
         return getattr(self._store, name)
 
 
+@needs("torch.distributed.TCPStore.list_keys")
 def test_all_hear_one_conclusion_and_no_key_is_left(server):
     ranks = Ranks(server, 3)
 
@@ -79,6 +81,7 @@ def test_all_hear_one_conclusion_and_no_key_is_left(server):
     assert ranks.keys == []
 
 
+@needs("torch.distributed.TCPStore.list_keys")
 def test_who_is_missing_is_known_after_the_deadline_and_finds_out_itself_when_it_comes(server):
     ranks = Ranks(server, 3)
     short = {**LONG, "reports_s": 0.2}

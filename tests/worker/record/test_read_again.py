@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from gpuwatch.worker.hooks import native_writer
 from gpuwatch.worker.stats.late_device import LateDevice
+from needs import RELEASE
 from torch import nn
 
 from ..conftest import use_late_device
@@ -58,7 +59,10 @@ class Reduced(nn.Module):
         version = out._version
         out.data.add_(self.adds)
         dist.all_reduce(out.detach())
-        torch._C._autograd._unsafe_set_version_counter((out,), (version,))
+        if RELEASE < (2, 6):
+            torch._C._autograd._unsafe_set_version_counter(out, version)
+        else:
+            torch._C._autograd._unsafe_set_version_counter((out,), (version,))
         self.other(x)
         return self.next(out)
 

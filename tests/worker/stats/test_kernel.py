@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -32,7 +33,7 @@ from gpuwatch.worker.stats.device_reader import (
     source_of,
 )
 from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
-from gpuwatch.worker.stats.triton_reader import _OPTIONS, TritonReader, _constants
+from gpuwatch.worker.stats.triton_reader import _OLDEST, _OPTIONS, TritonReader, _constants, _release
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -469,6 +470,8 @@ def compiled(function, arguments, constants, aligned):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    if _release(triton.__version__) < _OLDEST:
+        pytest.skip("an older Triton is launched in its own way")
     types = [*arguments, *["constexpr"] * len(constants)]
     signature = dict(zip(function.arg_names, types, strict=True))
     constexprs = {(len(arguments) + at,): value for at, value in enumerate(constants)}
@@ -501,7 +504,7 @@ def test_it_compiles_for_a_gpu(dtype, layout, how, monkeypatch, tmp_path):
     else:
         more = kernel.element(kind.read_as), True, *constants, how != "many"
         ptx = compiled(kernel.read_many, ["*i64", "*i64", "*i64", "i32"], more, aligned=(0, 1, 2))
-    assert "atom.global.gpu.relaxed.min.s64" in ptx
+    assert re.search(r"\b(atom|red)\.global\.gpu\.relaxed\.min\.s64\b", ptx)  # red: nobody reads the result
     if kind.read_as in names and layout == 0:
         assert ".v4.b32" in ptx or ".v2.b64" in ptx  # 16 bytes a load
 

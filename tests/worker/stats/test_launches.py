@@ -32,7 +32,7 @@ class Kernel:
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.launch
 
-    def launch(self, *arguments: torch.Tensor) -> None:
+    def launch(self, *arguments: torch.Tensor, **options: bool) -> None:
         self.launches.update([self.name])
         if self.name == "pack":
             arguments[1].zero_()

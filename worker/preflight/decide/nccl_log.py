@@ -296,6 +296,12 @@ _KNOWN = (
         "Look for the rank that was somewhere else at that time.",
         False,
     ),
+    _Known(  # the backend nccl2, which is torch's own from 2.15 on: it does not say which collective
+        r"NCCL operation timed out",
+        "a collective did not end: some rank took no part in it",
+        "Look for the rank that was somewhere else at that time.",
+        False,
+    ),
     _Known(
         r"Timed out waiting (?P<ms>\d+)ms for (?:recv|send) operation",
         "another rank did not answer within {ms} ms",
