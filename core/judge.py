@@ -159,10 +159,18 @@ def _alarm(frame: Frame, waived: Set[int]) -> Row | None:
             continue
         if not row.flags or row.mark & EXPECTED:
             continue
-        if returned and row.flags == NonFinite.NEGINF and (not weights or input_flags):
+        if returned and row.flags == NonFinite.NEGINF and (not weights or _may_come_of_mask(input_flags)):
             continue
         return row
     return None
+
+
+def _may_come_of_mask(input_flags: int) -> bool:
+    """Whether a module with weights may have made -inf of what it was handed, and that is no sign of an overflow.
+
+    +inf times a weight is -inf as well.
+    """
+    return bool(input_flags) and not input_flags & NonFinite.POSINF
 
 
 def _warning(row: Row, limits: Limits) -> str | None:

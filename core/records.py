@@ -205,6 +205,11 @@ class LookedAgain(msgspec.Struct, frozen=True):
     """Of the whole model. What an attribute holds, no frame shows."""
     left: bool = False
     """A parameter's gradient was not finite before the backward began that has added to it."""
+    closed: list[str] = []
+    """Roles of masks on a device that calls of the module were handed in that batch, -inf throughout in a row."""
+    without_graph: bool = False
+    """Autograd has recorded nothing of the call, whose class is not torch's own: what it took from elsewhere than its
+    arguments nothing tells."""
 
 
 class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):

@@ -157,11 +157,17 @@ class _Forward:
             frame.module,
             frame.cls,
             source="made",
-            sure=before is not None or bool(mask.mark & Mark.CLOSED),
+            sure=before is not None or self._is_closed(frame, mask),
             notes=tuple(filter(None, notes)),
         )
-        closed = f"a row of {mask.role} is -inf throughout" if mask.mark & Mark.CLOSED else ""
+        closed = f"a row of {mask.role} is -inf throughout" if self._is_closed(frame, mask) else ""
         return replace(found, mask=closed or f"{mask.role} held -inf")
+
+    def _is_closed(self, frame: Frame, mask: Row) -> bool:
+        """Whether a row of the mask is known to be -inf throughout."""
+        again = self._anomaly.again
+        told = again is not None and frame.module == self._anomaly.module and mask.role in again.closed
+        return told or bool(mask.mark & Mark.CLOSED)
 
     def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
         """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""
@@ -263,7 +269,7 @@ class _Forward:
             return inside
         received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
         unread = () if received else self._unread_weights(frame)
-        unseen = _unseen_object(frame)
+        unseen = _unseen_object(frame) or self._without_graph(frame)
         found = self._diagnosis(
             frame,
             output,
@@ -275,6 +281,16 @@ class _Forward:
             notes=(*unread, *unseen, *self._removed(frame, output)),
         )
         return replace(found, weights_read=self._looked_again(frame))
+
+    def _without_graph(self, frame: Frame) -> tuple[str, ...]:
+        """A call without gradients, of code of the script's own: it may have taken a value from a list or an object."""
+        again = self._anomaly.again
+        if again is None or not again.without_graph or frame.module != self._anomaly.module:
+            return ()
+        return (
+            f"{module_text(frame.module, frame.cls)} ran without gradients: no graph of autograd's tells whether it "
+            "took a value from elsewhere than its arguments",
+        )
 
     def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
         """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""

@@ -280,7 +280,8 @@ def _pages_up_to(pages: dict[int, KeptPage], number: int) -> list[KeptPage]:
 
 
 def _sort(rank: RankFacts) -> None:
-    rank.anomalies.sort(key=lambda anomaly: (anomaly.where.time_ns, anomaly.where.page, anomaly.frame))
+    # a device's numbers come late: what a rank had issued by then tells which of two alarms it met first
+    rank.anomalies.sort(key=lambda one: (one.where.seq, one.where.time_ns, one.where.page, one.frame))
     rank.errors.sort(key=lambda error: error.where.time_ns)
     rank.begun.sort(key=lambda began: began.where.time_ns)
     rank.stages.sort(key=lambda stage: stage.where.time_ns)

@@ -95,6 +95,11 @@ CASES = {
         [row("weight"), row("input[0]", NAN), row("output", NEGINF)],
         None,
     ),
+    "-inf computed with weights, from +inf": (
+        [row("weight"), row("input[0]", POSINF), row("output", NEGINF)],
+        "output",
+    ),
+    "-inf computed without weights, from +inf": ([row("input[0]", POSINF), row("output", NEGINF)], None),
     "-inf of a call with only an optimizer's state": ([row("state exp_avg weight"), row("output", NEGINF)], None),
     # -- outputs that are inputs
     "an input passed on, the same tensor": ([row("input[0]", NAN, value=4), row("output", NAN, value=4)], None),

@@ -1,7 +1,7 @@
 """Runs every scenario and writes docs/accuracy.md: `python tests/scenarios/accuracy.py [--jobs N]`.
 
 Each scenario is run in host memory and on a late device. `--from FILE` takes the figures that an earlier run has saved
-with `--save FILE`; with `--only WORD` those of the scenarios that have it in their name are measured anew.
+with `--save FILE`; with `--only WORD` the scenarios of that kind, or with it in their name, are measured anew.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def main() -> int:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON, too")
     parser.add_argument("--from", dest="saved", type=Path, metavar="FILE", help="read the figures instead of running")
     parser.add_argument(
-        "--only", metavar="WORD", help="with --from: measure the scenarios with this word in their name"
+        "--only",
+        metavar="WORD",
+        help="with --from: measure the scenarios of this kind, or with this word in their name",
     )
     arguments = parser.parse_args()
     word = arguments.only if arguments.saved else ""
@@ -69,7 +71,7 @@ def main() -> int:
 
 
 def measure(place: str, jobs: int, word: str) -> list[Figure]:
-    """Run the scenarios with this word in their name in one place."""
+    """Run the scenarios of this kind, or with this word in their name, in one place."""
     os.environ.pop(LATE_DEVICE, None)
     if place == "late device":
         os.environ[LATE_DEVICE] = SEED
@@ -79,7 +81,7 @@ def measure(place: str, jobs: int, word: str) -> list[Figure]:
             pool.submit(run, scenario): kind
             for kind, each in KINDS.items()
             for scenario in each
-            if word in scenario.name
+            if word == kind or word in scenario.name
         }
         for number, future in enumerate(as_completed(futures), 1):
             found.append(figure_of(future.result(), futures[future], place))

@@ -305,6 +305,15 @@ PLACES = [
         witness="rank=1 phase=forward module=taker class=Taker batch=2",
     ),
     Scenario(
+        "a value that goes on by a list, without gradients",
+        "by_another_way.py",
+        # `encoder` has made it, and no frame and no graph tells: nothing of `taker` is proven
+        {"kind": "overflow", "rank": 1, "phase": "forward", "batch": 2, "certainty": "supported"},
+        args=("--way", "list", "--gradients", "0"),
+        evidence="ran without gradients: no graph",
+        witness="rank=1 phase=forward module=taker class=Taker batch=2",
+    ),
+    Scenario(
         "a process that leaves in a forward with exit code 0",
         "places.py",
         {"kind": "crash", "rank": 1, "batch": 2, "certainty": "established"},
@@ -1015,8 +1024,9 @@ COMMUNICATION = [
     Scenario(
         "DDP's hook divides by 0 tokens on one rank",
         "sharded.py",
-        _found("collective", 1, "head", "Linear", role="grad weight", batch=2),
+        _found("collective", 1, "body.down", "Linear", role="grad weight", batch=2, certainty="supported"),
         args=("--fault", "hook"),
+        statement="made by rank 1 between its backward and all_reduce",
         witness="rank=1 phase=weight module=body.down class=Linear batch=3",
     ),
     Scenario(
@@ -1028,8 +1038,10 @@ COMMUNICATION = [
     Scenario(
         "FSDP2 that reduces in float16",
         "sharded.py",
-        _found("collective", None, "blocks.0.up", "Linear", role="grad weight", batch=2),
+        # its gradient is finite in bfloat16, and inf in the float16 that it puts in: no module has made that
+        {"kind": "overflow", "phase": "collective", "rank": 1, "module": None, "batch": 2, "certainty": "supported"},
         args=("--fault", "reduced"),
+        evidence="rank 1 put .inf into reduce_scatter",
         witness="rank=1 phase=weight module=blocks.0.down class=Linear batch=3",
     ),
     *(
@@ -1045,7 +1057,7 @@ COMMUNICATION = [
             (
                 "the script's ratio",
                 "ratio",
-                {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "root": "Policy"},
+                {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "class": "Policy", "batch": 2},
                 "rank=1 phase=gradient module=head class=Linear batch=2",
             ),
             ("the policy overflows as it generates", "policy", _forward(1, "body.up", root="Policy"), None),

@@ -129,9 +129,11 @@ class Held:
 
     def cause_of(self, bad: NonFiniteRow) -> NonFiniteRow | None:
         """What was held back earlier in the same step: this alarm may come of it."""
-        held, self._apart = self._apart, None
-        is_before = held is not None and held.page.step == bad.page.step and held.page.number < bad.page.number
-        return held if is_before else None
+        held = self._apart
+        if held is None or held.page.step != bad.page.step or held.page.number >= bad.page.number:
+            return None  # a device's numbers come late: a row of the step in an earlier page may be judged first
+        self._apart = None
+        return held
 
     def batch_ended(self, page: OpenPage) -> None:
         """The next batch of this root begins."""

@@ -104,6 +104,8 @@ class Judging:
         """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
         self.collect_passed: Callable[[], None] = lambda: None
         """Tells of what has passed between ranks, as far as its numbers have arrived."""
+        self.learn_masks: Callable[[OwnPages, OpenPage], None] = lambda own, page: None
+        """Called with a page in which numbers of a device have arrived that are not finite."""
         self.held: Held | None = None
         """What is no alarm yet; None with --sync."""
         rows.expect = self.expect
@@ -216,6 +218,7 @@ class Judging:
             if number in self._late:
                 self._to_judge.add(number)
                 self._judged(self._late[number]).suspicious = True
+                self.learn_masks(self._own, self._late[number])
         self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
         arrived = {number for number in self._late if not buffer.pending(number)}
         for number in sorted(self._to_judge):

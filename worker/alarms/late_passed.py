@@ -25,6 +25,7 @@ from ..record.rows import Rows
 from ..stats.device import is_on_device
 from ..stats.passed_readings import PassedReadings, Reading
 from ..stats.tensor_stats import CODES
+from .closed_rows import ClosedMask, LateMasks
 
 _MESSAGES = {OPERATIONS.index("send"), OPERATIONS.index("recv")}
 
@@ -64,8 +65,11 @@ class LatePassed:
         groups: GroupTable,
         lock: RecorderLock,
         on_fault: Callable[[str, Exception], None],
+        masks: LateMasks,
     ) -> None:
+        """`masks` is told of those that are read in the same way."""
         self._passed = passed
+        self._masks = masks
         self._rows = rows
         self._groups = groups
         self._lock = lock
@@ -163,10 +167,12 @@ class LatePassed:
             self._fields[Field.PASSED_UNSEEN] = seal(1)
         self._held = []
         for reading in come:
-            about: _LateValues | None = reading.about
+            about: _LateValues | ClosedMask | None = reading.about
             if about is None:  # an error came in between
                 continue
-            if isinstance(about.given, Reading) and about.given.missing and not about.given.is_lost:
+            if isinstance(about, ClosedMask):
+                self._masks.note(about)
+            elif isinstance(about.given, Reading) and about.given.missing and not about.given.is_lost:
                 self._held.append(reading)
             else:
                 self._tell(reading, about)

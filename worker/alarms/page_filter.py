@@ -15,7 +15,7 @@ from ...core.recorder.layout import SegmentField
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.tables import FRAMES, ROWS, VALUES
 from ...core.recorder.writer import OpenPage
-from ...core.values import PENDING
+from ...core.values import PENDING, NonFinite
 
 Mask = Callable[[Any, Any, Any], Any]
 """(dtype codes, high, meta), arrays of one length -> an array of bool."""
@@ -77,6 +77,20 @@ def frames_to_judge(
         found += [base + skip + int(place) for place in numpy.flatnonzero(has)]
         end = base + count
     return found, max(start, end)
+
+
+def slots_of_masks(own: OwnPages, page: OpenPage, arguments: Any) -> set[int]:
+    """The slots of arguments in a page that hold -inf, and nothing else that is not finite. `arguments`: as above."""
+    segments = list(own.segments(page))
+    values = _values(own, segments)
+    found: set[int] = set()
+    for head, at in segments:
+        rows = own.table(at + layout.ROWS_AT, ROWS, head[SegmentField.ROWS])
+        meta = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]["meta"]
+        is_mask = (meta != PENDING) & ((meta & 0xFF) == int(NonFinite.NEGINF))
+        slots = rows["slot"][is_mask & arguments[numpy.minimum(rows["slot"], len(arguments) - 1)]]
+        found.update(int(slot) for slot in slots)
+    return found
 
 
 def _around(frames: Any, bad: Any, waiting: list[tuple[int, int]]) -> Any:

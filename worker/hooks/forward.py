@@ -40,7 +40,7 @@ from ...core.text.tell import tell
 from ...core.values import NonFinite, decode, name_of
 from ...core.versions.torch_names import name_in_torch
 from ..alarms.batch_digest import batch_digest
-from ..alarms.closed_rows import closed_marked
+from ..alarms.closed_rows import LateMasks, closed_marked
 from ..alarms.frames import Frames
 from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sources_now
 from ..alarms.graph_users import Output, graph_users
@@ -174,7 +174,9 @@ class Hooks:
         passed = PassedValues(self.progress, self.progress.groups)
         looks = "comms" in settings.watch
         self._fields[Field.PASSED_UNSEEN] = seal(not looks)
-        self._late_passed = LatePassed(passed, self.rows, self.progress.groups, self._lock, self._fault)
+        self._masks = LateMasks(self.rows)
+        self.judging.learn_masks = self._masks.learn
+        self._late_passed = LatePassed(passed, self.rows, self.progress.groups, self._lock, self._fault, self._masks)
         self.judging.collect_passed = self._late_passed.collect
         self._collectives = Collectives(
             self.progress.groups, self._fault, passed=passed if looks else None, late=self._late_passed
@@ -574,6 +576,9 @@ class Hooks:
                     with self._lock:
                         reader = self._graphs if has_graphs else self.rows
                         without_modes(self._take_frame, info, module, args, kwargs, output, raised, reader)
+            if self._masks.slots and page is not None and not raised:
+                with self._lock:
+                    self._masks.look(info, page, args, kwargs)
             if shards:
                 with self._lock:
                     self.rows.read_waiting()
@@ -696,6 +701,7 @@ class Hooks:
         graph = without_modes(self._graph_of, bad)
         if module is None:  # the script has ended, and the numbers came after that
             return LookedAgain(same_step=False, graph=graph) if graph else None
+        self._late_passed.collect()  # what was read in that call is there, too
         found = look_again(root, module)
         last = self._steps.steps.last()
         same_step = self.progress.step == bad.page.step
@@ -713,6 +719,8 @@ class Hooks:
             own_code=own_code,
             own_code_of=role,
             left=self._was_left(bad),
+            closed=self._masks.closed_in(bad.page.number, bad.frame.module),
+            without_graph=not bad.page.with_gradients and not type(module).__module__.startswith("torch."),
         )
 
     def _was_left(self, bad: NonFiniteRow) -> bool:

@@ -400,6 +400,7 @@ class DeviceStatsBuffer:
 
     def _send(self, values_at: int, page: int, *, is_end: bool) -> None:
         """Start the copies of all rows read so far, into the segment whose values begin at `values_at`."""
+        self.passed.flush()
         if self._unsent is not None:
             self._unsent = None
             self._segment_copy_done(values_at)

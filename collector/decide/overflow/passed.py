@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ....core.recorder.group_table import members_of
 from ....core.records import Passed
+from ....core.roles import RoleKind, parse_role
 from ....core.values import DTYPE_MAX
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RankFacts, RunFacts
@@ -62,8 +63,24 @@ class Passages:
             one
             for one in _came_out(rank, diagnosis.step, diagnosis.seq)
             if (one.value, one.dtype, one.elements) == (diagnosis.value, diagnosis.dtype, elements)
-        ]
+        ] or _reduced(rank, diagnosis, elements)
         return self._follow(came[-1]) if came else None
+
+    def put_into_sum(self, diagnosis: LocalDiagnosis) -> Passed | None:
+        """What one rank put into the sum of the gradients in which that of a diagnosis was; None if that is not known.
+
+        Every other rank has put finite numbers into that sum.
+        """
+        rank = self._ranks.get(diagnosis.rank)
+        if rank is None or diagnosis.shape is None:
+            return None
+        for came in _reduced(rank, diagnosis, math.prod(diagnosis.shape))[::-1]:
+            told = self._of(came)
+            put = {one.where.rank: one for one in told if not one.came_out}
+            finite = {one.where.rank for one in told if one.came_out and one.given == "finite"}
+            if len(put) == 1 and finite | put.keys() == set(_members(came)):
+                return next(iter(put.values()))
+        return None
 
     def _follow(self, came: Passed) -> Fed | None:
         ways: list[Passed] = []
@@ -107,6 +124,22 @@ def _came_out(rank: RankFacts, step: int, seq: int) -> list[Passed]:
     """What came out on a rank in a step, up to a place; the earliest first."""
     found = [one for one in rank.passed if one.came_out and one.where.step == step and one.where.seq <= seq]
     return sorted(found, key=lambda one: (one.where.seq, one.where.time_ns))
+
+
+def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[Passed]:
+    """What came out of reductions that a gradient can have been a part of, in whatever dtype they were reduced."""
+    if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
+        return []
+    return [
+        one
+        for one in _came_out(rank, diagnosis.step, diagnosis.seq)
+        if one.operation in _REDUCTIONS and one.value == diagnosis.value and _elements_of(one) >= max(2, elements)
+    ]
+
+
+def _elements_of(one: Passed) -> int:
+    """Of all ranks together: the gradient of a sharded weight has the shape of the whole."""
+    return one.elements * (len(_members(one)) if one.operation == "reduce_scatter" else 1)
 
 
 def _is_same_tensor(came: Passed, put: Passed) -> bool:

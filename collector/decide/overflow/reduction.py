@@ -8,21 +8,25 @@ communication hook. If the optimizers of the other ranks got the same gradient f
 from __future__ import annotations
 
 from ....core.frames import Row
+from ....core.records import Passed
 from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...diagnose.step_origin import local_gradients
 from ...facts.facts import RunFacts
 from ...facts.kept_pages import KeptPage
 from ..own_faults import doubts_about
 from ..verdict_model import Verdict
-from ..words import cascade_of, found_text, place_of, ranks_text
+from ..words import cascade_of, device_of, found_text, place_of, ranks_text
 from .advice import next_steps
 from .evidence import missing_ranks
 from .gradient_sum import GradientSum
+from .passed import Passages, way_text
 from .replicas import page_of, peers
 from .words import overflow_at, whose
 
 
-def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis]) -> Verdict:
+def of_reduced(
+    facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[LocalDiagnosis], passages: Passages
+) -> Verdict:
     """The verdict over gradients that were non-finite when the optimizers got them, from the pages of all ranks."""
     first = tier[0]
     ranks = facts.of_attempt(first.attempt)
@@ -49,12 +53,19 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Loca
             f"{ranks_text([rank.rank for rank in ranks])}: the gradient was finite when the backward had made it"
         )
         evidence += _of_sum(found, first)
-    statement = _statement(first, tier, found if settled else None)
+    put = passages.put_into_sum(first) if settled and found.answer != "sum" else None
+    statement = _statement(first, tier, found if settled else None, put)
     if first.cause:
         statement += f" ({first.cause})"
     proven = found.is_proven and not failed
+    whose_code = {}
+    if put is not None:
+        rank = facts.one(first.attempt, put.where.rank)
+        whose_code = {"rank": rank.rank, "host": facts.host(rank) or None, "device": device_of(rank)}
+        evidence.append(f"rank {rank.rank} put {put.value} into {way_text(put)}, every other rank finite numbers")
     return overflow_at(
         first,
+        **whose_code,
         statement=statement,
         certainty="unknown" if not settled else "established" if proven else "supported",
         phase="collective",
@@ -64,8 +75,8 @@ def of_reduced(facts: RunFacts, tier: list[LocalDiagnosis], diagnoses: list[Loca
     )
 
 
-def _statement(first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None) -> str:
-    """`found`: what all ranks' gradients say; None if not all of them are known."""
+def _statement(first: LocalDiagnosis, tier: list[LocalDiagnosis], found: GradientSum | None, put: Passed | None) -> str:
+    """`found`: what all ranks' gradients say; None if not all of them are known. `put`: what one put into the sum."""
     what = f"{first.value} in the {first.role} of {place_of(first)}"
     if found is None:
         return (
@@ -76,6 +87,12 @@ def _statement(first: LocalDiagnosis, tier: list[LocalDiagnosis], found: Gradien
         return (
             f"{what} came out of the reduction over the ranks in batch {first.batch}: every rank's own gradient was "
             f"finite, their sum was not ({first.dtype})."
+        )
+    if put is not None:
+        return (
+            f"{what} was made by rank {put.where.rank} between its backward and {way_text(put)} in batch "
+            f"{first.batch}: every rank's own gradient was finite, and {_NO_SUM[found.answer]}; code that no frame "
+            "shows made it (a communication hook, the script's clipping or normalisation)."
         )
     bad = sorted({first.rank, *(rank for rank, row in found.got.items() if not row.finite)})
     return (

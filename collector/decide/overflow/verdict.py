@@ -53,7 +53,7 @@ def overflow_verdict(facts: RunFacts) -> Verdict | None:
     if fed is not None:
         return _fed(facts, tier, diagnoses, order, passages, fed)
     if first.source == "reduced":
-        return of_reduced(facts, tier, diagnoses)
+        return of_reduced(facts, tier, diagnoses, passages)
     alone = len(tier) == 1
     if first.source == "skipped":
         return _skipped(facts, tier, diagnoses, order) if alone else _unknown(facts, tier)

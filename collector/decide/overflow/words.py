@@ -216,7 +216,7 @@ def fed_sentence(met: LocalDiagnosis, fed: Fed, host: str) -> str:
     batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
     return (
         f"{who} put {put.value} into {way_text(put)}; rank {met.rank} was handed it in {batch} ({found_text(met)}). "
-        f"No module of rank {put.where.rank} was seen to make it: its own code did, or was handed it."
+        f"No module of rank {put.where.rank} was seen to make it: code that no frame shows did, or was handed it."
     )
 
 

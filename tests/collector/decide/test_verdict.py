@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from gpuwatch.collector.decide.verdict import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.core.recorder.lone_process import number_of_process
-from gpuwatch.core.records import Fault, LeftGroup, LooseParameters, NodeSignal, NotLookedInto, ScriptExit, Where
+from gpuwatch.core.records import (
+    Fault,
+    GroupState,
+    LeftGroup,
+    LooseParameters,
+    NodeSignal,
+    NotLookedInto,
+    ScriptExit,
+    Where,
+)
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -293,6 +303,29 @@ def test_who_left_before_the_others_lost_a_peer_left_early(make, seq, third, kin
     assert (verdict.kind, verdict.rank) == (kind, named)
     assert said in verdict.statement
     assert verdict.certainty == ("supported" if named is not None else "unknown")
+
+
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [(4, "crash"), (5, "lost")],
+    ids=["behind in the group of all, ahead in its own", "it had come to all that they had"],
+)
+def test_who_left_early_is_behind_in_a_group_and_not_in_a_sum_over_groups(make, world, kind):
+    def ended(rank, code, own, begun, group):
+        tables = [GroupState("0", "0-2", 3, begun=begun), GroupState(group, "", 1, begun=own)]
+        message = make.ended(rank, code, seq=own + begun, step=6, batch=5)
+        return EventMessage(msgspec.structs.replace(message.event, groups=tables))
+
+    failed = [
+        message
+        for rank in (0, 2)
+        for message in (
+            make.raised(rank, "RuntimeError", "Connection closed by peer", peer=True, seq=7),
+            ended(rank, 1, 2, 5, f"of {rank}"),
+        )
+    ]
+    verdict = judge(make.hello(nproc=3), ended(1, 0, 30, world, "of 1"), *failed, make.Bye("failed"))
+    assert (verdict.kind, verdict.rank) == (kind, 1 if kind == "crash" else None)
 
 
 @pytest.mark.parametrize(("nproc", "others"), [(2, False), (3, True)])

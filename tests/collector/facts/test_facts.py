@@ -143,3 +143,12 @@ def test_definitions_of_another_rank_are_not_mixed_in(batch, make):
     definitions = Definitions(0, 0, other.definitions().entries)
     (_, rank) = facts_of(*batch.messages(), definitions, other.page_message()).of_attempt(0)
     assert [frame.module for frame in rank.pages[0].frames] == ["fc", ""]
+
+
+def test_the_first_alarm_is_the_one_that_the_rank_met_first_and_not_the_one_that_was_told_first(make):
+    """A device's numbers come late, and those of two pages in any order."""
+    told_first, met_first = (make.Batch(page=page, seq=seq, time_ns=ns) for page, seq, ns in ((6, 8, 1), (8, 7, 2)))
+    for each in (told_first, met_first):
+        each.call("", "Net", given=[each.tensor()], returned=[each.tensor(make.NAN)])
+    (rank,) = facts_of(*told_first.messages(), *met_first.messages()).of_attempt(0)
+    assert [anomaly.where.page for anomaly in rank.anomalies] == [8, 6]

@@ -37,7 +37,7 @@ class Expert(nn.Module):
         self.down = nn.Linear(1, 8, bias=False)
 
     def forward(self, x):
-        return self.up(x) + self.down(self.length(x))
+        return self.down(self.length(self.up(x)))
 
 
 class Experts(nn.Module):

@@ -100,6 +100,38 @@ def test_a_sum_of_finite_numbers_is_no_ranks_fault(make):
     assert "what every rank put in was finite, their sum was not (float32)" in verdict.statement
 
 
+def of_gradient(make, rank, own, got, **more):
+    """A rank with a gradient of its own, and what its optimizer got."""
+    batch = make.Batch(rank, batch=2, step=2, seq=4, clock={"0": 4}, **more)
+    batch.call("fc", "Linear", weights={"weight": batch.tensor()}, given=[batch.tensor()], returned=[batch.tensor()])
+    batch.backward("fc", "Linear", "weight", own)
+    batch.got("fc", "Linear", {"weight": got})
+    return batch.messages()
+
+
+@pytest.mark.parametrize(
+    ("told", "rank"),
+    [
+        (lambda make: [put(make, 1, "all_reduce", 3, members="0-1", dtype="float16", elements=40)], 1),
+        (lambda make: [put(make, rank, "all_reduce", 3, members="0-1", elements=40) for rank in range(2)], None),
+        (lambda make: [], None),
+    ],
+    ids=["by one", "by both", "by nobody"],
+)
+def test_who_alone_put_a_bad_value_into_the_sum_of_the_gradients_is_named(make, told, rank):
+    gave = {each.event.where.rank for each in told(make)}
+    out = [
+        tells(make, each, "all_reduce", 3, members="0-1", elements=40, given="not finite" if each in gave else "finite")
+        for each in range(2)
+    ]
+    ranks = [message for each in range(2) for message in of_gradient(make, each, 1.0, make.INF)]
+    messages = [*ranks, *told(make), *out]
+    bodies = [make.hello(nproc=2), *messages]
+    verdict = decide(fold(("a0", n, body) for n, body in enumerate(bodies, 1)))
+    assert (verdict.rank, verdict.phase, verdict.module) == (rank, "collective", "fc")
+    assert ("made by rank 1 between its backward and all_reduce 3" in verdict.statement) == (rank == 1)
+
+
 OTHERS = {
     "too small to overflow": lambda make: summed(make, 1.0, 1.0),
     "nan is no sum of finite numbers": lambda make: summed(make, HUGE, HUGE, value="nan"),
