@@ -1,25 +1,34 @@
 """What a collector takes: R simulated ranks, 8 to a node agent, with the product's own agents, sockets and messages.
 
-    python benchmarks/collector.py [--ranks 8,64,512] [--pages N] [--rate R] [--frames N] [--anomalies N] [--keep DIR]
+    python benchmarks/collector.py [--ranks 8,64,512] [--pages N] [--rate R] [--frames N] [--anomalies N] [--stopped S]
 
 Each rank sends N pages, R a second if the machine can. Then some ranks meet an overflow, one after another and each
 earlier in the training than the one before, so that the verdict moves each time: the time from the event to the
 verdict in the collector's log is measured. Then all ranks end, and the reports are made. The collector is the
 product's own process; its processor time and memory are those that the system has counted.
+
+With `--stopped S` the collector is stopped (SIGSTOP) for S seconds after a third of the pages. A rank meets an overflow
+meanwhile, and the verdict is waited for once the collector goes on. The first overflow after the pages does not wait
+until the backlog is gone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
+import math
 import re
 import resource
 import shutil
+import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,6 +36,7 @@ from typing import IO, Any, cast
 import msgspec
 import psutil
 import zmq
+from gpuwatch.core.imports.own_imports import own_command
 from gpuwatch.core.settings import OnHang
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, read_from_collector, write_line
@@ -76,6 +86,23 @@ class Figures:
     store_bytes: int = 0
     report_bytes: int = 0
     verdict: str = ""
+    recorded: int = 0
+    """Pages, those around overflows included."""
+    thinned: int = 0
+    pages_stored: int = 0
+    events_sent: int = 0
+    events_stored: int = 0
+    stopped_s: float = 0.0
+    stopped_verdict_s: float | None = None
+    """From when the collector goes on to the verdict over an overflow that came while it was stopped."""
+    last_verdict_s: float | None = None
+    """From the last overflow to the verdict over it."""
+    agent_bytes: int = 0
+    """The most that one agent's messages have taken."""
+    agents_rss: int = 0
+    """By how much all agents together have made this process grow, divided by their number."""
+    drain_s: float = 0.0
+    """From the last page until everything was acknowledged."""
 
 
 class Collector:
@@ -83,9 +110,7 @@ class Collector:
 
     def __init__(self, folder: Path, on_hang: OnHang = "report") -> None:
         self.keys = derive_keys("a secret of the benchmark", JOB)
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "gpuwatch.collector"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        self._child = subprocess.Popen(own_command("gpuwatch.collector"), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         keys = self.keys
@@ -119,16 +144,21 @@ class Collector:
         self._last = times.user + times.system
         return self._last
 
+    def signal(self, number: int) -> None:
+        """Stop it, or let it go on."""
+        self._process.send_signal(number)
+
     def end(self) -> None:
         """After the verdict, or instead of one."""
         assert self._child.stdin is not None
         self._child.stdin.close()
         self._child.wait()
 
-    def await_verdict(self, rank: int) -> None:
-        """Until its log names the rank."""
+    def await_verdict(self, rank: int, turn: Callable[[], None] = lambda: None) -> None:
+        """Until its log names the rank. `turn` is done meanwhile."""
         deadline = time.monotonic() + PATIENCE_S
         while not any(named == rank for _, named in self.verdicts()):
+            turn()
             if time.monotonic() > deadline:
                 sys.exit(f"the collector has named rank {rank} in no verdict within {PATIENCE_S:.0f} s")
             time.sleep(0.02)
@@ -162,6 +192,9 @@ class Nodes:
         self.agents: list[Agent] = []
         self.ranks: list[SimulatedRank] = []
         self._pipes: list[io.BytesIO] = []
+        self._turns = 0
+        self._rss = psutil.Process().memory_info().rss
+        self.agent_bytes = self.agents_rss = 0
         for node in range(nodes):
             here = folder / f"node-{node}"
             here.mkdir(parents=True)
@@ -178,13 +211,14 @@ class Nodes:
                 ["gpuwatch", "launch", "train.py"],
                 {"gpuwatch": "benchmark"},
                 JOB,
-                agent=f"{node:08x}",
+                identity=f"{node:08x}",
                 hang_timeout_s=hang_timeout_s,
             )
             self._pipes.append(io.BytesIO())
             agent = Agent(config, self._pipes[-1], gpus=cast(GpuWatch, NoGpus()), context=self._context)
             for local in range(RANKS_PER_NODE):
                 rank = kind(model, node * RANKS_PER_NODE + local, local, ranks)
+                rank.traces = getattr(agent, "traces", None)
                 self.ranks.append(rank)
                 agent._ranks[rank.rank, 0] = cast(RankWatch, rank)
             self.agents.append(agent)
@@ -197,6 +231,15 @@ class Nodes:
         """Every agent takes a turn, as it does fifty times a second."""
         for agent in self.agents:
             agent.turn(time.monotonic())
+        self._turns += 1
+        if self._turns % 32 == 0:
+            self.weigh()
+
+    def weigh(self) -> None:
+        """Note how much the agents hold."""
+        self.agent_bytes = max(self.agent_bytes, *(held_bytes(agent) for agent in self.agents))
+        grown = (psutil.Process().memory_info().rss - self._rss) // len(self.agents)
+        self.agents_rss = max(self.agents_rss, grown)
 
     def settle(self) -> None:
         """Until everything that was sent is acknowledged."""
@@ -226,7 +269,16 @@ class Nodes:
         self._context.term()
 
 
-def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, folder: Path) -> Figures:
+def held_bytes(agent: Agent) -> int:
+    """Of all messages that an agent has and the collector has not stored."""
+    outbox = agent.outbox
+    waiting = sum(map(len, outbox._names)) + outbox._page_bytes
+    return waiting + sum(len(data) for data, *_ in outbox._kept.values())
+
+
+def measure(
+    ranks: int, pages: int, rate: float, frames: int, anomalies: int, folder: Path, stopped: float = 0.0
+) -> Figures:
     """One job of so many ranks."""
     figures = Figures(ranks)
     model = Model(frames)
@@ -238,7 +290,18 @@ def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, fo
         figures.names_s, figures.names_cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
 
         began, cpu, own = time.monotonic(), collector.cpu_s(), time.process_time()
+        raised: list[tuple[float, int]] = []
+        stop_at = began + pages / rate / 3 if stopped else math.inf
+        goes_on = 0.0
         for number in range(pages):
+            if time.monotonic() >= stop_at and not figures.stopped_s:
+                if not raised:
+                    collector.signal(signal.SIGSTOP)
+                    raised.append((overflow(nodes, ranks - 1, 2_000_000), ranks - 1))
+                elif time.monotonic() >= stop_at + stopped:
+                    collector.signal(signal.SIGCONT)
+                    goes_on = time.time()
+                    figures.stopped_s = time.monotonic() - stop_at
             for place, rank in enumerate(nodes.ranks):
                 while rate and time.monotonic() - began < (number + place / ranks) / rate:
                     nodes.turn()
@@ -248,29 +311,35 @@ def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, fo
                     nodes.turn()
             nodes.turn()
             collector.cpu_s()
+        nodes.weigh()
+        drained = time.monotonic()
+        if stopped:
+            collector.signal(signal.SIGCONT)
+            raised.append((overflow(nodes, ranks // 2 + 1, 1_500_000), ranks // 2 + 1))
+            collector.await_verdict(ranks // 2 + 1, nodes.turn)
         nodes.settle()
+        figures.drain_s = time.monotonic() - drained
         figures.seconds, figures.cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
         figures.agents_cpu_s = time.process_time() - own
         figures.pages = pages * ranks
         figures.bytes_sent = figures.pages * len(msgspec.msgpack.encode(model.page(0, 0, 0)))
-        figures.dropped = sum(sum(agent.outbox.pages_dropped.values()) for agent in nodes.agents)
 
-        raised: list[tuple[float, int]] = []
         for number in range(min(anomalies, ranks)):
             bad = nodes.ranks[number * (ranks // min(anomalies, ranks))]
             seq = 1_000_000 - number  # earlier in the training than the one before, whatever its batch
-            raised.append((bad.overflow(seq) / 1e9, bad.rank))
-            nodes.turn()  # making the pages of the others here takes longer than on their own machines
-            for rank in nodes.ranks:
-                if rank is not bad:
-                    rank.next_page(seq)
+            raised.append((overflow(nodes, bad.rank, seq), bad.rank))
             nodes.settle()
             collector.await_verdict(bad.rank)
 
+        figures.events_sent = sum(rank.events for rank in nodes.ranks) + 2 * ranks
         began, cpu, own = time.monotonic(), collector.cpu_s(), time.process_time()
         nodes.end()
         figures.end_s, figures.end_cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
         figures.end_agents_cpu_s = time.process_time() - own
+        figures.recorded = sum(rank.pages for rank in nodes.ranks)
+        figures.dropped = sum(sum(agent.outbox.pages_dropped.values()) for agent in nodes.agents)
+        figures.thinned = sum(rank.thinned for rank in nodes.ranks)
+        figures.agent_bytes, figures.agents_rss = nodes.agent_bytes, nodes.agents_rss
     finally:
         nodes.close()
         collector.end()
@@ -278,10 +347,24 @@ def measure(ranks: int, pages: int, rate: float, frames: int, anomalies: int, fo
     said = {rank: when for when, rank in reversed(collector.verdicts())}
     took = sorted(said[rank] - when for when, rank in raised if rank in said)
     figures.latencies = len(took)
+    if stopped and raised:
+        figures.stopped_verdict_s = said[raised[0][1]] - goes_on
+        figures.last_verdict_s = said[raised[1][1]] - raised[1][0]
     if took:
         figures.latency_p50, figures.latency_p99 = took[len(took) // 2], took[min(len(took) - 1, int(len(took) * 0.99))]
     read_again(collector.run, figures)
     return figures
+
+
+def overflow(nodes: Nodes, number: int, seq: int) -> float:
+    """A rank meets one after so many collectives, in a batch that all others finish. Returns the time of the event."""
+    bad = nodes.ranks[number]
+    when = bad.overflow(seq) / 1e9
+    nodes.turn()  # making the pages of the others here takes longer than on their own machines
+    for rank in nodes.ranks:
+        if rank is not bad:
+            rank.next_page(seq)
+    return when
 
 
 def read_again(run: Path, figures: Figures) -> None:
@@ -290,6 +373,9 @@ def read_again(run: Path, figures: Figures) -> None:
     figures.verdict = report["verdict"]["statement"]
     figures.report_bytes = (run / "report.json").stat().st_size
     figures.store_bytes = (run / "run.sqlite").stat().st_size
+    with contextlib.closing(sqlite3.connect(run / "run.sqlite")) as store:
+        stored = dict(store.execute("SELECT kind, count(*) FROM message GROUP BY kind"))
+    figures.pages_stored, figures.events_stored = stored.get("page", 0), stored.get("event", 0)
     command = [sys.executable, "-m", "gpuwatch.cli.main", "report", str(run)]
     figures.show_s, figures.show_cpu_s, _ = _run(command)
     figures.again_s, figures.again_cpu_s, figures.again_rss = _run([*command, "--again"])
@@ -339,6 +425,24 @@ def table(all_figures: list[Figures]) -> str:
     return "\n".join(lines)
 
 
+def stopped_table(all_figures: list[Figures]) -> str:
+    """What became of all when the collector was stopped."""
+    lines = [
+        "| ranks | stopped (s) | it goes on to verdict (s) | last anomaly to verdict (s) | drained after (s) | "
+        "an agent's messages at most (MB) | an agent's memory (MB) | pages: recorded, stored, thinned, dropped | "
+        "events: told, stored |",
+        "|" + "---|" * 9,
+    ]
+    for f in all_figures:
+        if f.stopped_verdict_s is not None and f.last_verdict_s is not None:
+            lines.append(
+                f"| {f.ranks} | {f.stopped_s:.1f} | {f.stopped_verdict_s:.2f} | {f.last_verdict_s:.2f} | "
+                f"{f.drain_s:.1f} | {f.agent_bytes / 1e6:.1f} | {f.agents_rss / 1e6:.1f} | "
+                f"{f.recorded}, {f.pages_stored}, {f.thinned}, {f.dropped} | {f.events_sent}, {f.events_stored} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def plot(all_figures: list[Figures], path: Path) -> None:
     """Draw how the figures grow with the ranks. Exits with a sentence where there is no matplotlib."""
     try:
@@ -378,6 +482,9 @@ def main() -> None:
         "--frames", type=int, default=1000, metavar="N", help="frames of a page, each with 3 rows (1000)"
     )
     parser.add_argument("--anomalies", type=int, default=20, metavar="N", help="ranks that meet an overflow (20)")
+    parser.add_argument(
+        "--stopped", type=float, default=0.0, metavar="S", help="stop the collector for so many seconds (0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, too: .svg or .png; needs matplotlib")
     parser.add_argument(
@@ -388,6 +495,8 @@ def main() -> None:
     counts = [int(number) for number in options.ranks.split(",")]
     if any(count < 8 or count > 8192 or count % RANKS_PER_NODE for count in counts):
         sys.exit(f"--ranks: expected multiples of 8 from 8 to 8192, found {options.ranks}")
+    if options.stopped and not options.rate:
+        sys.exit("--stopped needs a --rate: it is counted in the seconds of the pages")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     done: list[Figures] = []
@@ -396,12 +505,15 @@ def main() -> None:
     for count in counts if not options.from_json else ():
         folder = Path(tempfile.mkdtemp(prefix="gpuwatch-benchmark-", dir=options.folder))
         try:
-            done.append(measure(count, options.pages, options.rate, options.frames, options.anomalies, folder))
+            done.append(
+                measure(count, options.pages, options.rate, options.frames, options.anomalies, folder, options.stopped)
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         figures: dict[str, Any] = asdict(done[-1])
         print(json.dumps(figures), file=sys.stderr, flush=True)
     print(table(done))
+    print(stopped_table(done))
     if options.plot:
         plot(sorted(done, key=lambda figures: figures.ranks), options.plot)
     if options.json:

@@ -10,6 +10,7 @@ import random
 import struct
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy
@@ -45,6 +46,10 @@ FLOAT32 = Encoding.FLOAT32 << 8
 VARIANTS = 8
 """Pages with other numbers, which the ranks take in turn."""
 _DEFINITIONS_AT_ONCE = 700
+_RING = 28
+"""Pages of 1,000 frames that a recorder holds."""
+_EARLIER = 3
+"""Pages before the one that is asked for, which are sent too."""
 
 
 class Model:
@@ -148,7 +153,11 @@ class SimulatedRank:
         self.attempt = 0
         self.ended = False
         self.was_removed = False
-        self.pages = 0
+        self.pages = self.thinned = self.events = 0
+        self.traces: Any = None
+        """Which batches its agent sends, and what becomes of the others."""
+        self._ring: dict[int, int] = {}
+        """Of pages that were not sent and that a recorder would still hold: batch -> collectives."""
         self._model = model
         self._world_size = world_size
         self._asked = False
@@ -164,12 +173,25 @@ class SimulatedRank:
 
     def next_page(self, seq: int = 0) -> None:
         """A batch has ended, after `seq` collectives."""
-        self._due.append(self._model.page(self.rank, self.pages, seq))
+        if self.traces is None or self.traces.takes(self.pages):
+            self._send(self.pages, seq)
+        else:
+            self._ring[self.pages] = seq
+            self.thinned += 1
+            self._ring.pop(self.pages - _RING, None)
         self.pages += 1
+
+    def _send(self, number: int, seq: int) -> None:
+        page = self._model.page(self.rank, number, seq)
+        self._due.append(page)
+        if self.traces is not None:
+            self.traces.sent(page)
 
     def overflow(self, seq: int) -> int:
         """A batch with an anomaly, seen after `seq` collectives. Returns the time of the event."""
         number = self.pages
+        self.events += 1
+        self._look_back(number)
         where = Where(self.rank, 0, number, number, "Net", number, seq, time.time_ns())
         module = self._model.definitions[3 + self._model.bad_frame]
         assert isinstance(module, ModuleDef)
@@ -182,8 +204,14 @@ class SimulatedRank:
         return where.time_ns
 
     def want(self, want: Want, now: float) -> None:
-        """Its recorder holds no page any more; that one was wanted means that its history is sent."""
+        """It sends the page that was asked for, and its history when it has ended."""
         self._asked = True
+        self._look_back(want.batch)
+
+    def _look_back(self, batch: int) -> None:
+        for number in [number for number in self._ring if 0 <= batch - number <= _EARLIER]:
+            self.thinned -= 1
+            self._send(number, self._ring.pop(number))
 
     def hottest(self) -> list[HotModule]:
         """Modules that are close to their limit."""

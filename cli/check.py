@@ -8,7 +8,7 @@ from .completion import handed_over
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ..launcher.arguments.options import get_check_parser  # imports torch
+    from ..launcher.arguments.options import get_check_parser
 
     return get_check_parser()
 
@@ -20,6 +20,6 @@ def command(arguments: tuple[str, ...]) -> int:
         from .submit import submit
 
         return submit([argument for argument in arguments if argument != "--slurm"], "check")
-    from ..launcher.launch import check  # imports torch
+    from ..launcher.launch import check
 
     return check(list(arguments))

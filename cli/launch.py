@@ -8,7 +8,7 @@ from .completion import handed_over
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ..launcher.arguments.options import get_parser  # imports torch
+    from ..launcher.arguments.options import get_parser
 
     return get_parser()
 
@@ -16,6 +16,6 @@ def _parser() -> argparse.ArgumentParser:
 @handed_over("launch", _parser)
 def command(arguments: tuple[str, ...]) -> int:
     """Run a training script under torchrun's elastic agent."""
-    from ..launcher.launch import launch  # imports torch
+    from ..launcher.launch import launch
 
     return launch(list(arguments))

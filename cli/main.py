@@ -6,10 +6,15 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-import click
+from ..core.imports.own_imports import theirs_last
 
-from ..core.errors import GpuwatchError
-from ..core.host import gpuwatch_version
+theirs_last()
+
+import click  # noqa: E402
+
+from ..core.errors import GpuwatchError, OutputLost  # noqa: E402
+from ..core.host import gpuwatch_version  # noqa: E402
+from ..core.text.tell import expect_answer, guard_streams, tell  # noqa: E402
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",
@@ -26,6 +31,10 @@ COMMANDS = {
 }
 
 
+_GO_ON = {"launch", "run", "check", "submit", "collect"}
+"""What these do is not what they print."""
+
+
 class _LazyGroup(click.Group):
     """Lists the subcommands from a table and imports the one that is called."""
 
@@ -35,6 +44,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        expect_answer(drops=cmd_name in _GO_ON)
         command = import_module(f"..cli.{cmd_name}", __package__).command
         assert isinstance(command, click.Command)
         return command
@@ -86,17 +96,24 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """Entry point."""
+    guard_streams()
+    expect_answer()
     try:
         code = cli.main(standalone_mode=False)
+    except OutputLost as error:
+        expect_answer(drops=True)
+        if error.is_wanted:
+            tell(f"gpuwatch: {error}")
+        code = int(error.exit_code)
     except GpuwatchError as error:
-        click.echo(f"gpuwatch: {error}", err=True)
+        tell(f"gpuwatch: {error}")
         code = int(error.exit_code)
     except click.ClickException as error:
         text = error.format_message()
         if isinstance(error, click.NoSuchOption) and (error.ctx is None or error.ctx.parent is None):
             option = error.option_name
             text = f"expected a command before {option}; did you mean gpuwatch launch {option}?"
-        click.echo(f"gpuwatch: {text}", err=True)
+        tell(f"gpuwatch: {text}")
         code = 2
     except click.exceptions.Abort:
         code = 130

@@ -59,7 +59,7 @@ def command(arguments: tuple[str, ...]) -> int:
 
 def submit(arguments: list[str], verb: Verb) -> int:
     """Render, show or submit, and follow. Returns the exit code."""
-    from ..launcher.arguments.options import get_check_parser, get_parser  # imports torch
+    from ..launcher.arguments.options import get_check_parser, get_parser
 
     parser = get_parser() if verb == "launch" else get_check_parser()
     submission = take_apart(arguments, options_of(parser))

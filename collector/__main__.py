@@ -39,7 +39,7 @@ _SHORT = frozenset(
 
 
 def main() -> int:
-    """Entry of `python -m gpuwatch.collector`."""
+    """Entry."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # it ends after the job, when the report is written
     config = read_config(0, CollectorConfig)
@@ -125,7 +125,3 @@ def serve(server: Server, paths: RunPaths, store: RunStore, config: CollectorCon
     finally:
         server.close()
         store.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from ..core.text.job_runs import job_run, runs_of_job
+from ..core.wire.regular_file import read_regular
 from .paths import RunPaths
 from .report.model import EarlierLife
+from .report_file import MOST_REPORT_BYTES
 
 
 class _Verdict(msgspec.Struct):
@@ -29,7 +31,7 @@ def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
 
 def _life(paths: RunPaths) -> EarlierLife:
     try:
-        verdict = msgspec.json.decode(paths.report_json.read_bytes(), type=_Report).verdict
+        verdict = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_Report).verdict
     except (OSError, msgspec.DecodeError):
         return EarlierLife(
             paths.run_id, "", f"It has left no report; to make one: gpuwatch report --again {paths.run_id}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
+from ..core.text.tell import tell
 
 
 def log(line: str) -> None:
     """A line, if the disk takes it."""
-    with suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+    tell(line)

@@ -6,14 +6,17 @@ import msgspec
 
 from ..core.errors import GpuwatchError
 from ..core.text.shown import shown_name
+from ..core.wire.regular_file import read_regular
 from .paths import RunPaths
 from .report.model import Report
+
+MOST_REPORT_BYTES = 1 << 30
 
 
 def read_report(paths: RunPaths) -> Report:
     """report.json, or what the store holds where there is none. Raises GpuwatchError when there is neither."""
     try:
-        return msgspec.json.decode(paths.report_json.read_bytes(), type=Report)
+        return msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=Report)
     except FileNotFoundError:
         from .finish import report_from_store
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from ..core.wire.regular_file import read_regular
 from .paths import RunPaths
+from .report_file import MOST_REPORT_BYTES
 
 
 class ListedVerdict(msgspec.Struct, frozen=True):
@@ -49,7 +51,7 @@ def list_runs(runs_dir: Path) -> list[ListedRun]:
 
 def _listed(paths: RunPaths) -> ListedRun:
     try:
-        report = msgspec.json.decode(paths.report_json.read_bytes(), type=_Report)
+        report = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_Report)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ListedRun(paths.run_id)
     return ListedRun(paths.run_id, report.run, report.verdict)

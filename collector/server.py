@@ -19,15 +19,17 @@ from zmq.auth.thread import ThreadAuthenticator
 from ..core.exits import ExitCode
 from ..core.own_clock import OwnClock
 from ..core.threads import OneThread
-from ..core.wire.keys import KeyPair
+from ..core.wire.keys import KeyPair, agent_name
 from ..core.wire.messages import (
     MAX_MESSAGE_BYTES,
     VERDICT_PATIENCE_S,
     Ack,
+    AgentBody,
     AgentMessage,
     CollectorMessage,
     Final,
     Leaving,
+    PageMessage,
     WireError,
     decode_agent,
     encode,
@@ -51,6 +53,7 @@ from .report.text import render_text
 from .store import RunStore
 from .view.publisher import Publisher, publisher
 from .view.snapshot import view_of
+from .waiting_pages import WaitingPages
 
 if TYPE_CHECKING:
     from .metrics.metrics import Metrics  # without --metrics-port, none of it is imported
@@ -62,8 +65,10 @@ _LINGER_MS = 3000
 _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
-_BATCH = 512
-_BATCH_BYTES = 4 << 20
+_BACKLOG = 4096
+"""After a stop of this process all agents connect anew at once."""
+_BATCH = 2048
+_BATCH_BYTES = 16 << 20
 """So many messages, or so many bytes of them, are taken in one turn."""
 
 
@@ -99,6 +104,7 @@ class Server:
             self._socket.ipv6 = True
             self._socket.maxmsgsize = MAX_MESSAGE_BYTES
             self._socket.rcvhwm = 1000
+            self._socket.backlog = _BACKLOG
             self._socket.router_handover = True
             self._socket.heartbeat_ivl = 2000
             self._socket.heartbeat_timeout = 10000
@@ -122,6 +128,11 @@ class Server:
         self._lines = StageLines()
         self._maker = OneThread()
         self._credit = -1
+        self._routes: dict[str, bytes] = {}
+        """The identity of each agent that was taken in, by its name: how it is answered."""
+        self._speaking = ("", b"")
+        """The name and the identity of who was heard last, taken in or not."""
+        self._pages = WaitingPages()
         self._handed_over: dict[str, int] = {}
         """agent -> the number up to which the store has it all, or is writing it"""
 
@@ -161,7 +172,7 @@ class Server:
         if end_fd is not None:
             poller.register(end_fd, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(_WRITING_TICK_MS if store.is_writing else TICK_MS))
+            ready = dict(poller.poll(0 if self._pages else _WRITING_TICK_MS if store.is_writing else TICK_MS))
             now = clock.now()
             if end_fd is not None and end_fd in ready:
                 poller.unregister(end_fd)
@@ -170,6 +181,7 @@ class Server:
             if self._socket in ready:
                 self._receive(store, run_protocol, now)
             self._live.tick()
+            self._pages.take(self._fold)
             self._show(paths.run_id, store, run_protocol, now)
             self._write(store, run_protocol)
             self._count_failed_handshakes()
@@ -187,15 +199,23 @@ class Server:
                         store.add(agent, message, data)
                     else:
                         store.beat(agent, data)
-                    self._folded.add(agent, message.n, message.body)
-                    self._live.hear(message.body)
+                    if isinstance(message.body, PageMessage):
+                        self._pages.put(agent, message.n, message.body, len(data))
+                    else:
+                        self._fold(agent, message.n, message.body)
                 else:
                     self._act([action])
+            if agent in run_protocol.nodes:
+                self._routes[agent] = self._speaking[1]
+
+    def _fold(self, agent: str, n: int, body: AgentBody) -> None:
+        self._folded.add(agent, n, body)
+        self._live.hear(body)
 
     def _write(self, store: RunStore, run_protocol: RunProtocol) -> None:
         """Acknowledge what has been written, and hand over what is new: an acknowledgement means, it is on the disk."""
         written = store.written()
-        self._credit = run_protocol.credit if store.has_room else 0
+        self._credit = run_protocol.credit if store.has_room and self._pages.has_room else 0
         if written:
             self._act(run_protocol.committed(self._handed_over))
         if store.is_writing:
@@ -222,9 +242,10 @@ class Server:
             if len(parts) != 2:
                 self.malformed += 1
                 continue
-            sender, data = parts[0].bytes, parts[1].bytes
+            identity, data = parts[0].bytes, parts[1].bytes
             try:
-                yield sender.decode(), decode_agent(data), data
+                self._speaking = agent_name(identity), identity
+                yield self._speaking[0], decode_agent(data), data
             except (WireError, UnicodeDecodeError):
                 self.malformed += 1
 
@@ -276,7 +297,10 @@ class Server:
         if isinstance(message, Ack):
             message = structs.replace(message, time_ns=time.time_ns(), credit=self._credit, looks=self._looked_at)
         try:
-            self._socket.send_multipart([agent.encode(), encode(message)], zmq.NOBLOCK)
+            identity = self._speaking[1] if agent == self._speaking[0] else self._routes[agent]
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except KeyError:
+            pass  # a collector before this one has heard it: it has not spoken since
         except zmq.ZMQError:
             pass  # it is gone, or does not read: it asks again when it is back
 
@@ -287,6 +311,8 @@ class Server:
 
     def _finish(self, paths: RunPaths, store: RunStore, run_protocol: RunProtocol) -> Report:
         """Make the report in a thread of its own, answer beats meanwhile, and see that every agent has the verdict."""
+        while self._pages:
+            self._pages.take(self._fold)
         stamp(store, "ended")
         store.set("lost_agents", to_json(run_protocol.lost_agents).decode())
         counters = self._turned_away(run_protocol)

@@ -33,6 +33,7 @@ from ..core.wire.messages import (
     WireError,
     decode_agent,
 )
+from ..core.wire.regular_file import expect_regular
 from .store_batch import Batch, crc_of
 
 SCHEMA = 3
@@ -153,8 +154,10 @@ class RunStore:
 
     def _open(self, path: Path, create: bool) -> sqlite3.Connection:
         try:
+            if not create:
+                expect_regular(path)
             db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise GpuwatchError(f"expected a run store, found something else in {path}: {error}") from error
         try:
             if create:
@@ -163,6 +166,7 @@ class RunStore:
                 _add_checksums(db)
                 db.execute(_SCHEMA, (str(SCHEMA),))
             else:
+                _expect_tables(path, db)
                 row = db.execute("SELECT value FROM run WHERE key = 'schema'").fetchone()
                 _expect_schema(path, row[0] if row else "0")
         except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -438,6 +442,15 @@ def _rows(db: sqlite3.Connection, query: str, of: tuple[str | int, ...] = ()) ->
                 yield agent, n, data, str(kind)
     except (sqlite3.Error, UnicodeDecodeError):
         return
+
+
+def _expect_tables(path: Path, db: sqlite3.Connection) -> None:
+    """A view, a trigger or a computed column may be a query without an end."""
+    kinds = db.execute("SELECT type, sql FROM sqlite_master").fetchall()
+    tables = ("run", "message", "definition", "beat")
+    computed = any(column[6] for table in tables for column in db.execute(f"PRAGMA table_xinfo({table})"))
+    if computed or any(kind not in ("table", "index") or "VIRTUAL" in str(sql).upper() for kind, sql in kinds):
+        raise GpuwatchError(f"expected a run store, found a database in {path} that has more than tables of rows")
 
 
 def _expect_schema(path: Path, schema: object) -> None:

@@ -17,6 +17,17 @@ class UsageError(GpuwatchError):
     exit_code = ExitCode.USAGE
 
 
+class OutputLost(GpuwatchError):
+    """What a command was called for cannot be printed. `is_wanted`: somebody still reads."""
+
+    def __init__(self, error: Exception, *, is_wanted: bool) -> None:
+        super().__init__(
+            f"expected a stdout that can be written, found: {error}; where the command has --output, write to a file"
+        )
+        self.is_wanted = is_wanted
+        self.exit_code = ExitCode.USAGE if is_wanted else ExitCode.CLEAN
+
+
 class OverflowDetected(GpuwatchError, ValueError):
     """A watched tensor holds inf or nan and the policy is `abort`.
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import platform
 import socket
+from contextlib import suppress
 from importlib import metadata
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 
 DISTRIBUTION = "gpuwatch-cluster"
 
@@ -12,6 +15,15 @@ DISTRIBUTION = "gpuwatch-cluster"
 def host_name() -> str:
     """The host's own name."""
     return socket.gethostname()
+
+
+def loopback() -> str:
+    """The address at which this host alone reaches itself: 127.0.0.1, or ::1 where there is IPv6 alone."""
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as trial:
+            trial.bind((address, 0))
+            return address
+    return "127.0.0.1"
 
 
 def versions() -> dict[str, str]:
@@ -35,3 +47,9 @@ def installed_torch() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
+
+
+def has_part_in_c() -> bool:
+    """Whether worker/native was compiled for this Python. Where there was no C compiler, Python does the same."""
+    folder = Path(__file__).parents[1] / "worker" / "native"
+    return any((folder / f"core{suffix}").exists() for suffix in EXTENSION_SUFFIXES)

@@ -102,8 +102,13 @@ def decode_page(message: PageMessage, names: Names) -> Page:
         step=message.step,
         complete=message.complete,
         frames=frames,
-        lost_frames=cut + (max(seen) + 1 - len(seen) if seen else 0),
+        lost_frames=frames_lost(max(seen, default=-1), len(seen), cut),
     )
+
+
+def frames_lost(last: int, seen: int, cut: int) -> int:
+    """Of a page whose last frame has the index `last` (-1: none). `cut` of the `seen` ones lack rows."""
+    return last + 1 - seen + cut
 
 
 def decode_frame(

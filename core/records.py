@@ -345,6 +345,16 @@ class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
     """A frame shows what goes in and comes out."""
 
 
+class CompiledUnseen(msgspec.Struct, frozen=True, tag="compiled_unseen"):
+    """Modules were compiled, and this torch does not let us see all of what is inside. Once for each process."""
+
+    where: Where
+    text: str
+    """torch 2.11: gradients inside of compiled modules are not looked into"""
+    calls: bool = False
+    """The calls of the modules, too, and not their gradients alone."""
+
+
 class LooseParameters(msgspec.Struct, frozen=True, tag="loose_parameters"):
     """An optimizer steps on parameters of the script's own: no module has them that was called. Once for each class."""
 
@@ -690,6 +700,7 @@ WorkerEvent = (
     | Absorbed
     | Passed
     | NotLookedInto
+    | CompiledUnseen
     | LooseParameters
     | BatchInputs
     | Cost

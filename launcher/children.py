@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
+from ..core.imports.own_imports import own_command
 from ..core.wire.pipe import write_line
 
 LIVED_S = 10.0
@@ -44,10 +44,9 @@ class Child:
     """
 
     def __init__(self, module: str, config: msgspec.Struct, log: Path | None = None) -> None:
-        package = __package__.partition(".")[0]
         with open(log or os.devnull, "ab") as errors:  # noqa: PTH123  # os.devnull is no Path
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{package}.{module}"],
+                own_command(f"gpuwatch.{module}"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -11,24 +11,34 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Protocol
 
 from msgspec.structs import replace
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import api as agent_api
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api as launcher_api
 
+from ..core.errors import UsageError
 from ..core.host import host_name
+from ..core.imports.own_imports import OWN_START
+from ..core.recorder.run_folder import error_text
 from ..core.settings import VARIABLE, WorkerSettings
+from ..core.wire.pipe import LaunchDone
 from .rounds import agree_on_attempt
+from .say import say
 from .stale_keys import purge_group_keys
 
-WORKER = "-mgpuwatch.worker"
-"""One word, so that torchrun takes the script for the entry point's name and its messages stay as they are."""
+WORKER = (OWN_START, "-mgpuwatch.worker")
+"""Words with a dash, so that torchrun takes the script for the entry point's name and its messages stay as they are."""
 
 
 class Listener(Protocol):
@@ -190,10 +200,10 @@ def worker_command(cmd: Any, cmd_args: list[str], args: argparse.Namespace) -> t
     """The command of torchrun, with our worker in front of the script."""
     python = os.getenv("PYTHON_EXEC", sys.executable)
     if args.run_path:  # torchrun calls a function that runs the script; our worker is such a one
-        return python, ["-u", WORKER, *cmd_args]
+        return python, ["-u", *WORKER, *cmd_args]
     if args.no_python:
-        return python, ["-u", WORKER, "--exec", cmd, *cmd_args]
-    return cmd, [cmd_args[0], WORKER, *cmd_args[1:]]
+        return python, ["-u", *WORKER, "--exec", cmd, *cmd_args]
+    return cmd, [cmd_args[0], *WORKER, *cmd_args[1:]]
 
 
 @record
@@ -209,3 +219,36 @@ def run_torchrun(args: argparse.Namespace, listener: Listener) -> None:
     with _patched(torchrun, "config_from_args", config_with_worker):
         with _patched(launcher_api, "LocalElasticAgent", agent):
             torchrun.run(args)  # type: ignore[no-untyped-call]  # torch has no annotation there
+
+
+def run_to_its_end(args: argparse.Namespace, listener: Listener, any_started: Callable[[], bool]) -> LaunchDone:
+    """Run torchrun; what it raises is printed as it prints it. Raises UsageError where it takes the options for wrong,
+    and what signals raise."""
+    try:
+        run_torchrun(args, listener)
+    except SignalException:
+        raise
+    except ChildFailedError as error:
+        if not args.check_only:  # there, no script has failed, and the report says what has
+            traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
+        return LaunchDone("failed")
+    except (ValueError, AssertionError) as error:
+        if not any_started():
+            raise UsageError(f"torchrun does not take these options: {error}") from error
+        traceback.print_exc()
+        return LaunchDone("failed")
+    except Exception as error:
+        if args.check_only and isinstance(error, RendezvousError | DistError):
+            say(f"torchrun could not bring the nodes together: {type(error).__name__}: {error}".rstrip(": "))
+        else:
+            traceback.print_exc()
+        return LaunchDone("failed", error=error_text(error))
+    return LaunchDone("ok")
+
+
+def _torch_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from torch's first frame on: what torchrun itself would print."""
+    first = trace
+    while first is not None and "torch" not in first.tb_frame.f_globals.get("__name__", "").split("."):
+        first = first.tb_next
+    return first or trace

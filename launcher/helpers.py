@@ -24,6 +24,10 @@ from .scratch import RESCUED
 _CHILD_END_S = 20.0
 _LAST_LINE_S = 2.0
 """For the collector's last line, which was written before the verdict was sent."""
+WITHOUT_C = (
+    "gpuwatch was installed without its part in C, and Python does the same: that takes about four times as much of "
+    "the processor for each module call (docs/cost.md); to have it, install gpuwatch again where there is a C compiler"
+)
 
 
 class Helpers:
@@ -92,6 +96,8 @@ class Helpers:
         plan = self._plan
         if not plan.hosts:
             return plan.connect
+        if not self._args.check_only and not host.has_part_in_c():
+            say(WITHOUT_C)
         config = CollectorConfig(
             bind=plan.bind,
             public_key=self._keys.collector.public.decode(),

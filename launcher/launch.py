@@ -1,4 +1,7 @@
-"""`gpuwatch launch` and `gpuwatch check` from their options to their exit codes."""
+"""`gpuwatch launch` and `gpuwatch check` from their options to their exit codes.
+
+torch is imported once the options are right, and while the collector starts.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,20 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import threading
-import traceback
 from contextlib import closing, suppress
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import psutil
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
 
 from ..core.errors import UsageError
 from ..core.exits import ExitCode
-from ..core.recorder.layout import Field, file_name
+from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.recorder.run_folder import RUN_VARIABLE, error_text
+from ..core.recorder.run_folder import RUN_VARIABLE
+from ..core.text.tell import flush_streams, tell
+from ..core.threads import OneThread
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import (
     LaunchDone,
@@ -42,16 +39,15 @@ from .arguments.plan import Plan, limit_rendezvous, make_plan
 from .arguments.prepare import expect_script, fill_in_from_job, number_of_ranks
 from .arguments.watching_options import check_together
 from .arguments.worker_settings import worker_settings
-from .elastic import run_torchrun
 from .helpers import Helpers
 from .live_lines import live_lines
 from .node.left_behind import PATIENCE_S as PATIENCE_LEFT_BEHIND_S
 from .node.left_behind import tell_left_behind
-from .overflows import Overflows
+from .overflows import Overflows, where_it_is
 from .say import say, tell_of_torch
 from .scheduler.job import Job
 from .scratch import KEPT_ATTEMPTS, keep_rescued, make_scratch, remove_scratch
-from .signals_raise import TimeLimitNear, signals_raise
+from .signals_raise import TimeLimitNear, signal_exceptions, signals_raise
 from .stuck import PATIENCE_S, watch_torchrun
 
 
@@ -65,7 +61,7 @@ def launch(arguments: list[str]) -> int:
     parser = get_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)
-    plan = make_plan(args, _matches_machine_hostname)
+    plan = make_plan(args, _is_this_host)
     expect_script(args)
     check_together(args)
     return _run(args, plan, ["gpuwatch", "launch", *arguments], job)
@@ -76,11 +72,18 @@ def check(arguments: list[str]) -> int:
     parser = get_check_parser()
     args = parser.parse_args(arguments)
     job = fill_in_from_job(args, parser, arguments)
-    plan = make_plan(args, _matches_machine_hostname)
+    plan = make_plan(args, _is_this_host)
     args.max_restarts = 0
     limit_rendezvous(args)
     logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)  # `failed (exitcode: 3)`
     return _run(args, plan, ["gpuwatch", "check", *arguments], job)
+
+
+def _is_this_host(host: str) -> bool:
+    """As torchrun decides it."""
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    return _matches_machine_hostname(host)
 
 
 def _run(args: argparse.Namespace, plan: Plan, command: list[str], job: Job | None) -> int:
@@ -134,7 +137,7 @@ class _Launch:
         """Children up, and torchrun to its end. A signal ends both, and is told to the collector in every case."""
         try:
             with self._signals.held():  # an early one is in the report, too, and leaves no child behind
-                address = self._helpers.start_collector(self._scratch, self._show)
+                address = self._start_collector()
                 run_dir = self._helpers.run_dir
                 logs = run_dir / "logs" if run_dir is not None else self._scratch
                 self.settings = worker_settings(self._args, self._scratch, logs)
@@ -144,10 +147,19 @@ class _Launch:
             return self._run_torchrun()
         except TimeLimitNear:
             return LaunchDone("signal", int(signal.SIGUSR2))
-        except SignalException as error:
-            return LaunchDone("signal", int(error.sigval))
+        except signal_exceptions() as error:
+            return LaunchDone("signal", int(error.sigval))  # type: ignore[attr-defined]  # all of them have it
         except KeyboardInterrupt:
             return LaunchDone("signal", int(signal.SIGINT))
+
+    def _start_collector(self) -> str:
+        """And import torch meanwhile. Returns the collector's address."""
+        beside = OneThread()
+        address = beside.submit(lambda: self._helpers.start_collector(self._scratch, self._show))
+        beside.close()
+        from . import elastic  # noqa: F401  # imports torch
+
+        return address.result()
 
     def _clear_up(self) -> None:
         self._live.close()
@@ -167,8 +179,7 @@ class _Launch:
                 code = self._finish(LaunchDone("failed"))
                 self._clear_up()
             finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
+                flush_streams()
                 os._exit(code)
 
     def _what_runs(self) -> str:
@@ -207,28 +218,11 @@ class _Launch:
     # -- torchrun -----------------------------------------------------------------------------------------------
 
     def _run_torchrun(self) -> LaunchDone:
-        """Run it to its end; its errors are printed as it prints them."""
+        """Run it to its end."""
         watch_torchrun(lambda: self._unseen, self._leave_torchrun, PATIENCE_S + 2 * self._args.monitor_interval)
-        try:
-            run_torchrun(self._args, self)
-        except SignalException:
-            raise
-        except ChildFailedError as error:
-            if not self._args.check_only:  # there, no script has failed, and the report says what has
-                traceback.print_exception(type(error), error, _torch_frames(error.__traceback__))
-            return LaunchDone("failed")
-        except (ValueError, AssertionError) as error:
-            if not self._any_started:
-                raise UsageError(f"torchrun does not take these options: {error}") from error
-            traceback.print_exc()
-            return LaunchDone("failed")
-        except Exception as error:
-            if self._args.check_only and isinstance(error, RendezvousError | DistError):
-                say(f"torchrun could not bring the nodes together: {type(error).__name__}: {error}".rstrip(": "))
-            else:
-                traceback.print_exc()
-            return LaunchDone("failed", error=error_text(error))
-        return LaunchDone("ok")
+        from .elastic import run_to_its_end
+
+        return run_to_its_end(self._args, self, lambda: self._any_started)
 
     def started(self, attempt: int, pids: dict[int, int], local_ranks: dict[int, int]) -> None:
         """The ranks of this node run."""
@@ -286,7 +280,7 @@ class _Launch:
             return fallback
         try:
             self._helpers.wait()
-        except (SignalException, KeyboardInterrupt):
+        except signal_exceptions(KeyboardInterrupt):
             if self._helpers.verdict is None:
                 self._helpers.hurry = True
                 return self._exit_code(fallback, "unknown")
@@ -315,7 +309,7 @@ class _Launch:
         """
         own = self._overflows.sentence
         if own and kind not in ("overflow", "preflight") and code < ExitCode.SIGNAL:
-            say(f"{own}; no report has it: its event was lost on the way")
+            say(f"{own}; {where_it_is(self._helpers.verdict)}")
             return int(ExitCode.OVERFLOW)
         failed = self._args.check_only and ExitCode.CLEAN < code < ExitCode.SIGNAL
         return int(ExitCode.PREFLIGHT_FAILED) if failed else code
@@ -326,7 +320,7 @@ class _Launch:
         if job is not None and job.scheduler is not None and job.in_step and job.node_rank:
             return  # a scheduler puts the output of all nodes into one file: once is enough
         if not self._args.check_only:
-            print(verdict.text, file=sys.stderr, flush=True)
+            tell(verdict.text)
         elif self._args.format == "text":
             print(verdict.text, flush=True)
         elif (
@@ -335,7 +329,7 @@ class _Launch:
             try:
                 print(Path(verdict.report).read_text(), flush=True)
             except OSError:
-                print(verdict.text, file=sys.stderr, flush=True)
+                tell(verdict.text)
 
 
 def _ignore_signals(*numbers: signal.Signals) -> None:
@@ -347,13 +341,5 @@ def _ignore_signals(*numbers: signal.Signals) -> None:
 
 def _aborted(recorder: Path) -> bool:
     with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
-        return reader[Field.ABORT] != 0
+        return reader.abort > 0
     return False
-
-
-def _torch_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from torch's first frame on: what torchrun itself would print."""
-    first = trace
-    while first is not None and "torch" not in first.tb_frame.f_globals.get("__name__", "").split("."):
-        first = first.tb_next
-    return first or trace

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -13,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ..core.own_clock import OwnClock
+from ..core.wire.keys import new_identity
 from ..core.wire.pipe import AgentConfig, Notice, StopRequest, Verdict, Welcomed, read_from_agent, write_line
 from .children import Child, Lives
 
@@ -30,7 +30,7 @@ class NodeAgent:
         self.verdict: Verdict | None = None
         self.welcomed = threading.Event()
         """The collector has taken this node into its run."""
-        self._config = replace(config, agent=uuid.uuid4().hex)
+        self._config = replace(config, identity=new_identity())
         self._say = say
         self._stop = stop
         self._told: list[msgspec.Struct] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import closing, suppress
 from pathlib import Path
+from shlex import quote
 
 from ..core.exits import RANK_OVERFLOW
 from ..core.frames import module_text
@@ -13,6 +14,7 @@ from ..core.recorder.reader import NotReady, RecorderReader
 from ..core.records import Anomaly
 from ..core.text.ranks_text import ranks_text
 from ..core.text.shown import shown_name
+from ..core.wire.pipe import Verdict
 
 
 class Overflows:
@@ -45,6 +47,13 @@ class Overflows:
         if len(ranks) == 1:
             return f"{ranks_text(ranks)} saw an overflow: {place}"
         return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"
+
+
+def where_it_is(verdict: Verdict | None) -> str:
+    """What has an overflow that the verdict knows nothing of."""
+    if verdict is not None and verdict.overflow_in:
+        return f"no report has it yet; make one of this node's spool with: gpuwatch report {quote(verdict.overflow_in)}"
+    return "no report has it: its event was lost on the way"
 
 
 def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:

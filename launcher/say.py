@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 from ..core.host import installed_torch
+from ..core.text.tell import tell
 from ..core.versions.notes import notes_on
 
 
 def say(text: str) -> None:
     """One line for the user; the script's own stdout stays untouched."""
-    print(f"gpuwatch: {text}", file=sys.stderr, flush=True)
+    tell(f"gpuwatch: {text}")
 
 
 def tell_of_torch() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
+from ..core.host import host_name
 from ..core.recorder.layout import file_bytes
 
 _PREFIX = "gpuwatch-"
@@ -91,8 +90,28 @@ def _sign(folder: Path) -> None:
     new = folder / f".{_OWNER}-{os.getpid()}"
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
-        file.write(f"{os.getpid()} {psutil.Process().create_time()} {_pid_namespace()}")
+        began = _began(os.getpid())
+        file.write(f"{os.getpid()} {began if began is not None else 0} {_pid_namespace()} {_boot()} {host_name()}")
     new.replace(folder / _OWNER)
+
+
+def _began(pid: int) -> int | None:
+    """When a process began, in ticks since the host's boot: no clock that is set changes it. 0: there is no such
+    process; None: that cannot be read here. (man 5 proc, field 22 of /proc/PID/stat)"""
+    if not Path("/proc/self/stat").exists():
+        return None
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _boot() -> str:
+    """The host's boot; "-" where that is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or "-"
+    except OSError:
+        return "-"
 
 
 def _pid_namespace() -> int:
@@ -133,18 +152,23 @@ def remove_stale() -> None:
             try:
                 if not _is_ours(folder):
                     continue
-                pid_text, created_text, namespace = _read_owner(folder / _OWNER).split()
-                pid, created = int(pid_text), float(created_text)
-                if int(namespace) != _pid_namespace():
-                    continue
-            except (OSError, ValueError):
+                gone = _is_gone(*_read_owner(folder / _OWNER).split())
+            except (OSError, ValueError, TypeError):
                 continue
-            try:
-                alive = abs(psutil.Process(pid).create_time() - created) < 1
-            except psutil.Error:
-                alive = False
-            if not alive:
+            if gone:
                 remove_scratch(folder)
+
+
+def _is_gone(pid: str, began: str, namespace: str, boot: str = "", host: str = "") -> bool:
+    """Whether the process that signed so has surely ended."""
+    if int(namespace) != _pid_namespace():
+        return False
+    now = _began(int(pid))
+    if not boot:  # of an earlier version: the time of its clock, which may have been set since
+        return float(began) > 0 and now == 0
+    if boot != _boot():
+        return "-" not in (boot, _boot()) and host == host_name()  # else it is another host's, with the same disk
+    return int(began) > 0 and now is not None and now != int(began)
 
 
 def _is_ours(folder: Path) -> bool:

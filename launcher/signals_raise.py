@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+
+class EarlySignal(Exception):
+    """What torchrun's SignalException is, before torch is imported."""
+
+    def __init__(self, message: str, sigval: signal.Signals) -> None:
+        super().__init__(message)
+        self.sigval = sigval
 
 
-class TimeLimitNear(SignalException):
+class TimeLimitNear(Exception):
     """SIGUSR2: the scheduler's warning that the time limit is near. torchrun ends its ranks by SIGTERM."""
 
-    def __init__(self) -> None:
-        super().__init__("gpuwatch launch got SIGUSR2: the time limit is near", signal.SIGTERM)
+
+def signal_exceptions(*more: type[BaseException]) -> tuple[type[BaseException], ...]:
+    """What a signal raises, but SIGINT: torchrun's own exception comes first, as soon as it is there."""
+    api = sys.modules.get("torch.distributed.elastic.multiprocessing.api")
+    theirs = getattr(api, "SignalException", None)
+    return (*((theirs,) if theirs is not None else ()), EarlySignal, *more)
 
 
 class signals_raise:
@@ -64,5 +75,6 @@ class signals_raise:
             raise KeyboardInterrupt
         if number is signal.SIGUSR2:
             signal.signal(number, signal.SIG_IGN)  # once is enough
-            raise TimeLimitNear
-        raise SignalException(f"gpuwatch launch got {number.name}", number)
+            kind = type("TimeLimitNear", (TimeLimitNear, signal_exceptions()[0]), {})
+            raise kind("gpuwatch launch got SIGUSR2: the time limit is near", signal.SIGTERM)
+        raise signal_exceptions()[0](f"gpuwatch launch got {number.name}", number)

@@ -1,9 +1,9 @@
 """Entry of a worker, started by torchrun's agent in place of the script: preflight, hooks, then the script.
 
-python -u -mgpuwatch.worker train.py --lr 1e-4
-python -u -mgpuwatch.worker -m package.train --lr 1e-4
-python -u -mgpuwatch.worker --exec program arguments        (torchrun's --no-python)
-python -u -mgpuwatch.worker --check                         (the preflight alone)
+gpuwatch.worker train.py --lr 1e-4
+gpuwatch.worker -m package.train --lr 1e-4
+gpuwatch.worker --exec program arguments        (torchrun's --no-python)
+gpuwatch.worker --check                         (the preflight alone)
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..core.exits import ExitCode
+from ..core.imports.own_imports import path_as_given
 from ..core.recorder.layout import RankPhase, file_name
+from ..core.recorder.own_files import standard_streams_taken
 from ..core.settings import VARIABLE, WorkerSettings
+from ..core.text.tell import tell
 from .identity import Identity
 from .imports import after_import
 from .preflight.run import preflight_or_exit
@@ -23,15 +26,17 @@ from .script import Target, run
 from .session import Session, open_session, watch_the_ends
 
 
-def main(arguments: list[str]) -> None:
+def main() -> NoReturn:
     """Run one rank. Ends the process."""
+    arguments = sys.argv[1:]
     settings = WorkerSettings.from_environment()
     if settings is None:
-        print(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none", file=sys.stderr)
+        tell(f"gpuwatch.worker: expected {VARIABLE} from `gpuwatch launch`, found none")
         raise SystemExit(ExitCode.USAGE)
     session = _open_session(settings)
     if session is not None:
         _preflight(session, _script_file(arguments))
+    path_as_given()
     if arguments[0] == "--check":
         _end_check(session)
     if arguments[0] == "--exec":
@@ -52,7 +57,7 @@ def _open_session(settings: WorkerSettings) -> Session | None:
     try:
         session = open_session(settings, path, identity.rank, identity.local_rank, identity.world_size)
     except OSError as error:
-        print(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}", file=sys.stderr)
+        tell(f"gpuwatch: rank {identity.rank} goes on unwatched, no recorder: {error}")
         return None
     session.answer_with_stacks()
     watch_the_ends()
@@ -67,7 +72,7 @@ def _script_file(arguments: list[str]) -> str:
 def _end_check(session: Session | None) -> NoReturn:
     """End a check that this rank has passed."""
     if session is None:
-        print("gpuwatch: nothing was checked: the recorder of this rank could not be made", file=sys.stderr)
+        tell("gpuwatch: nothing was checked: the recorder of this rank could not be made")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
     session.finished(ExitCode.CLEAN)
     raise SystemExit(ExitCode.CLEAN)
@@ -76,8 +81,5 @@ def _end_check(session: Session | None) -> NoReturn:
 def _preflight(session: Session, script: str) -> None:
     if session.settings.preflight == "off":
         return
-    preflight_or_exit(session, Identity.from_environment(), script)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    with standard_streams_taken():
+        preflight_or_exit(session, Identity.from_environment(), script)

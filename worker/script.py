@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 
 from ..core.errors import JobEnded, OverflowDetected
 from ..core.exits import RANK_OVERFLOW
+from ..core.imports.own_imports import give_way_to_script
+from ..core.text.tell import flush_streams, tell
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ def _tell(observer: Callable[[Any], None], what: object) -> None:
 def _execute(target: Target) -> None:
     if target.is_module:
         # `python -m` calls the same function, which runs the code in the module `__main__`
+        if not _is_safe_path():
+            sys.path.insert(0, os.getcwd())  # noqa: PTH109  # as Python does
+        give_way_to_script()
         _fresh_main()
         sys.argv = [target.name, *target.arguments]
         runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]  # private, used by pdb and cProfile too
@@ -72,18 +77,25 @@ def _execute(target: Target) -> None:
     sys.argv = [target.name, *target.arguments]
     path = os.path.join(os.getcwd(), target.name)  # noqa: PTH118, PTH109  # as Python does, which leaves a ".." in it
     if Path(path).is_dir() or zipfile.is_zipfile(path):
-        sys.path[0] = path
+        sys.path.insert(0, path)
+        give_way_to_script()
         _fresh_main()
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]  # what `python folder` calls
         return
-    if not getattr(sys.flags, "safe_path", False):  # python -P, from 3.11
-        sys.path[0] = os.path.dirname(os.path.realpath(path))  # noqa: PTH120  # what Python itself puts there
+    if not _is_safe_path():
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # noqa: PTH120  # what Python itself puts there
+    give_way_to_script()
     code = _compile(path)
     main = _fresh_main()
     main.__file__ = path
     main.__dict__["__cached__"] = None
     main.__loader__ = SourceFileLoader("__main__", path)
     exec(code, main.__dict__)
+
+
+def _is_safe_path() -> bool:
+    """python -P, from 3.11"""
+    return bool(getattr(sys.flags, "safe_path", False))
 
 
 def _fresh_main() -> ModuleType:
@@ -100,7 +112,7 @@ def _compile(path: str) -> CodeType:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        tell(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
         raise SystemExit(2) from None
     return compile(source, path, "exec", dont_inherit=True)
 
@@ -127,7 +139,7 @@ def _die_of(error: BaseException) -> NoReturn:
     if isinstance(error, KeyboardInterrupt):
         # like Python, end by the signal itself, so that the parent sees an interrupted child
         atexit._run_exitfuncs()
-        sys.stdout.flush()
+        flush_streams()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     if isinstance(error, OverflowDetected):
@@ -143,9 +155,5 @@ def _leave(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):  # the stream is closed or None
-            pass
+    flush_streams()
     os._exit(code)

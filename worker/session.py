@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.recorder.layout import Field, HooksState, RankPhase
+from ..core.imports.own_imports import own_imports
+from ..core.recorder.layout import Field, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
 from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .hooks.forward import Hooks
 
 
-_SETTLE_S = 2.0
+SETTLE_S = 2.0
 _TRACEBACK_CHARACTERS = 16000
 
 _current: Session | None = None
@@ -91,9 +92,7 @@ class Session:
         self.settings, self.rank = settings, rank
         if self.hooks is not None:
             self.hooks.progress.settings, self.hooks.progress.rank = settings, rank
-        fields = self.recorder.fields
-        fields[Field.RANK], fields[Field.LOCAL_RANK] = rank, local_rank
-        fields[Field.WORLD_SIZE], fields[Field.ATTEMPT] = world_size, settings.attempt
+        self.recorder.identify(rank, local_rank, world_size, settings.attempt)
 
     def where(self) -> Where:
         """The place in the run, for an event."""
@@ -118,7 +117,7 @@ class Session:
         hooks = self.hooks
         if hooks is None:
             return False
-        deadline = time.monotonic() + _SETTLE_S
+        deadline = time.monotonic() + SETTLE_S
         try:
             while not (settled := hooks.settle()) and time.monotonic() < deadline:
                 time.sleep(0.005)
@@ -175,7 +174,7 @@ class Session:
         try:
             fields = self.recorder.fields
             if self.is_ours and fields[Field.PHASE] == RankPhase.SCRIPT and self._settle_in_time():
-                fields[Field.LEFT] = 1
+                fields[Field.LEFT] = seal(1)
         except Exception:
             pass
 
@@ -184,7 +183,7 @@ class Session:
         if threading.current_thread() is not threading.main_thread():
             return False
         hooks = self.hooks
-        return hooks is None or (hooks.progress.lock.comes_free(_SETTLE_S) and self.settle())
+        return hooks is None or (hooks.progress.lock.comes_free(SETTLE_S) and self.settle())
 
     def answer_with_stacks(self) -> None:
         """Let the node agent ask where this rank stands. Never raises."""
@@ -198,6 +197,10 @@ class Session:
         if not self.is_ours:  # the script has forked, and only then imported torch
             self._wait_for_training()
             return
+        with own_imports():
+            self._attach_hooks()
+
+    def _attach_hooks(self) -> None:
         try:
             from .hooks.forward import Hooks
 

@@ -1,6 +1,8 @@
 """Lets the node agent ask this rank where it stands, whatever it waits for, and where a fatal signal has ended it.
 
-See core/stalls.py.
+See core/stalls.py. faulthandler keeps the number of a descriptor, and at a signal writes into whatever file has that
+number then. So the number is one that no file of the script's gets (core/recorder/own_files.py), and it is looked at
+after each batch and each fork: once it is another file, faulthandler lets go of it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..core.recorder.own_files import OwnDescriptor
 from ..core.stalls import MAY_BE_ASKED, asking_signal, stack_file_name
+
+_answering: _StackFile | None = None
+"""What this process answers into."""
 
 
 def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
@@ -21,28 +27,63 @@ def answer_with_stacks(folder: Path, rank: int, attempt: int) -> None:
 
     Only the main thread's stack is written, as it is the one that is interrupted: another one could change meanwhile.
     A handler that somebody else has for that signal stays, or that the script sets later: nobody asks then. So does a
-    faulthandler that is enabled already. What a fatal signal does to the process stays as it is.
+    faulthandler that is enabled already. What a fatal signal does to the process stays as it is. Where the limit of
+    open files leaves no number that is out of the script's reach, there is no answer.
     """
+    global _answering
     number = asking_signal()
     if number is None or signal.getsignal(number) is not signal.SIG_DFL:
         return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(folder / stack_file_name(rank, attempt), flags, 0o600)
-    faulthandler.register(number, file=file, all_threads=False, chain=False)
-    _give_way(number, file)
-    if not faulthandler.is_enabled():
-        faulthandler.enable(file=file, all_threads=False)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+    file = OwnDescriptor(folder / stack_file_name(rank, attempt), flags)
+    if not file.is_out_of_reach:
+        file.close()
+        return
+    _answering = _StackFile(file, number)
+    os.register_at_fork(after_in_child=look_at_stack_file)
 
 
-def _give_way(number: int, file: int) -> None:
+def look_at_stack_file() -> None:
+    """Write no stack any more once the script has closed the file or has its number. Never raises."""
+    if _answering is not None and not _answering.file.is_ours:
+        _answering.let_go()
+
+
+class _StackFile:
+    """The handlers that write into it."""
+
+    def __init__(self, file: OwnDescriptor, number: int) -> None:
+        self.file = file
+        self._number = number
+        faulthandler.register(number, file=file.number, all_threads=False, chain=False)
+        _give_way(number, file.path)
+        self._is_enabled = not faulthandler.is_enabled()
+        if self._is_enabled:
+            faulthandler.enable(file=file.number, all_threads=False)
+
+    def let_go(self) -> None:
+        """Nothing is written any more, and nobody is to ask: without a handler, the signal would end the process."""
+        global _answering
+        _answering = None
+        _ask_no_more(self.file.path)
+        faulthandler.unregister(self._number)
+        if self._is_enabled:
+            faulthandler.disable()
+
+
+def _give_way(number: int, path: Path) -> None:
     """Say in the file's permissions when the script has set a handler of its own for the signal."""
     before = signal.signal
 
     @functools.wraps(before)
     def set_handler(signalnum: Any, handler: Any) -> Any:
         if signalnum == number:
-            with suppress(OSError):
-                os.fchmod(file, 0o600 & ~MAY_BE_ASKED)
+            _ask_no_more(path)
         return before(signalnum, handler)
 
     signal.signal = set_handler
+
+
+def _ask_no_more(path: Path) -> None:
+    with suppress(OSError):
+        path.chmod(0o600 & ~MAY_BE_ASKED)

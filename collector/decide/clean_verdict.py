@@ -12,7 +12,7 @@ from ..facts.facts import RankFacts, RunFacts
 from .missing import batches_of, missing, nothing_watched, ran_another_program
 from .notices import warning_text, worst_first
 from .verdict_model import Verdict
-from .words import COMPILED, ranks_text, told_its_end
+from .words import ranks_text, step_for_compiled, told_its_end, unseen_texts
 
 _MOST_EVIDENCE = 12
 _BY_ANOTHER_PROGRAM = (
@@ -75,6 +75,7 @@ def _clean(facts: RunFacts) -> Verdict:
     if hidden:
         more = f" and {len(hidden) - 1} more" if len(hidden) > 1 else ""
         statement += f" Inside of {hidden[0]}{more}, compiled code was not looked into."
+    statement += "".join(f" {text[0].upper()}{text[1:]}." for text in unseen_texts(ranks))
     loose = _loose_lines(ranks)
     if loose:
         statement += f" {loose[0][0].upper()}{loose[0][1:]}{f', and {len(loose) - 1} more' if loose[1:] else ''}."
@@ -89,7 +90,7 @@ def _clean(facts: RunFacts) -> Verdict:
         certainty="established" if all(map(told_its_end, ranks)) and not loose else "supported",
         attempt=facts.last_attempt,
         next=[
-            *([COMPILED] if hidden else []),
+            *([step_for_compiled(ranks)] if hidden else []),
             *(["Look into every batch with --every 1."] if idle and not any(rank.costs for rank in ranks) else []),
         ],
     )
@@ -116,21 +117,21 @@ def unnamed_overflow_verdict(facts: RunFacts) -> Verdict | None:
 
 
 def _loose_lines(ranks: list[RankFacts]) -> list[str]:
-    """What optimizers stepped on that no module has: what is computed with it has no frames."""
-    by_what: dict[tuple[str, int, int], list[int]] = {}
+    """What optimizers stepped on that no module has: what is computed with it has no frames.
+
+    What nobody has looked at there is missing for a proof: it is told with that.
+    """
+    by_what: dict[tuple[str, int], list[int]] = {}
     for rank in ranks:
         for loose in rank.loose_parameters:
-            by_what.setdefault((loose.optimizer, loose.parameters, loose.unread), []).append(rank.rank)
-    lines = []
-    for (optimizer, count, unread), numbers in by_what.items():
-        one = count == 1
-        read = "nobody looked at" if unread else "looked at after each step, and nowhere else"
-        what = f"{read} {'it' if one else 'them'}" if unread else f"{'it was' if one else 'they were'} {read}"
-        lines.append(
-            f"on {ranks_text(numbers)} {optimizer} stepped on {count} parameter{'' if one else 's'} that "
-            f"belong{'s' if one else ''} to no module that was called: {what}"
-        )
-    return lines
+            if not loose.unread:
+                by_what.setdefault((loose.optimizer, loose.parameters), []).append(rank.rank)
+    return [
+        f"on {ranks_text(numbers)} {optimizer} stepped on {count} parameter{'' if count == 1 else 's'} that "
+        f"belong{'s' if count == 1 else ''} to no module that was called: {'it was' if count == 1 else 'they were'} "
+        "looked at after each step, and nowhere else"
+        for (optimizer, count), numbers in by_what.items()
+    ]
 
 
 def _ranks(number: int) -> str:

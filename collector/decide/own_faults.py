@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ...core.recorder.faults import costs_frames
 from ...core.records import Fault
@@ -49,31 +49,31 @@ def doubts_about(rank: RankFacts) -> list[str]:
             f"rank {rank.rank}: gpuwatch's own {text}: what was not recorded since may be where the value was made"
             for text in failed
         ),
-        *_of_threads(rank, last),
-        *_of_gone_hooks(rank, last),
+        *_unrecorded(rank, last),
     ]
 
 
-def _of_threads(rank: RankFacts, last: int) -> list[str]:
-    """A line about module calls that were left out by the page of the anomaly, if there are any."""
+def _unrecorded(rank: RankFacts, last: int) -> Iterator[str]:
+    """A line about each time in which nothing was recorded, if it had begun by the page of the anomaly."""
     state = rank.state
-    if state is None or not state.calls_left_out or 0 <= last < state.left_out_page:
-        return []
-    return [
-        f"rank {rank.rank}: a thread called modules while another thread was in a forward; such calls are not "
-        "recorded, and one may have made the value"
-    ]
-
-
-def _of_gone_hooks(rank: RankFacts, last: int) -> list[str]:
-    """A line about the time without hooks, where that was noticed by the page of the anomaly."""
-    state = rank.state
-    if state is None or not state.hooks_gone or 0 <= last < state.gone_page:
-        return []
-    return [
-        f"rank {rank.rank}: the script, or a library, had cleared torch's global hooks, gpuwatch's with them; what ran "
-        "until they were put back is not recorded, and may have made the value"
-    ]
+    if state is None:
+        return
+    for count, first, line in (
+        (
+            state.calls_left_out,
+            state.left_out_page,
+            "a thread called modules while another thread was in a forward; such calls are not recorded, and one may "
+            "have made the value",
+        ),
+        (
+            state.hooks_gone,
+            state.gone_page,
+            "the script, or a library, had cleared torch's global hooks, gpuwatch's with them; what ran until they "
+            "were put back is not recorded, and may have made the value",
+        ),
+    ):
+        if count and not 0 <= last < first:
+            yield f"rank {rank.rank}: {line}"
 
 
 def _since(fault: Fault) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ...core.frames import module_text
@@ -15,12 +16,26 @@ if TYPE_CHECKING:
     from ..diagnose.local_diagnosis import LocalDiagnosis
     from ..facts.facts import NodeFacts, RankFacts, RunFacts
 
-COMPILED = (
+_COMPILED = (
     "To have a module inside of the compiled code named, let torch.compile take the whole model in one graph "
     "(fullgraph=True tells what breaks it; for transformers: use_cache=False), or run without torch.compile."
 )
+_NOT_WITH_THIS_TORCH = (
+    "To have a module inside of the compiled code named, use a torch from 2.8 to 2.15, or run without torch.compile."
+)
 _MOST_NAMED = 16
 """So many ranks are named one by one."""
+
+
+def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
+    """What the torch of these ranks does not let us see of their compiled modules."""
+    return [*dict.fromkeys(unseen.text for rank in ranks for unseen in rank.compiled_unseen)]
+
+
+def step_for_compiled(ranks: Iterable[RankFacts]) -> str:
+    """What to do to have a module inside of compiled code named."""
+    blind = any(unseen.calls for rank in ranks for unseen in rank.compiled_unseen)
+    return _NOT_WITH_THIS_TORCH if blind else _COMPILED
 
 
 def cascade_of(facts: RunFacts, attempt: int, initiating: set[int]) -> list[Cascade]:

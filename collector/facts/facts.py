@@ -10,6 +10,7 @@ from ...core.records import (
     Anomaly,
     Bandwidth,
     BatchInputs,
+    CompiledUnseen,
     Cost,
     Fault,
     Forecast,
@@ -78,6 +79,7 @@ class RankFacts:
     passed: list[Passed] = field(default_factory=list)
     """What was not finite and went into collectives and messages, or came out of them; the earliest first."""
     not_looked_into: list[NotLookedInto] = field(default_factory=list)
+    compiled_unseen: list[CompiledUnseen] = field(default_factory=list)
     loose_parameters: list[LooseParameters] = field(default_factory=list)
     batch_inputs: list[BatchInputs] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)

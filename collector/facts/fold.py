@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from ...core.judge import anomaly_of, first_alarm
 from ...core.recorder.lone_process import is_rank
 from ...core.records import (
@@ -15,6 +17,7 @@ from ...core.records import (
     Anomaly,
     Bandwidth,
     BatchInputs,
+    CompiledUnseen,
     Cost,
     Fault,
     Forecast,
@@ -286,6 +289,7 @@ def _sort(rank: RankFacts) -> None:
     rank.ignored.sort(key=lambda ignored: (_place(ignored.where), ignored.module, ignored.role))
     rank.batch_inputs.sort(key=lambda inputs: _place(inputs.where))
     rank.not_looked_into.sort(key=lambda hidden: (hidden.module, hidden.cls))
+    rank.compiled_unseen.sort(key=lambda unseen: (not unseen.calls, unseen.text))
     rank.loose_parameters.sort(key=lambda loose: (loose.optimizer, -loose.parameters, -loose.unread))
     rank.absorbed.sort(key=lambda absorbed: (_place(absorbed.where), absorbed.module, absorbed.role))
     rank.passed.sort(key=lambda passed: (passed.where.seq, passed.where.time_ns, passed.group, passed.number))
@@ -337,6 +341,7 @@ def _take_event(facts: RunFacts, agent: str, node: NodeFacts, message: EventMess
         (Absorbed, rank.absorbed),
         (Passed, rank.passed),
         (NotLookedInto, rank.not_looked_into),
+        (CompiledUnseen, rank.compiled_unseen),
         (LooseParameters, rank.loose_parameters),
         (BatchInputs, rank.batch_inputs),
         (Cost, rank.costs),
@@ -381,7 +386,10 @@ def _take_beat(facts: RunFacts, node: NodeFacts, beat: Beat) -> None:
     for state in beat.ranks:
         rank = _rank(facts, node.agent, state.attempt, state.rank)
         if rank.state is None or _moved(state) >= _moved(rank.state):
-            rank.state = state
+            before = (
+                rank.state.traces_thinned if rank.state is not None else 0
+            )  # an agent before this one has seen more
+            rank.state = state if state.traces_thinned >= before else replace(state, traces_thinned=before)
     for number, dropped in beat.pages_dropped.items():
         node.pages_dropped[number] = max(node.pages_dropped.get(number, 0), dropped)
 

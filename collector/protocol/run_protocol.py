@@ -46,8 +46,8 @@ STOP_AFTER_S = 5.0
 """How long the other nodes have to end by themselves, once the job cannot go on."""
 LINGER_S = 300.0
 """How long after the first goodbye the other nodes may go on: torchrun's own exit barrier."""
-ON_THE_WAY_BYTES = 64 << 20
-"""Definitions and pages that may be on the way, of all agents together."""
+ON_THE_WAY_BYTES = 16 << 20
+"""Definitions and pages that may be on the way, of all agents together: an event behind them does not wait long."""
 MOST_CREDIT = 8 << 20
 NOBODY_S = 10.0
 """After the launch has gone, how long an agent may take to appear."""

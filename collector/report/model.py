@@ -207,6 +207,8 @@ class RankReport(msgspec.Struct, frozen=True):
     """What was not finite and went into collectives and messages, or came out of them."""
     threads: list[str] = []
     """Where other threads of it stood, if it did not answer itself and py-spy is installed on its node."""
+    traces_thinned: int = 0
+    """Pages of `--trace-batches` that were recorded and not kept: a job's store takes 1 GiB of them."""
 
     @property
     def name(self) -> str:

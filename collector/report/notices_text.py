@@ -35,9 +35,10 @@ def print_notices(console: Console, report: Report, *, warnings: bool = False) -
 
 
 def notice_lines(report: Report) -> list[str]:
-    """Skipped steps, waived and absorbed values, skipped batches, the cost of watching: a line each."""
+    """Skipped steps, waived and absorbed values, batches skipped or not kept, the cost of watching: a line each."""
     ranks = report.ranks
-    return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *_cost(ranks)]
+    thinned = _thinned([*ranks, *report.processes])
+    return [*_scaler(ranks), *_waived(ranks), *_absorbed(ranks), *_skipped(ranks), *thinned, *_cost(ranks)]
 
 
 def _nodes(console: Console, report: Report) -> None:
@@ -208,6 +209,17 @@ def _skipped(ranks: list[RankReport]) -> list[str]:
     if skipped < batches:
         return [f"only one batch in {round(batches / (batches - skipped))} was looked at; {skipped} were skipped"]
     return [f"{skipped} batches were skipped"]
+
+
+def _thinned(ranks: list[RankReport]) -> list[str]:
+    pages = sum(rank.traces_thinned for rank in ranks)
+    if not pages:
+        return []
+    of = sum(rank.traces_thinned > 0 for rank in ranks)
+    return [
+        f"{pages} traced batches of {of} rank{'s' if of != 1 else ''} were recorded and not kept: a job's store takes "
+        "1 GiB of them. Those around an overflow and the last of each rank are there; name fewer in --trace-batches"
+    ]
 
 
 def _cost(ranks: list[RankReport]) -> list[str]:

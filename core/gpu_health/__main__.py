@@ -45,7 +45,7 @@ def read(devices: list[str], loaded: bool) -> None:
 
 
 def main() -> int:
-    """Entry of `python -m gpuwatch.core.gpu_health`."""
+    """Entry."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", action="append", default=[], help="UUID; default: all")
     parser.add_argument(

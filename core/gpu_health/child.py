@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import selectors
 import subprocess
-import sys
 import time
 
+from ..imports.own_imports import own_command
 from .facts import Answer, parse
 
 KILLED_S = 1.0
@@ -15,7 +15,7 @@ KILLED_S = 1.0
 
 def command(*arguments: str) -> list[str]:
     """The command line of the child."""
-    return [sys.executable, "-m", __package__, *arguments]
+    return own_command(__package__, *arguments)
 
 
 def ask_nvml(devices: list[str], deadline_s: float, *, loaded: bool = False) -> Answer:

@@ -14,10 +14,14 @@ odd while it is being recycled, so a reader compares it before and after its cop
 from __future__ import annotations
 
 import struct
+import zlib
+from collections.abc import Sequence
 from enum import IntEnum
 
 MAGIC = 0x31_48_43_54_41_57_55_47  # b"GUWATCH1" read as a little-endian integer
-VERSION = 3
+VERSION = 4
+EARLIER_VERSION = 3
+"""Its codes are not sealed, and its header has no CHECK."""
 
 FIXED_BYTES = 4096
 GROUPS_AT = FIXED_BYTES
@@ -59,6 +63,25 @@ NOTHING = 0xFFFF_FFFF
 """No parent, no value, no shape."""
 
 
+def seal(code: int) -> int:
+    """A small number as the header holds it: other bytes than these are no code, so damage is seen as damage."""
+    return code * 0x01010101 ^ 0x5A3C6910
+
+
+def unseal(number: int) -> int:
+    """The code; -1 where there is none."""
+    code = (number ^ 0x5A3C6910) & 0xFF
+    return code if code <= _MOST_CODE and seal(code) == number else -1
+
+
+_MOST_CODE = 31
+
+
+def check_of(fields: Sequence[int]) -> int:
+    """What CHECK says of the integers between MAGIC and itself."""
+    return zlib.crc32(struct.pack(f"<{Field.CHECK - 1}q", *fields[Field.VERSION : Field.CHECK]))
+
+
 class Field(IntEnum):
     """The integers of the header, by position."""
 
@@ -72,6 +95,8 @@ class Field(IntEnum):
     STARTED_NS = 7
     LOG_BYTES = 8
     SEGMENTS = 9
+    CHECK = 10
+    """See `check_of`."""
     # from here on the worker changes them as it goes
     PHASE = 16
     STEP = 17
@@ -87,6 +112,7 @@ class Field(IntEnum):
     FRAMES_LOST = 27
     ROWS_LOST = 28
     ABORT = 29
+    """The exit code (sealed) of a job that the rank ends itself; sealed 0: none."""
     IGNORED = 30
     SCALER_SKIPS = 31
     WARNED = 32
@@ -113,9 +139,9 @@ class Field(IntEnum):
     GONE_PAGE = 45
     """The page that had been begun last when they were first found so."""
     LEFT = 46
-    """Its script has called os._exit between two batches, when every number had been judged."""
+    """Sealed 1: its script has called os._exit between two batches, when every number had been judged."""
     PASSED_UNSEEN = 47
-    """1: what passes between ranks is not looked at, as on a device."""
+    """Sealed 1: what passes between ranks is not looked at, or not all of it, as in a captured graph."""
     UNSEEN_CHILD = 48
     """Process id of a child process that has trained and was not watched. The child writes it; 0: there was none."""
 
@@ -149,35 +175,46 @@ class Closed(IntEnum):
 class RankPhase(IntEnum):
     """What a rank is doing, in the header's PHASE."""
 
-    STARTING = 0
-    PREFLIGHT = 1
-    SCRIPT = 2
-    FORWARD = 3
-    FINISHED = 4
-    RAISED = 5
-    UNWATCHED = 6
-    BACKWARD = 7
-    OPTIMIZER = 8
+    STARTING = seal(0)
+    PREFLIGHT = seal(1)
+    SCRIPT = seal(2)
+    FORWARD = seal(3)
+    FINISHED = seal(4)
+    RAISED = seal(5)
+    UNWATCHED = seal(6)
+    BACKWARD = seal(7)
+    OPTIMIZER = seal(8)
 
 
 class FirstAnomaly(IntEnum):
     """What the header's ANOMALY says."""
 
-    NONE = 0
-    SEEN = 1
+    NONE = seal(0)
+    SEEN = seal(1)
     """Which one was too long to write down, or the rank died while it did."""
-    WRITTEN = 2
+    WRITTEN = seal(2)
 
 
 class HooksState(IntEnum):
     """Whether the rank's modules are watched, in the header's HOOKS."""
 
-    NONE = 0
+    NONE = seal(0)
     """torch has not been imported."""
-    ATTACHED = 1
-    FAILED = 2
-    DETACHED = 3
+    ATTACHED = seal(1)
+    FAILED = seal(2)
+    DETACHED = seal(3)
     """Too many errors of gpuwatch itself: the hooks were removed."""
+
+
+SEALED: dict[Field, frozenset[int]] = {
+    Field.PHASE: frozenset(RankPhase),
+    Field.ANOMALY: frozenset(FirstAnomaly),
+    Field.HOOKS: frozenset(HooksState),
+    Field.ABORT: frozenset(map(seal, range(_MOST_CODE + 1))),
+    Field.LEFT: frozenset({seal(0), seal(1)}),
+    Field.PASSED_UNSEEN: frozenset({seal(0), seal(1)}),
+}
+"""What decides, and all that it can be."""
 
 
 def file_bytes(log_bytes: int = LOG_BYTES, segments: int = SEGMENTS) -> int:

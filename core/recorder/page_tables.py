@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy
 
 from ..frames import Frame, Phase, Row, RowKind
-from ..pages import Names, decode_frame, decode_row
+from ..pages import Names, decode_frame, decode_row, frames_lost
 from ..values import Encoding, Value
 from ..wire.messages import PageMessage
 from . import layout, tables
@@ -76,7 +76,7 @@ class PageTables:
         seen = numpy.unique(self.frames["index"])
         starts, ends = self._bounds
         cut = int((ends - starts < self.frames["count"]).sum())
-        return cut + (int(seen[-1]) + 1 - len(seen) if len(seen) else 0)
+        return frames_lost(int(seen[-1]) if len(seen) else -1, len(seen), cut)
 
     def are_named(self, names: Names) -> bool:
         """Whether the modules of all frames and the slots of all rows are known."""

@@ -18,12 +18,16 @@ from ..wire.messages import HooksText, PageMessage, RankState, Segment
 from . import layout
 from .group_table import progress_of, read_groups
 from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
+from .own_files import OwnDescriptor
 from .step_table import TimedStep, read_steps
 
 _DEFINITIONS = (RootDef, ModuleDef, SlotDef, ShapeDef)
 _NOT_AN_ENTRY = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _SEARCH_BYTES = 32 << 20
 """So many bytes are checked at most to find the next whole entry behind a damaged one."""
+_READS = 4
+"""So often at most a header is read that says what none says."""
+_VERSIONS = (layout.EARLIER_VERSION, layout.VERSION)
 _MAX_ENTRY = 64 << 10
 """What is longer is not found again behind a damaged entry."""
 _INTEGER = struct.Struct("<q")
@@ -66,8 +70,10 @@ class RecorderReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._is_earlier = False
+        self._file = OwnDescriptor(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._fd = self._file.number
+        self._close = weakref.finalize(self, self._file.close)
         try:
             self._open()
         except BaseException:
@@ -79,8 +85,11 @@ class RecorderReader:
         if not stat.S_ISREG(found.st_mode) or found.st_size < layout.HEADER_BYTES:
             raise NotReady(f"{self.path} has {found.st_size} bytes")
         header = self.header()
-        if header[Field.MAGIC] != layout.MAGIC or header[Field.VERSION] != layout.VERSION:
+        if header[Field.MAGIC] != layout.MAGIC or header[Field.VERSION] not in _VERSIONS:
             raise NotReady(f"{self.path} is not a recorder of version {layout.VERSION}")
+        self._is_earlier = header[Field.VERSION] == layout.EARLIER_VERSION
+        if not self._is_earlier and header[Field.CHECK] != layout.check_of(header):
+            raise NotReady(f"{self.path} has a damaged header, or one that is being written")
         self._log_bytes, self._segments = self._sizes(header, found.st_size)
         self._segments_at = layout.HEADER_BYTES + self._log_bytes
         self._log_read = 0
@@ -112,11 +121,20 @@ class RecorderReader:
 
     def header(self) -> tuple[int, ...]:
         """The integers of the header (`Field`), as they are now. Of one that is being written half may be old."""
-        return _FIELDS.unpack(self._read(0, _FIELDS.size))
+        fields = _FIELDS.unpack(self._read(0, _FIELDS.size))
+        return _sealed(fields) if self._is_earlier else fields
+
+    def _steady_header(self) -> tuple[int, ...]:
+        """Read again where it says what no writer writes: a number may be half old."""
+        for _ in range(_READS - 1):
+            fields = self.header()
+            if not _is_garbage(fields):
+                return fields
+        return self.header()
 
     def __getitem__(self, field: Field) -> int:
         (number,) = _INTEGER.unpack(self._read(8 * field, 8))
-        return int(number)
+        return layout.seal(number) if self._is_earlier and field in layout.SEALED else int(number)
 
     # -- the log ------------------------------------------------------------------------------------------------
 
@@ -164,9 +182,9 @@ class RecorderReader:
 
     def first_anomaly(self) -> Anomaly | None:
         """What the rank has written into its header; None if there is nothing, or nothing whole (`overflow_seen`)."""
-        header = self._read(0, layout.FIXED_BYTES)
-        if memoryview(header).cast("q")[Field.ANOMALY] != FirstAnomaly.WRITTEN:
+        if self[Field.ANOMALY] != FirstAnomaly.WRITTEN:
             return None
+        header = self._read(0, layout.FIXED_BYTES)
         size, checksum = layout.ENTRY.unpack_from(header, layout.ANOMALY_AT)
         start = layout.ANOMALY_AT + layout.ENTRY.size
         payload = header[start : start + size]
@@ -182,6 +200,11 @@ class RecorderReader:
     def overflow_seen(self) -> bool:
         """Whether the rank says that it has seen an anomaly, readable or not."""
         return self[Field.ANOMALY] in _SEEN
+
+    @property
+    def abort(self) -> int:
+        """The exit code of a job that the rank ends itself; 0: it does not; -1: that is damaged."""
+        return layout.unseal(self[Field.ABORT])
 
     # -- where the rank is --------------------------------------------------------------------------------------
 
@@ -215,7 +238,7 @@ class RecorderReader:
 
     def state(self) -> RankState:
         """A snapshot for a beat."""
-        fields = self.header()
+        fields = self._steady_header()
         module = self.modules.get(fields[Field.MODULE])
         return RankState(
             rank=self.rank,
@@ -247,8 +270,8 @@ class RecorderReader:
             hooks_gone=fields[Field.HOOKS_GONE],
             gone_page=fields[Field.GONE_PAGE],
             unseen_child=fields[Field.UNSEEN_CHILD] if 0 <= fields[Field.UNSEEN_CHILD] <= _MOST_PID else 0,
-            left=bool(fields[Field.LEFT]),
-            passed_unseen=bool(fields[Field.PASSED_UNSEEN]),
+            left=fields[Field.LEFT] == layout.seal(1),
+            passed_unseen=fields[Field.PASSED_UNSEEN] != layout.seal(0),
         )
 
     # -- pages --------------------------------------------------------------------------------------------------
@@ -374,11 +397,34 @@ _MOST_PID = 1 << 22
 
 def _is_garbage(fields: tuple[int, ...]) -> bool:
     """Whether the head says what no writer writes: it accuses nobody, and something was lost."""
-    return not FirstAnomaly.NONE <= fields[Field.ANOMALY] <= FirstAnomaly.WRITTEN or not (
-        0 <= fields[Field.UNSEEN_CHILD] <= _MOST_PID
+    return (
+        any(fields[field] not in known for field, known in layout.SEALED.items())
+        or any(fields[field] < 0 for field in _COUNTED)
+        or fields[Field.UNSEEN_CHILD] > _MOST_PID
     )
 
 
+def _sealed(fields: tuple[int, ...]) -> tuple[int, ...]:
+    """The integers of an earlier version's header as this one has them."""
+    return tuple(layout.seal(number) if at in layout.SEALED else number for at, number in enumerate(fields))
+
+
+_COUNTED = (
+    Field.RECORDS_LOST,
+    Field.FRAMES_LOST,
+    Field.ROWS_LOST,
+    Field.IGNORED,
+    Field.SCALER_SKIPS,
+    Field.WARNED,
+    Field.BATCHES_SKIPPED,
+    Field.ABSORBED,
+    Field.FAULTS,
+    Field.NAMES_LOST,
+    Field.CALLS_LEFT_OUT,
+    Field.HOOKS_GONE,
+    Field.UNSEEN_CHILD,
+)
+"""What is never below 0."""
 _MOVING = (
     Field.PHASE,
     Field.STEP,

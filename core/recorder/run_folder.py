@@ -15,6 +15,7 @@ RUN_VARIABLE = "GPUWATCH_RUN"
 JOIN_VARIABLE = "GPUWATCH_JOIN"
 """The file by which other hosts join the run (core/wire/join.py). sitecustomize.py has it by this name, too."""
 _SETTINGS = "settings.json"
+_MEETING_KEY = "meeting.key"
 _PROCESS = "process-{pid}.recorder"
 PROCESSES = _PROCESS.format(pid="*")
 LATER_PROGRAMS = _PROCESS.format(pid="*-*")
@@ -53,6 +54,20 @@ def read_settings(folder: Path) -> WorkerSettings | None:
         return msgspec.json.decode((folder / _SETTINGS).read_bytes(), type=WorkerSettings)
     except OSError:
         return None
+
+
+def write_meeting_key(folder: Path, key: str) -> None:
+    """What the ranks seal their preflight's values with. The folder is private; no variable has it."""
+    fd = os.open(folder / _MEETING_KEY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        file.write(key)
+
+
+def read_meeting_key(folder: Path) -> str:
+    """ "" for none: under torchrun the ranks meet in its own store, and the values are not sealed."""
+    with suppress(OSError):
+        return (folder / _MEETING_KEY).read_text()
+    return ""
 
 
 def tell_unwatched(folder: Path, pid: int, reason: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
@@ -19,7 +18,8 @@ from ..pages import Names
 from ..records import Anomaly, Definition, Fault, LogEntry
 from . import layout
 from .faults import costs_frames
-from .layout import Closed, Field, FirstAnomaly, RankPhase, SegmentField
+from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
+from .own_files import RecorderMap
 
 _EVENT_RESERVE = 256 << 10
 """Bytes of the log that names may not take, so that an event always finds room."""
@@ -110,7 +110,7 @@ class RecorderWriter:
         try:
             # Without this, a full /dev/shm kills the training with SIGBUS at the first touch of a missing page.
             os.posix_fallocate(fd, 0, size)
-            self._map = mmap.mmap(fd, size)
+            self._map = RecorderMap(fd, size)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -145,15 +145,16 @@ class RecorderWriter:
         fields = self.fields
         for field, value in (
             (Field.VERSION, layout.VERSION),
-            (Field.RANK, rank),
-            (Field.LOCAL_RANK, local_rank),
-            (Field.WORLD_SIZE, world_size),
-            (Field.ATTEMPT, attempt),
             (Field.PID, os.getpid()),
             (Field.STARTED_NS, time.time_ns()),
             (Field.LOG_BYTES, log_bytes),
             (Field.SEGMENTS, segments),
             (Field.PHASE, RankPhase.STARTING),
+            (Field.ANOMALY, FirstAnomaly.NONE),
+            (Field.HOOKS, HooksState.NONE),
+            (Field.ABORT, layout.seal(0)),
+            (Field.LEFT, layout.seal(0)),
+            (Field.PASSED_UNSEEN, layout.seal(0)),
             (Field.BATCH, -1),
             (Field.PAGE, -1),
             (Field.ROOT, -1),
@@ -163,10 +164,19 @@ class RecorderWriter:
             (Field.MOVED_NS, time.monotonic_ns()),
         ):
             fields[field] = value
+        self.identify(rank, local_rank, world_size, attempt)
         fields[Field.MAGIC] = layout.MAGIC  # last: a reader waits for it
 
+    def identify(self, rank: int, local_rank: int, world_size: int, attempt: int) -> None:
+        """Say whose the file is. A reader that comes in between finds it not ready."""
+        fields = self.fields
+        fields[Field.CHECK] = -1
+        fields[Field.RANK], fields[Field.LOCAL_RANK] = rank, local_rank
+        fields[Field.WORLD_SIZE], fields[Field.ATTEMPT] = world_size, attempt
+        fields[Field.CHECK] = layout.check_of(fields[: Field.CHECK].tolist())
+
     @property
-    def memory(self) -> mmap.mmap:
+    def memory(self) -> RecorderMap:
         """The mapped file."""
         return self._map
 

@@ -21,6 +21,8 @@ class Join(msgspec.Struct, frozen=True):
     agent: AgentConfig
     """Of the run's own agent. Another host has another collector's address and other folders in it."""
     settings: WorkerSettings
+    meeting_key: str = ""
+    """What the ranks seal the values of their preflight with."""
 
 
 def write_join(folder: Path, join: Join) -> Path:

@@ -3,6 +3,10 @@
 The private keys are scrypt (RFC 7914) of the secret, salted with the job's rendezvous: one for the collector, one for
 all agents, one for viewers. Without the secret, nobody can pose as the collector or connect to it. A viewer is given
 its own pair and not the secret: the collector lets it in and reads nothing that it sends.
+
+All agents of a job share a key pair, so it tells no node from another. Each has a random identity as well, which it
+shows to the collector alone, in the encrypted part of the handshake. What it is called everywhere else is a hash of
+that: who knows the name can neither speak as that agent nor take its connection.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from ..errors import UsageError
 
 SECRET_VARIABLE = "GPUWATCH_SECRET"
 MIN_SECRET_CHARACTERS = 16
+_NAME_CHARACTERS = 32
 
 
 class KeyPair(NamedTuple):
@@ -42,6 +47,11 @@ def derive_keys(secret: str, job: str) -> JobKeys:
     return JobKeys(*(_pair(secret, f"{job}/{role}") for role in JobKeys._fields))
 
 
+def meeting_key(keys: JobKeys) -> str:
+    """What the ranks of a job seal the values with that they meet by (core/wire/seal.py)."""
+    return hashlib.sha256(b"gpuwatch meeting " + keys.agent.private).hexdigest()
+
+
 def _pair(secret: str, salt: str) -> KeyPair:
     seed = hashlib.scrypt(secret.encode(), salt=f"gpuwatch/{salt}".encode(), n=1 << 12, r=8, p=1, dklen=32)
     private = z85.encode(seed)
@@ -51,6 +61,21 @@ def _pair(secret: str, salt: str) -> KeyPair:
 def random_secret() -> str:
     """A random secret, for a job that shares it with its own child processes only."""
     return secrets.token_urlsafe(32)
+
+
+def new_identity() -> str:
+    """Random, for the agents of one launch."""
+    return secrets.token_hex(16)
+
+
+def agent_name(identity: bytes) -> str:
+    """What the agent with this identity, `random.life`, is called. Raises UnicodeDecodeError.
+
+    >>> agent_name(b"8f3c.2")
+    '4e2fa0bee00b2b0281df712a0b2f30a6.2'
+    """
+    unique, dot, life = identity.partition(b".")
+    return hashlib.sha256(b"gpuwatch agent " + unique).hexdigest()[:_NAME_CHARACTERS] + (dot + life).decode()
 
 
 def read_secret(secret_file: str | None) -> str | None:

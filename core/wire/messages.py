@@ -209,6 +209,8 @@ class RankState(msgspec.Struct, frozen=True):
     """Process id of a child process of it that has trained and was not watched; 0: there was none."""
     passed_unseen: bool = False
     """What passes between it and other ranks is not looked at: its tensors are on a device, or `--watch` says so."""
+    traces_thinned: int = 0
+    """Pages of `--trace-batches` that were not sent: the job's store has no room for all."""
 
     @property
     def events_lost(self) -> int:

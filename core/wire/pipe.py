@@ -30,8 +30,8 @@ class AgentConfig(msgspec.Struct, frozen=True, tag="config"):
     check_only: bool = False
     job: SchedulerJob | None = None
     """The scheduler's job that the node runs in; None outside of one."""
-    agent: str = ""
-    """Names the node agents of one launch."""
+    identity: str = ""
+    """Random, of the node agents of one launch. The collector alone is shown it; their name is made from it."""
     life: int = 0
     """Counts them: one that has ended is started again."""
     hang_timeout_s: float | None = 0.0
@@ -108,6 +108,8 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     kind: str
     text: str
     report: str
+    overflow_in: str = ""
+    """The spool that has an overflow of this node; "" where the verdict came from a collector, or there is none."""
 
 
 class Waiting(msgspec.Struct, frozen=True, tag="waiting"):

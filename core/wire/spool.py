@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..errors import GpuwatchError
 from .messages import MAX_MESSAGE_BYTES, AgentMessage, Hello, WireError, decode_agent
+from .regular_file import read_regular
 
 SUFFIX = ".spool"
 MAX_BYTES = 128 << 20
@@ -102,11 +103,7 @@ def read_spool(path: Path) -> list[AgentMessage]:
     Raises GpuwatchError when it is no spool, or cannot be read.
     """
     try:
-        if path.stat().st_size > 64 * MAX_BYTES:
-            raise GpuwatchError(
-                f"expected a spool file of a gpuwatch agent, found {path.stat().st_size} bytes in {path}"
-            )
-        data = path.read_bytes()
+        data = read_regular(path, 16 * MAX_BYTES)
     except OSError as error:
         raise GpuwatchError(
             f"expected a spool file of a gpuwatch agent, {path} cannot be read: {error.strerror}"

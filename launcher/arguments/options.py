@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from torch.distributed.run import get_args_parser
-
 from ...core.errors import UsageError
 from .shared_options import (
     SentenceParser,
@@ -16,6 +14,7 @@ from .shared_options import (
     add_preflight_failure,
     add_preflight_options,
 )
+from .torchrun_parser import torchrun_parser
 from .watching_options import add_watching_options
 
 LAUNCH_TIMEOUT_S = 300.0
@@ -26,7 +25,7 @@ CHECK_TIMEOUT_S = 120.0
 
 def get_parser() -> argparse.ArgumentParser:
     """torchrun's parser with a group "gpuwatch" of our options."""
-    parser = get_args_parser()
+    parser = torchrun_parser()
     parser.__class__ = SentenceParser
     parser.prog = "gpuwatch launch"
     parser.description = (
@@ -53,7 +52,7 @@ def get_parser() -> argparse.ArgumentParser:
 
 def get_check_parser() -> argparse.ArgumentParser:
     """torchrun's parser without a script, and what of our options is about the preflight."""
-    parser = get_args_parser()
+    parser = torchrun_parser()
     parser.__class__ = _CheckParser
     parser.prog = "gpuwatch check"
     parser.usage = "gpuwatch check [options of torchrun] [--quick] [--format {text,json}] [options below]"

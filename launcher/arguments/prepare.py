@@ -8,15 +8,12 @@ import socket
 import time
 from pathlib import Path
 
-import torch
-from torch.distributed.run import determine_local_world_size
-
 from ...core.errors import UsageError
 from ..say import say
 from ..scheduler.cluster import read_job
 from ..scheduler.fill_in import fill_in, given_options
 from ..scheduler.job import Job
-from .plan import parse_nnodes
+from .plan import is_number, parse_nnodes
 
 _NAME_WAIT_S = 30.0
 """A node that was started for this job may be in the name service some seconds later."""
@@ -41,6 +38,8 @@ def fill_in_from_job(args: argparse.Namespace, parser: argparse.ArgumentParser, 
 
 
 def _count_gpus() -> int:
+    import torch  # a scheduler has not said how many
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -69,12 +68,20 @@ def expect_script(args: argparse.Namespace) -> None:
         raise UsageError(f"expected a script to run, found no file {args.training_script!r} in {Path.cwd()}")
 
 
+def _local_world_size(text: str) -> int:
+    if is_number(text):
+        return int(text)
+    from torch.distributed.run import determine_local_world_size  # it counts GPUs
+
+    return int(determine_local_world_size(text))
+
+
 def number_of_ranks(args: argparse.Namespace) -> int:
     """Of this node."""
     if args.max_restarts < 0:
         raise UsageError(f"--max-restarts: expected 0 or more, found {args.max_restarts}")
     try:
-        nproc = int(determine_local_world_size(args.nproc_per_node))
+        nproc = _local_world_size(str(args.nproc_per_node))
     except ValueError as error:
         raise UsageError(
             f"--nproc-per-node: expected a number, cpu, gpu or auto, found {args.nproc_per_node!r} ({error})"

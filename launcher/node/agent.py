@@ -15,7 +15,6 @@ import select
 import signal
 import sys
 import time
-import uuid
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -34,6 +33,7 @@ from ...core.recorder.layout import file_name
 from ...core.recorder.lone_process import is_rank
 from ...core.recorder.run_folder import PROCESSES
 from ...core.records import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
+from ...core.wire.keys import agent_name, new_identity
 from ...core.wire.messages import (
     VERDICT_PATIENCE_S,
     Ack,
@@ -58,6 +58,7 @@ from ...core.wire.messages import (
     closest_modules,
     decode_collector,
     encode,
+    node_of,
     pack_gpus,
     pack_hot,
     ranks_of,
@@ -89,6 +90,7 @@ from .ranks import MOST_HOT, RankWatch
 from .resending import Resending
 from .stall.stall_watch import StallWatch
 from .telemetry.node_telemetry import NodeTelemetry
+from .traced import TracedBatches
 
 LOOK_S = 0.05
 """How often it looks whether a rank's process has begun to end."""
@@ -124,9 +126,10 @@ class Agent:
         self._config = config
         self._to_launch = to_launch
         self._folder = Path(config.recorder_dir)
-        self._name = config.agent or uuid.uuid4().hex
-        self._id = f"{self._name}.{config.life}"
+        self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
+        self._id = agent_name(self._identity)
         self.outbox = Outbox()
+        self.traces = TracedBatches(config.max_nodes)
         self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
         self._clock = ClockOffset()
         self._time = OwnClock()
@@ -207,12 +210,12 @@ class Agent:
 
     def _spools(self) -> list[Path]:
         """Of all agents of this launch, in their order; the last is ours."""
-        lives = [self._folder / f"{self._name}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
+        lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
         return [path for path in lives if path.exists()]
 
     def _connect(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.identity = self._id.encode()
+        socket.identity = self._identity
         socket.linger = 0
         socket.ipv6 = True
         socket.sndhwm = 1000
@@ -321,6 +324,7 @@ class Agent:
                     pid,
                     self._config.trace_batches,
                     len(message.pids),
+                    self.traces,
                 )
                 self._ends.watch((rank, message.attempt), pid)
         elif isinstance(message, WorkersEnded):
@@ -343,7 +347,7 @@ class Agent:
             watch.ended = True
         if watch is not None and not watch.ended:
             for body in watch.end(code, by, now):
-                self._put(self._with_what_ranks_cannot_see(body))
+                self._put(self._with_what_ranks_cannot_see(body), needed=True)
 
     def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
         """When a rank ended. And the kernel's out-of-memory killer sends SIGKILL, as others do: its counter tells."""
@@ -451,15 +455,19 @@ class Agent:
         if message is not None:
             self._put(message)
 
-    def _put(self, body: AgentBody) -> None:
+    def _put(self, body: AgentBody, *, needed: bool = False) -> None:
+        """`needed`: it is one of the last pages of its rank."""
         if isinstance(body, EventMessage):
             self._note(body)
-        self._spool.append(self.outbox.put(body), is_page=isinstance(body, PageMessage | History | Telemetry))
+        self._spool.append(
+            self.outbox.put(body, needed=needed), is_page=isinstance(body, PageMessage | History | Telemetry)
+        )
 
     def _note(self, message: EventMessage) -> None:
         """What this node would exit with, should the collector never answer."""
         event = message.event
         if isinstance(event, Anomaly):
+            self.outbox.need(event.where.attempt, event.where.batch)
             self._gpus.anomaly(self._now)
             self._put_telemetry(self._telemetry.told("anomaly", self._now))
         if isinstance(event, PreflightResult) and event.stops:
@@ -488,7 +496,7 @@ class Agent:
                 continue
             self._heard = now
             self._welcomed = True
-            self._resending.moved(now)
+            self._resending.heard(now)
             if isinstance(message, Welcome):
                 self._tell(Welcomed(message.run_id))
                 self.outbox.change_first(replace(self._hello, run=message.run_id))
@@ -505,6 +513,7 @@ class Agent:
                 elif message.resend or self._resending.is_lost(message.echo_ns, message.received, now):
                     self.outbox.send_again()
             elif isinstance(message, Want):
+                self.outbox.need(message.attempt, message.batch)
                 for watch in self._ranks.values():
                     watch.want(message, now)
             elif isinstance(message, LookAtRanks):
@@ -587,7 +596,7 @@ class Agent:
             self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
             return
         more = self.outbox.unacknowledged() if self._spool.left_out else []
-        spool = keep_spools(self._spools(), Path(self._config.spool_dir), self._name, more)
+        spool = keep_spools(self._spools(), Path(self._config.spool_dir), node_of(self._id), more)
         kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
         assert self._done is not None
         worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
@@ -595,7 +604,8 @@ class Agent:
         where = self._config.collector
         why = f"the collector at {where} did not answer" if where else "no collector could be started"
         text = f"gpuwatch: no verdict: {why}{kept}"
-        self._tell(Verdict(code, "unknown", text, ""))
+        saw = spool if self._worst is ExitCode.OVERFLOW else None
+        self._tell(Verdict(code, "unknown", text, "", overflow_in=str(saw or "")))
 
     def _tell(self, message: msgspec.Struct) -> None:
         write_line(self._to_launch, message)
@@ -620,7 +630,7 @@ class LineReader:
 
 
 def main() -> int:
-    """Entry of `python -m gpuwatch.launcher.node.agent`."""
+    """Entry."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
     config = read_config(0, AgentConfig)
@@ -632,7 +642,3 @@ def main() -> int:
         write_line(sys.stdout.buffer, Notice("the collector has lost what it had received; this node tells it again"))
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

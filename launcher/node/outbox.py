@@ -1,11 +1,14 @@
 """What a node agent has to send: kept until the collector has it. Names and pages wait for credit, nothing else does.
 
-    events           -------------------------> numbered, sent, kept until they are acknowledged
-    names, then pages  --> wait here ---------> numbered when the collector has room for their bytes
+    events                          ----------> numbered, sent, kept until they are acknowledged
+    names, needed pages, other pages  --> wait here --> numbered when the collector has room for their bytes
 
 So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Credit is free again
 when the collector has taken a message from its socket; the message is kept until it is stored. Pages take bounded
-memory: the oldest that waits is dropped and counted, and the spool has it. Nothing else is ever dropped.
+memory: one that nothing needs is dropped first, then the oldest. It is counted, and the spool has it. Histories and
+telemetry may be dropped likewise. Nothing else is ever dropped.
+
+A page is needed if it is of a batch in which a rank has met something, or among the last of its rank.
 
 No socket here: `due()` says what to send now, `acknowledged()` forgets it, `send_again()` starts over.
 """
@@ -13,6 +16,7 @@ No socket here: `due()` says what to send now, `acknowledged()` forgets it, `sen
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from ...core.wire.messages import (
     FIRST_CREDIT,
@@ -26,19 +30,35 @@ from ...core.wire.messages import (
     envelope,
 )
 
-PAGE_BYTES = 64 << 20
-"""Pages that wait for credit may take this much memory; and so may those that were sent and are not stored."""
+PAGE_BYTES = 32 << 20
+"""Pages that wait for credit, and those that were sent and are not stored, may take so much memory together."""
+OTHER_BYTES = 16 << 20
+"""So much of it those may take that wait and that nothing needs."""
+_MOST_NEEDED = 512
+"""Batches that are remembered as needed; the oldest are forgotten."""
+
+
+class _Waiting(NamedTuple):
+    data: bytes
+    rank: int
+    """-1 where it is about the node"""
+    of: tuple[int, int]
+    """attempt and batch"""
 
 
 class Outbox:
     """Numbered messages in order, and the pages that wait for a number."""
 
-    def __init__(self, page_bytes: int = PAGE_BYTES) -> None:
+    def __init__(self, page_bytes: int = PAGE_BYTES, other_bytes: int = OTHER_BYTES) -> None:
         self._page_limit = page_bytes
+        self._other_limit = min(page_bytes, other_bytes)
         self._names: deque[bytes] = deque()
-        self._pages: deque[tuple[bytes, int]] = deque()
-        """(body, rank); the rank is -1 where it is about the node"""
-        self._page_bytes = 0
+        self._needed: deque[_Waiting] = deque()
+        self._others: deque[_Waiting] = deque()
+        """Pages that nothing needs."""
+        self._needed_batches: dict[tuple[int, int], None] = {}
+        self._page_bytes = self._other_bytes = 0
+        """Of all that waits, and of what nothing needs of it."""
         self._bye: bytes | None = None
         self._credit = FIRST_CREDIT
         self._on_the_way = 0
@@ -52,19 +72,20 @@ class Outbox:
         self._received = 0
         self._acknowledged = 0
         self.pages_dropped: dict[int, int] = {}
-        """rank -> pages that were dropped"""
+        """rank -> pages and histories that were dropped"""
 
-    def put(self, body: AgentBody) -> bytes:
-        """Keep a message. Returns it for the spool, which counts for itself."""
+    def put(self, body: AgentBody, *, needed: bool = False) -> bytes:
+        """Keep a message. Returns it for the spool, which counts for itself. `needed` is said of a page."""
         data = encode_body(body)
         if isinstance(body, PageMessage):
-            self._pages.append((data, body.rank))
-            self._page_bytes += len(data)
-            self._drop_pages()
+            of = body.attempt, body.batch
+            self._wait(_Waiting(data, body.rank, of), needed or of in self._needed_batches)
         elif isinstance(body, History | Telemetry):
+            page = _Waiting(data, body.rank if isinstance(body, History) else -1, (-1, -1))
             if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
-                self._pages.append((data, body.rank if isinstance(body, History) else -1))
-                self._page_bytes += len(data)
+                self._wait(page, needed=True)
+            else:
+                self._count_dropped(page)
         elif isinstance(body, Definitions):
             self._names.append(data)
         elif isinstance(body, Bye):  # after everything else
@@ -73,6 +94,17 @@ class Outbox:
             self._number(data)
         self._spooled += 1
         return envelope(self._spooled, self._spooled - 1, data)
+
+    def need(self, attempt: int, batch: int) -> None:
+        """A rank has met something in this batch: the pages of it go first, and are dropped last."""
+        self._needed_batches[attempt, batch] = None
+        if len(self._needed_batches) > _MOST_NEEDED:
+            del self._needed_batches[next(iter(self._needed_batches))]
+        found = [page for page in self._others if page.of == (attempt, batch)]
+        if found:
+            self._others = deque(page for page in self._others if page.of != (attempt, batch))
+            self._other_bytes -= sum(len(page.data) for page in found)
+            self._needed.extend(found)
 
     def change_first(self, body: AgentBody) -> None:
         """If the first message has to be sent again, send this in its place: a hello that knows its run by then."""
@@ -86,24 +118,38 @@ class Outbox:
             self._on_the_way += len(data)
             self._kept_bytes += len(data)
 
-    def _drop_pages(self) -> None:
-        while self._page_bytes > self._page_limit and len(self._pages) > 1:  # the newest is what is asked about
-            data, rank = self._pages.popleft()
-            self._page_bytes -= len(data)
-            if rank != -1:
-                self.pages_dropped[rank] = self.pages_dropped.get(rank, 0) + 1
+    def _wait(self, page: _Waiting, needed: bool) -> None:
+        (self._needed if needed else self._others).append(page)
+        self._page_bytes += len(page.data)
+        self._other_bytes += 0 if needed else len(page.data)
+        while len(self._others) > 1 and self._other_bytes > self._other_limit:
+            self._drop(self._others)
+        while self._page_bytes + self._kept_bytes > self._page_limit and len(self._needed) + len(self._others) > 1:
+            # of one kind alone the newest is what is asked about
+            self._drop(self._others if self._others and (self._needed or len(self._others) > 1) else self._needed)
+
+    def _drop(self, pages: deque[_Waiting]) -> None:
+        self._count_dropped(self._take(pages))
+
+    def _count_dropped(self, page: _Waiting) -> None:
+        if page.rank != -1:
+            self.pages_dropped[page.rank] = self.pages_dropped.get(page.rank, 0) + 1
+
+    def _take(self, pages: deque[_Waiting]) -> _Waiting:
+        page = pages.popleft()
+        self._page_bytes -= len(page.data)
+        self._other_bytes -= len(page.data) if pages is self._others else 0
+        return page
 
     def _release(self) -> None:
-        """Number what there is credit for: names first, as the pages are about them."""
+        """Number what there is credit for: names first, as the pages are about them; then what is needed."""
         while self._names and self._may_go(self._names[0]):
             self._number(self._names.popleft(), on_credit=True)
-        while self._pages and not self._names and self._may_go(self._pages[0][0]):
+        while not self._names and (pages := self._needed or self._others) and self._may_go(pages[0].data):
             if self._kept_bytes > self._page_limit and self._bye is None:  # no disk takes them
                 break
-            data, _ = self._pages.popleft()
-            self._page_bytes -= len(data)
-            self._number(data, on_credit=True)
-        if self._bye is not None and not self._names and not self._pages:
+            self._number(self._take(pages).data, on_credit=True)
+        if self._bye is not None and not (self._names or self._needed or self._others):
             self._number(self._bye)
             self._bye = None
 
@@ -162,10 +208,16 @@ class Outbox:
     @property
     def empty(self) -> bool:
         """The collector has everything."""
-        return not (self._kept or self._names or self._pages or self._bye)
+        return not (self._kept or self._names or self._needed or self._others or self._bye)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all messages that the collector has not stored."""
+        return sum(map(len, self._names)) + self._page_bytes + sum(len(data) for data, _ in self._kept.values())
 
     def unacknowledged(self) -> list[bytes]:
         """For the spool, when the collector never came back."""
         numbered = [self._enveloped(number) for number in self._kept]
-        waiting = [*self._names, *(data for data, _ in self._pages), *([self._bye] if self._bye is not None else [])]
+        pages = [page.data for page in (*self._needed, *self._others)]
+        waiting = [*self._names, *pages, *([self._bye] if self._bye is not None else [])]
         return [*numbered, *(envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next))]

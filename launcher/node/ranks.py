@@ -33,6 +33,7 @@ from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, Ho
 from .history import RankHistory
 from .stall.looks import fatal_stack
 from .step_times import RankSteps
+from .traced import TracedBatches
 
 PAGE_WAIT_S = 5.0
 """How long an unfinished page may still grow before it is sent as it is."""
@@ -45,6 +46,8 @@ RESTS_S = 2.0
 """A rank that has not moved for so long tells in its beats which collective it is in."""
 MOST_HOT = 4
 """Modules of a rank whose headroom is told in a beat."""
+EARLIER_PAGES = 3
+"""Traced pages from before an anomaly that tell how it came: they are sent, whatever is thinned."""
 LAST_PAGES = 8
 """Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
 
@@ -73,9 +76,20 @@ class RankWatch:
     """One rank of one attempt."""
 
     def __init__(
-        self, folder: Path, rank: int, local_rank: int, attempt: int, pid: int, traced: list[int], ranks: int = 1
+        self,
+        folder: Path,
+        rank: int,
+        local_rank: int,
+        attempt: int,
+        pid: int,
+        traced: list[int],
+        ranks: int = 1,
+        traces: TracedBatches | None = None,
     ) -> None:
-        """`traced` are batches that the user has asked for, `ranks` is how many the node has."""
+        """`traced` are batches that the user has asked for, `ranks` is how many the node has.
+
+        `traces` says which of the traced ones are sent.
+        """
         self.rank = rank
         self.local_rank = local_rank
         self.attempt = attempt
@@ -86,6 +100,11 @@ class RankWatch:
         self._wanted: dict[tuple[str, int, int], _Wanted] = {}
         """by root class, ordinal, batch"""
         self._traced = frozenset(traced)
+        self._traces = traces if traces is not None else TracedBatches()
+        self._thinned: set[int] = set()
+        """By number: traced pages that the ring holds and that were not sent."""
+        self._thinned_before = 0
+        """Those that the ring holds no more."""
         self._looked_at = -1
         """The last segment that was looked at for a traced batch."""
         self._traced_until = -1
@@ -170,7 +189,7 @@ class RankWatch:
         messages = self._due_pages(reader, now)
         messages += self._last_pages(reader)
         messages += self._unlogged_anomaly(reader)
-        state = replace(reader.state(), final=True, pending=_pending_in_ring(reader))
+        state = replace(reader.state(), final=True, pending=_pending_in_ring(reader), traces_thinned=self._num_thinned)
         root = reader.roots.get(reader[Field.ROOT])
         where = Where(
             rank=self.rank,
@@ -267,10 +286,16 @@ class RankWatch:
             return None
         try:
             timed, parts_us = self._steps.so_far
-            state = replace(self._reader.state(), steps_timed=timed, parts_us=parts_us)
+            state = replace(
+                self._reader.state(), steps_timed=timed, parts_us=parts_us, traces_thinned=self._num_thinned
+            )
         except OSError:  # the next `poll` tells it
             return None
         return state if state.age_s < RESTS_S else _resting(state, self.groups())
+
+    @property
+    def _num_thinned(self) -> int:
+        return self._thinned_before + len(self._thinned)
 
     def movement(self) -> tuple[int, ...]:
         """What changes when the rank moves; () without a recorder."""
@@ -344,7 +369,11 @@ class RankWatch:
     def _react(self, event: WorkerEvent, now: float) -> None:
         if isinstance(event, Anomaly):
             self._anomaly_sent = self._asked = True
-            self._wanted.setdefault((*split_label(event.where.root), event.where.batch), _Wanted(now + PAGE_WAIT_S))
+            root, batch = split_label(event.where.root), event.where.batch
+            self._wanted.setdefault((*root, batch), _Wanted(now + PAGE_WAIT_S))
+            for earlier in range(max(0, batch - EARLIER_PAGES), batch):
+                if earlier in self._traced:
+                    self._wanted.setdefault((*root, earlier), _Wanted(now + PAGE_WAIT_S))
 
     def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
         if not self._wanted and (self.ended or not self._traced_in_ring(reader)):
@@ -359,13 +388,19 @@ class RankWatch:
             if wanted is not None:
                 wanted.met = True
                 seen.add(key)
-            if wanted is not None or page.batch in self._traced:
+            is_traced = page.batch in self._traced
+            if wanted is not None or (is_traced and self._traces.takes(page.batch)):
                 messages += self._page(reader, page, overdue=wanted is not None and now >= wanted.deadline)
+            elif is_traced and page.number not in self._sent:
+                self._thinned.add(page.number)
         for key, wanted in list(self._wanted.items()):
             if self.ended or (key not in seen and (wanted.met or now >= wanted.deadline)):
                 del self._wanted[key]  # it will not change, or was overwritten, or never came
         numbers = {page.number for page in held}
         self._sent = {number: copy for number, copy in self._sent.items() if number in numbers}
+        gone = self._thinned - numbers
+        self._thinned -= gone
+        self._thinned_before += len(gone)
         return messages
 
     def _traced_in_ring(self, reader: RecorderReader) -> bool:
@@ -381,7 +416,9 @@ class RankWatch:
     def _last_pages(self, reader: RecorderReader) -> list[AgentBody]:
         """The page that was written last, and those that more was expected in."""
         held = reader.held()
-        numbers = {page.number for page in held if page.batch in self._traced}
+        traced = [page for page in held if page.batch in self._traced]
+        numbers = {page.number for page in traced if self._traces.takes(page.batch)}
+        self._thinned.update({page.number for page in traced} - numbers - self._sent.keys())
         numbers.update([page.number for page in held if not page.complete][-LAST_PAGES:])
         numbers.add(reader[Field.PAGE])
         return [
@@ -409,6 +446,9 @@ class RankWatch:
             return []
         if pending and not self.ended and (sent is not None or not overdue):
             return []
+        self._thinned.discard(held.number)
+        if held.batch in self._traced:
+            self._traces.sent(page)
         self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
         return [page]
 

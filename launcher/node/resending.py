@@ -1,7 +1,8 @@
 """When a node agent sends again what was not acknowledged. No socket, no clock.
 
 One connection keeps the order. So if a beat is answered, all that was sent before it has come, or is lost: the answer
-says which. A collector that is slow is sent nothing twice; only its silence, or a loss, is a reason.
+says which. A collector that is slow is sent nothing twice; only its silence, or a loss, is a reason. A silent one is
+sent it once more: what is sent waits in the socket, and would pile up there. From then on beats ask.
 """
 
 from __future__ import annotations
@@ -21,13 +22,20 @@ class Resending:
         self._not_before = now
         self._sent_before: dict[int, int] = {}
         """By the time in a beat: the highest number that had been sent before it."""
+        self._sent_in_silence = False
 
     def moved(self, now: float) -> None:
-        """Something was sent, or heard."""
+        """Something was sent."""
         self._last = now
+
+    def heard(self, now: float) -> None:
+        """The collector has said something."""
+        self._last = now
+        self._sent_in_silence = False
 
     def acknowledged(self, now: float) -> None:
         """Something new was acknowledged."""
+        self._sent_in_silence = False
         self._pause_s = RESEND_S
         self._not_before = now
 
@@ -43,8 +51,11 @@ class Resending:
         return 0 <= received < number and now >= self._not_before and self._again(now)
 
     def is_due(self, now: float) -> bool:
-        """Whether nothing has moved for too long."""
-        return now - self._last > self._pause_s and self._again(now)
+        """Whether nothing has moved for too long, for the first time since the collector was heard."""
+        if self._sent_in_silence or now - self._last <= self._pause_s:
+            return False
+        self._sent_in_silence = True
+        return self._again(now)
 
     def _again(self, now: float) -> bool:
         self._last = now

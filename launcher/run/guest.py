@@ -1,4 +1,7 @@
-"""A task whose host has an agent already, that of another task: it runs its command, and waits for the verdict."""
+"""A task that has no agent of its own: another task of its host has one, or none has.
+
+It runs its command, and waits for the verdict if there will be one.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +42,12 @@ def run_as_guest(command: list[str], tasks: Tasks, unblocked: set[int | signal.S
     if verdict is None:
         return own or int(ExitCode.UNKNOWN)
     return exit_code(own, verdict.exit_code, verdict.kind, stopped=attended.stop.is_set())
+
+
+def run_unwatched(command: list[str], unblocked: set[int | signal.Signals], *, job: Job | None) -> int:
+    """Run the command without an agent. Returns the exit code: its own, and never that all is well."""
+    attended = AttendedCommand(command, unblocked=unblocked, job=job)
+    attended.start(None)
+    while (code := attended.turn()) is None:
+        pass
+    return shell_code(code) or int(ExitCode.UNKNOWN)

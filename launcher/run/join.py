@@ -26,7 +26,8 @@ from msgspec.structs import replace as with_fields
 from ...core import host
 from ...core.errors import GpuwatchError
 from ...core.exits import ExitCode
-from ...core.recorder.run_folder import JOIN_VARIABLE, write_settings
+from ...core.recorder.run_folder import JOIN_VARIABLE, write_meeting_key, write_settings
+from ...core.text.tell import tell
 from ...core.wire.join import Join, read_join
 from ...core.wire.pipe import LaunchDone
 from ..meets import first_that_answers
@@ -55,14 +56,14 @@ def main() -> int:
         scratch = _told_by_the_watcher(tasks)
         tasks.close()
     except (GpuwatchError, OSError) as error:
-        print(error, file=sys.stderr)
+        tell(str(error))
         return int(ExitCode.USAGE)
     return _answer(str(scratch or ""))
 
 
 def _answer(scratch: str) -> int:
     if not scratch:
-        print("the watcher of this host has ended", file=sys.stderr)
+        tell("the watcher of this host has ended")
         return int(ExitCode.UNKNOWN)
     print(scratch, flush=True)
     return 0
@@ -131,6 +132,7 @@ class _Watcher:
         self._agent = NodeAgent(config, self._say, lambda reason, restart: self._end(reason))
         self._ranks = Ranks(scratch, self._agent.tell, lambda attempt, rank, code: None)
         try:
+            write_meeting_key(scratch, join.meeting_key)
             write_settings(scratch, with_fields(join.settings, recorder_dir=str(scratch)))
             self._agent.welcomed.wait(_WELCOME_S)
             ready(scratch)
@@ -189,7 +191,3 @@ class _Watcher:
 
     def _say(self, sentence: str) -> None:
         self._log(f"{time.strftime('%H:%M:%S')} {sentence}\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

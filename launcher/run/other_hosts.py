@@ -33,12 +33,12 @@ def open_plan(args: argparse.Namespace, plan: Plan) -> Plan:
 
 
 def open_run(
-    args: argparse.Namespace, folder: Path, address: str, agent: AgentConfig, settings: WorkerSettings
+    args: argparse.Namespace, folder: Path, address: str, agent: AgentConfig, settings: WorkerSettings, meeting_key: str
 ) -> Path:
     """Write the file by which others join. `address` is what the collector has bound. Raises OSError."""
     port = address.rpartition(":")[2]
     hosts = [split_endpoint(args.head, 0)[0]] if args.head is not None else [host_name(), *_addresses()]
-    return write_join(folder, Join([f"tcp://{bracketed(host)}:{port}" for host in hosts], agent, settings))
+    return write_join(folder, Join([f"tcp://{bracketed(host)}:{port}" for host in hosts], agent, settings, meeting_key))
 
 
 def close_run(join: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -16,26 +15,28 @@ from msgspec.structs import replace as with_fields
 from ...core.errors import UsageError
 from ...core.exits import ExitCode
 from ...core.host import host_name
-from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_settings
+from ...core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_meeting_key, write_settings
 from ...core.settings import WorkerSettings
+from ...core.text.tell import tell
+from ...core.wire.keys import meeting_key, read_secret
 from ...core.wire.pipe import LaunchDone, PreflightOver, StageLine
 from ..arguments.job_keys import job_keys
 from ..arguments.plan import Plan
 from ..arguments.worker_settings import worker_settings
 from ..helpers import Helpers
-from ..overflows import Overflows
+from ..overflows import Overflows, where_it_is
 from ..say import say, tell_of_torch
 from ..scheduler.cluster import read_task
 from ..scheduler.job import Job
 from ..scratch import keep_rescued, make_scratch, remove_scratch
 from .attended import GRACE_S, AttendedCommand, block_signals, leaves_at_once
 from .command import exit_code, shell_code, why_not_started
-from .guest import run_as_guest
+from .guest import run_as_guest, run_unwatched
 from .options import parse_run
 from .other_hosts import close_run, open_plan, open_run
 from .ranks import Ranks
 from .run_plan import meeting_place, run_plan
-from .tasks import Task, Tasks
+from .tasks import NoFolder, Task, Tasks
 
 _USUAL_RANKS = 8
 """So many recorders are looked for room for, as nobody says how many ranks there will be."""
@@ -61,7 +62,11 @@ def run(arguments: list[str]) -> int:
     plan = run_plan(args, job)
     if args.other_hosts:
         plan = open_plan(args, plan)
-    tasks = _tasks(job, plan)
+    try:
+        tasks = _tasks(args, job, plan)
+    except NoFolder as error:
+        say(f"the tasks of this host have no folder to hear of each other, and go on unwatched: {error}")
+        return run_unwatched(args.command, block_signals(), job=job)
     unblocked = block_signals()
     try:
         if tasks is not None and not tasks.is_owner:
@@ -73,11 +78,13 @@ def run(arguments: list[str]) -> int:
             tasks.close()
 
 
-def _tasks(job: Job | None, plan: Plan) -> Tasks | None:
-    """The other tasks of this host, if the environment speaks of any."""
+def _tasks(args: argparse.Namespace, job: Job | None, plan: Plan) -> Tasks | None:
+    """The other tasks of this host, if the environment speaks of any. Raises NoFolder."""
     if job is None or job.tasks_here < 2:
         return None
-    return Tasks(f"{plan.job} {job.node or host_name()}", job.tasks_here)
+    words = [plan.job, job.node or host_name()]
+    secret = read_secret(args.secret_file)  # with one, nobody else can tell the folder's name beforehand
+    return Tasks(" ".join([*words, *filter(None, [secret])]), job.tasks_here)
 
 
 class _Run:
@@ -97,7 +104,9 @@ class _Run:
         self._job = job
         self._tasks = tasks
         self._command = command
-        self._helpers = Helpers(args, plan, job_keys(args, plan), 0, words, job, "the command")
+        keys = job_keys(args, plan)
+        self._helpers = Helpers(args, plan, keys, 0, words, job, "the command")
+        self._meeting_key = meeting_key(keys)
         self._join: Path | None = None
         """The file by which other hosts join."""
         self._failed_at = 0.0
@@ -115,6 +124,8 @@ class _Run:
                 worker_settings(self._args, self._scratch, logs),
                 meets_at=meeting_place(self._args, self._plan, address),
             )
+            with suppress(OSError):  # the ranks meet, and seal nothing
+                write_meeting_key(self._scratch, self._meeting_key)
             write_settings(self._scratch, settings)
             if self._args.other_hosts:
                 address = self._let_others_join(address, settings)
@@ -132,7 +143,7 @@ class _Run:
             say("without a collector no other host can join")
             return address
         agent = self._helpers.agent_config(address, self._scratch)
-        self._join = open_run(self._args, folder, address, agent, settings)
+        self._join = open_run(self._args, folder, address, agent, settings, self._meeting_key)
         return f"tcp://127.0.0.1:{address.rpartition(':')[2]}"
 
     def _show(self, line: StageLine | PreflightOver) -> None:
@@ -234,7 +245,7 @@ class _Run:
             say("no verdict: the node agent ended without one")
             return self._exit_code(own, int(ExitCode.UNKNOWN), "unknown")
         if self._job is None or not self._job.node_rank:  # the output of all nodes is one: once is enough
-            print(verdict.text, file=sys.stderr, flush=True)
+            tell(verdict.text)
         return self._exit_code(own, verdict.exit_code, verdict.kind)
 
     def _outcome(self, code: int) -> LaunchDone:
@@ -290,7 +301,7 @@ class _Run:
         """What a rank has said itself counts more than a verdict that knows nothing of it."""
         overflow = self._overflows.sentence
         if overflow and kind not in ("overflow", "preflight"):
-            say(f"{overflow}; no report has it: its event was lost on the way")
+            say(f"{overflow}; {where_it_is(self._helpers.verdict)}")
             return int(ExitCode.OVERFLOW)
         return exit_code(own, code, kind, stopped=self._command.stop.is_set())
 

@@ -8,7 +8,8 @@
         verdict           what all of them print and exit with
 
 `srun --ntasks-per-node 8` and `mpirun` start tasks. Each hears of the others through files alone, so that none waits
-for one that was killed: its locks go with it.
+for one that was killed: its locks go with it. Anybody may put something else where the folder is to be: then it is
+`...-1`, `...-2` and so on, and the tasks go on without one where no name is left.
 """
 
 from __future__ import annotations
@@ -16,14 +17,16 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import stat
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from ...core.errors import UsageError
+from ...core.errors import GpuwatchError
 from ...core.wire.pipe import Verdict
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -31,6 +34,12 @@ _COME_S = 60.0
 """So long is waited for tasks that the environment speaks of and that have not come."""
 _LEAVE_S = 20.0
 _LOOK_S = 0.05
+_MOST_NAMES = 64
+"""In each place. Others may take names, and need not stop at one."""
+
+
+class NoFolder(GpuwatchError):
+    """There is no place for the folder: others have taken its names, or nothing can be written."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -47,26 +56,52 @@ class Tasks:
     """Those of one host and job, seen by one of them. `number` is how many there are to be."""
 
     def __init__(self, key: str, number: int) -> None:
-        """`key` is the same in all tasks of this host. Raises UsageError if the folder is somebody else's."""
-        base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-        self._folder = base / f"gpuwatch-{os.getuid()}-tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-        self._path_of_mine = self._folder / f"task-{os.getpid()}"
+        """`key` is the same in all tasks of this host. Raises NoFolder."""
+        self._name = f"gpuwatch-{os.getuid()}-tasks-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+        self._mine_name = f"task-{os.getpid()}"
         """It keeps that name if this process forks and its child goes on."""
         self._number = number
         self._ended_s: float | None = None
         while not self._enter():
             pass  # tasks of an earlier life of this job were about to take the folder away
 
+    @property
+    def _path_of_mine(self) -> Path:
+        return self._folder / self._mine_name
+
+    def _places(self) -> Iterator[Path]:
+        """Where the folder may be, in the order in which all tasks try."""
+        for base in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+            yield base / self._name
+            yield from (base / f"{self._name}-{number}" for number in range(1, _MOST_NAMES))
+
+    def _find_folder(self) -> Path:
+        """The one that is there, even if a name before its own is free by now; else a new one. Raises NoFolder."""
+        places = list(self._places())
+        for folder in places:
+            if _is_private(folder):
+                return folder
+        trouble: OSError | None = None
+        for folder in places:
+            try:
+                folder.mkdir(mode=0o700)
+            except OSError as error:  # another task's that has just been made, another user's, or it cannot be made
+                trouble = trouble if isinstance(error, FileExistsError) else error
+            if _is_private(folder):
+                return folder
+        why = str(trouble) if trouble is not None else f"all names are taken by other users, as {places[0]} is"
+        raise NoFolder(why)
+
     def _enter(self) -> bool:
         """False if the folder was taken away meanwhile."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
-        if self._folder.is_symlink() or self._folder.stat().st_uid != os.getuid():
-            raise UsageError(f"expected {self._folder} to be a folder of this user, found somebody else's; remove it")
+        self._folder = self._find_folder()
         try:
             self._owner = self._open("owner")
             self._mine = self._open(f".{self._path_of_mine.name}")
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise NoFolder(str(error)) from error
         self.is_owner = _lock(self._owner)
         fcntl.flock(self._mine, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):  # whoever sees a task's file sees it locked, or its task has ended
@@ -196,6 +231,14 @@ class Tasks:
                 text = path.read_bytes().strip()
                 found.append((msgspec.json.decode(text, type=Task) if text else Task(), lives))
         return found
+
+
+def _is_private(folder: Path) -> bool:
+    """A folder itself, no link to one, of this user, in which nobody else may write."""
+    with suppress(OSError):
+        found = folder.lstat()
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return False
 
 
 def _lock(fd: int) -> bool:

@@ -33,6 +33,7 @@ from gpuwatch.core.records import (
 )
 from gpuwatch.core.telemetry.packing import pack_samples
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, Encoding, NonFinite
+from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (
     AgentBody,
     Beat,
@@ -278,6 +279,11 @@ def hello(agent="a0", host="h0", nproc=2, nodes=1, **more) -> Hello:
     return Hello(agent, host, 1, nproc, nodes, nodes, **given)
 
 
+def hello_of(identity="a0", **more) -> Hello:
+    """Of an agent that speaks over a socket with this identity."""
+    return hello(agent_name(identity.encode()), **more)
+
+
 def ended(
     rank, code=0, by="itself", *, phase="script", module=None, cls=None, times_ns=(0, 0), **place
 ) -> EventMessage:
@@ -360,6 +366,7 @@ BUILDERS = SimpleNamespace(
     NEGINF=NEGINF,
     where=where,
     hello=hello,
+    hello_of=hello_of,
     ended=ended,
     finished=finished,
     raised=raised,

@@ -29,6 +29,18 @@ def test_every_page_arrives_and_every_overflow_is_named(ranks, tmp_path):
     assert f"| {ranks} |" in done.stdout
 
 
+def test_with_a_stopped_collector_no_event_is_lost_and_the_counters_add_up(tmp_path):
+    options = ["--ranks", 16, "--pages", 12, "--rate", 6, "--frames", 40, "--anomalies", 1, "--stopped", 0.5]
+    paths = ["--json", tmp_path / "figures.json", "--folder", tmp_path]
+    done = subprocess.run(
+        [sys.executable, BENCHMARK, *map(str, [*options, *paths])], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (figures,) = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["events_stored"] == figures["events_sent"] == 2 * 16 + 3
+    assert figures["recorded"] == figures["pages_stored"] + figures["thinned"] + figures["dropped"] == 15 * 16
+
+
 def test_a_count_that_is_no_multiple_of_a_node_is_refused():
     done = subprocess.run([sys.executable, BENCHMARK, "--ranks", "12"], capture_output=True, text=True)
     assert done.returncode != 0

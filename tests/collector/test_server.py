@@ -21,8 +21,19 @@ from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.wire.keys import derive_keys
-from gpuwatch.core.wire.messages import Ack, AgentMessage, Beat, Bye, Final, Leaving, Welcome, decode_collector, encode
+from gpuwatch.core.wire.keys import agent_name, derive_keys
+from gpuwatch.core.wire.messages import (
+    Ack,
+    AgentMessage,
+    Beat,
+    Bye,
+    Final,
+    Leaving,
+    Refused,
+    Welcome,
+    decode_collector,
+    encode,
+)
 
 KEYS = derive_keys("a secret of the tests", "job")
 STRANGER = derive_keys("another secret of somebody", "job")
@@ -127,7 +138,7 @@ def test_while_the_store_is_being_written_everybody_is_heard_and_nothing_is_ackn
 ):
     monkeypatch.setattr("gpuwatch.collector.store.ROOM_BYTES", 1)
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=1))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=1))))
     receive(agent)
     assert acknowledged(agent) == 1
     with contextlib.closing(sqlite3.connect(running.paths.store, isolation_level=None)) as other:
@@ -152,7 +163,7 @@ def test_while_the_store_is_being_written_everybody_is_heard_and_nothing_is_ackn
 
 def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, connect, make):
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     receive(agent), receive(agent)
     before = time.time_ns()
     agent.send(encode(AgentMessage(0, Beat([], {}, sent_ns=before))))
@@ -165,7 +176,7 @@ def test_an_acknowledged_beat_brings_back_its_time_and_the_collectors(running, c
 
 def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(running, connect, make):
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     assert receive(agent) == Welcome(running.paths.run_id, str(running.paths.folder))
     assert acknowledged(agent) == 1
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
@@ -183,13 +194,13 @@ def test_an_agent_with_the_keys_is_welcomed_acknowledged_and_told_the_verdict(ru
 def test_an_agent_that_is_started_again_while_the_verdict_is_told_has_it_too(running, connect, make, monkeypatch):
     monkeypatch.setattr("gpuwatch.collector.server.VERDICT_PATIENCE_S", 300.0)
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
     while not isinstance(receive(agent), Final):
         pass
     agent.close(linger=0)  # killed before it could hand the verdict on
     again = connect(identity=b"a0.1")
-    again.send(encode(AgentMessage(1, make.hello("a0.1", nproc=0))))
+    again.send(encode(AgentMessage(1, make.hello_of("a0.1", nproc=0))))
     final = receive(again)
     assert isinstance(final, Final)
     again.send(encode(AgentMessage(0, Leaving())))
@@ -198,7 +209,7 @@ def test_an_agent_that_is_started_again_while_the_verdict_is_told_has_it_too(run
 
 def test_an_acknowledged_message_is_in_the_store(running, connect, make):
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello())))
+    agent.send(encode(AgentMessage(1, make.hello_of())))
     receive(agent)
     receive(agent)
     store = RunStore(running.paths.store)
@@ -209,16 +220,16 @@ def test_an_acknowledged_message_is_in_the_store(running, connect, make):
 def test_a_client_with_other_keys_is_refused_and_counted(running, connect, make):
     stranger = connect(STRANGER.agent, b"stranger")
     monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-    stranger.send(encode(AgentMessage(1, make.hello("stranger"))))
+    stranger.send(encode(AgentMessage(1, make.hello_of("stranger"))))
     assert monitor.poll(WAIT_MS)
     assert not stranger.poll(0)
     monitor.close()
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     say_goodbye(agent)
     report = running.join()
     assert report.collector["refused"] >= 1
-    assert "stranger" not in running.protocol.nodes
+    assert agent_name(b"stranger") not in running.protocol.nodes
 
 
 def test_strangers_leave_a_line_in_the_collectors_log_and_not_one_for_each_knock(running, connect, make, capsys):
@@ -236,7 +247,7 @@ def test_strangers_leave_a_line_in_the_collectors_log_and_not_one_for_each_knock
     for monitor in monitors:
         monitor.close()
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     say_goodbye(agent)
     report = running.join()
     assert report.collector["refused"] >= 5
@@ -248,7 +259,7 @@ def test_strangers_leave_a_line_in_the_collectors_log_and_not_one_for_each_knock
 
 def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
     viewer = connect(KEYS.viewer, b"a0")
-    for body in (make.hello(nproc=0), Bye("failed")):
+    for body in (make.hello_of(nproc=0), Bye("failed")):
         viewer.send(encode(AgentMessage(1, body)))
     viewer.send(b"\xff garbage")
     until = time.monotonic() + WAIT_MS / 1000
@@ -259,7 +270,7 @@ def test_what_a_viewer_sends_is_not_read_and_counted(running, connect, make):
     assert running.protocol.nodes == {}
     viewer.close(linger=0)
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     say_goodbye(agent)
     report = running.join()
     assert (report.collector["from_viewers"], report.collector["malformed"]) == (3, 0)
@@ -276,7 +287,7 @@ def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(runnin
     odd.send(encode(AgentMessage(1, make.hello("odd"))))
     agent.send(encode(AgentMessage(0, make.Beat([], {}))))
     assert receive(agent).resend  # it has not said hello
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     assert isinstance(receive(agent), Welcome)
     say_goodbye(agent)
     report = running.join()
@@ -285,10 +296,38 @@ def test_garbage_after_a_good_handshake_is_counted_and_the_server_goes_on(runnin
 
 def test_a_well_formed_message_with_absurd_numbers_does_not_end_the_server(running, connect, make):
     evil = connect(identity=b"evil")
-    evil.send(encode(AgentMessage((1 << 64) - 1, make.hello("evil", nproc=0, nodes=1))))
+    evil.send(encode(AgentMessage((1 << 64) - 1, make.hello_of("evil", nproc=0, nodes=1))))
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     assert agent.poll(1000), running.error
+
+
+def test_who_knows_an_agents_name_and_the_jobs_keys_can_say_nothing_in_its_place(running, connect, make):
+    """Its name is in the store, in the report and in the name of its spool."""
+    agent = connect()
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=1))))
+    assert isinstance(receive(agent), Welcome)
+    (name,) = running.protocol.nodes
+    insider = connect(identity=name.encode())
+    insider.send(encode(AgentMessage(1, make.hello_of(nproc=1))))
+    insider.send(encode(AgentMessage(2, Bye("ok"), 1)))
+    heard = receive(insider)
+    assert isinstance(heard, Refused), heard
+    later = connect(identity=f"{name}.7".encode())
+    later.send(encode(AgentMessage(1, make.hello(f"{name}.7", nproc=1))))
+    assert isinstance(receive(later), Refused)
+
+    agent.send(encode(AgentMessage(2, make.raised(0), 1)))
+    while acknowledged_of(receive(agent)) < 2:
+        pass
+    agent.send(encode(AgentMessage(3, Bye("failed"), 2)))
+    while not isinstance(receive(agent), Final):
+        pass
+    agent.send(encode(AgentMessage(0, Leaving())))
+    report = running.join()
+    assert [rank.rank for rank in report.ranks] == [0], "what it said was taken for a duplicate, and lost"
+    assert report.nodes[0].state == "failed"
+    assert report.collector["refused"] >= 2
 
 
 def test_a_port_that_is_taken_is_an_error_at_once_and_leaves_nothing_open(running):
@@ -337,7 +376,7 @@ def test_beats_are_answered_while_a_report_is_made(running, connect, make, monke
 
     monkeypatch.setattr(server_module, "build", slow)
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
     while acknowledged_of(receive(agent)) < 2:
         pass
@@ -360,7 +399,7 @@ def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, ma
 
     monkeypatch.setattr(server_module, "build", broken)
     agent = connect()
-    agent.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    agent.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     final = say_goodbye(agent)
     assert (final.exit_code, final.kind) == (6, "unknown")
     assert "RuntimeError: no such thing" in final.text
@@ -370,7 +409,7 @@ def test_a_report_that_cannot_be_made_is_told_to_the_agents(running, connect, ma
 def test_an_agent_that_comes_back_late_is_told_the_verdict(running, connect, make, monkeypatch):
     monkeypatch.setattr(server_module, "VERDICT_PATIENCE_S", WAIT_MS / 1000)
     first = connect()
-    first.send(encode(AgentMessage(1, make.hello(nproc=0))))
+    first.send(encode(AgentMessage(1, make.hello_of(nproc=0))))
     first.send(encode(AgentMessage(2, Bye("ok"), 1)))
     while acknowledged_of(receive(first)) < 2:
         pass

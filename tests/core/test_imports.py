@@ -236,3 +236,37 @@ def test_help_and_version_import_none_of_what_they_do_not_need(option):
     )
     assert told.splitlines()[0].startswith(("Usage: gpuwatch", "gpuwatch, version"))
     assert told.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("launch --help", 0),
+        ("launch --evry 3 train.py", 2),
+        ("launch --every nought train.py", 2),
+        ("launch --nnodes two train.py", 2),
+        ("launch --nproc-per-node 0 train.py", 2),
+        ("launch --max-restarts many train.py", 2),
+        ("launch missing.py", 2),
+        ("check --evry 3", 2),
+        ("check train.py", 2),
+        ("run --evry 3 -- python train.py", 2),
+        ("submit --evry 3 train.py", 2),
+        ("submit --help", 0),
+        ("submit --print", 0),
+        ("submit --print --nodes 2 --every 3 --nproc-per-node 2 train.py", 0),
+    ],
+)
+def test_torch_is_not_imported_to_find_an_option_wrong(tmp_path, monkeypatch, line, code):
+    """What that means in seconds: benchmarks/startup.py."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    told = python(
+        f"import sys; sys.argv = ['gpuwatch', *{line.split()}]\n"
+        "from gpuwatch.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: code = ended.code or 0\n"
+        "print()\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    assert told.splitlines()[-1] == f"{code} False"

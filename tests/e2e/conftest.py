@@ -71,7 +71,11 @@ class Bench:
     def script(self, name: str) -> str:
         return str(SCRIPTS / name)
 
-    def start(self, *command: str, in_background: bool = False, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *command: str, **more: Any) -> subprocess.Popen[str]:
+        """A module, by `python -m`. For the rest see `start_program`."""
+        return self.start_program(sys.executable, "-m", *command, **more)
+
+    def start_program(self, *command: str, in_background: bool = False, **environment: str) -> subprocess.Popen[str]:
         """What is put into PYTHONPATH comes before what the tests themselves were started with.
 
         `in_background`: SIGINT is ignored, as in what a shell script starts with `&`; else it is not, however the tests
@@ -80,7 +84,7 @@ class Bench:
         if "PYTHONPATH" in environment and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] += os.pathsep + os.environ["PYTHONPATH"]
         process = subprocess.Popen(
-            [sys.executable, "-m", *command],
+            command,
             cwd=self.cwd,
             env={**self.environment, **environment},
             stdout=subprocess.PIPE,

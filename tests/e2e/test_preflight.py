@@ -56,7 +56,8 @@ def test_the_bad_rank_and_its_stage_are_named(bench, way, stage, words, timeout,
     assert words in verdict["statement"]
     assert outcomes(run)[bad_rank] == "failed"
     assert outcomes(run)[1 - bad_rank] == "victim"
-    assert f"preflight failed in stage {stage}: rank {bad_rank}" in run.stderr
+    # rank 0 says it too, unless torchrun ends it before
+    assert verdict["statement"] in " ".join(run.stderr.split())
 
 
 @pytest.mark.slow

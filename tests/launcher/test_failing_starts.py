@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import resource
+import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from gpuwatch.core.records import Anomaly, Where
 from gpuwatch.core.wire.pipe import AgentConfig, CollectorConfig
 from gpuwatch.launcher.children import Child
 from gpuwatch.launcher.head_collector import HeadCollector
 from gpuwatch.launcher.node_agent import NodeAgent
+from gpuwatch.launcher.overflows import where_it_is
 
 from . import conftest
+
+ANOMALY = Anomaly(Where(1, 0, 2, 2, "Net", 2, 2), 0, "fc", "Linear", "forward", "output", "+inf", "float32")
 
 
 @contextmanager
@@ -64,6 +71,26 @@ def test_without_a_collector_the_agent_waits_for_none_and_keeps_what_it_has_seen
     assert (verdict.exit_code, verdict.kind) == (6, "unknown")
     (spool,) = node.runs.glob("*.spool")
     assert f"no collector could be started; this node's records are in {spool}" in verdict.text
+    assert where_it_is(verdict) == "no report has it: its event was lost on the way"
+
+
+def test_an_overflow_that_only_a_spool_has_is_told_with_the_command_that_makes_its_report(make_node):
+    node = make_node()
+    node.start_agent("")
+    node.train(0, 1)
+    node.ranks[1].writer.append(ANOMALY)
+    node.end_ranks()
+    told = where_it_is(node.verdict())
+
+    before, _, command = told.partition(": ")
+    assert before == "no report has it yet; make one of this node's spool with"
+    program, *arguments = shlex.split(command)
+    made = subprocess.run(
+        [sys.executable, "-m", "gpuwatch.cli.main", *arguments], capture_output=True, text=True, check=False
+    )
+    assert program == "gpuwatch"
+    assert "VERDICT  overflow" in made.stdout, made
+    assert "`fc` (Linear)" in made.stdout
 
 
 def test_a_helper_that_cannot_be_told_its_settings_is_ended(monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpuwatch.core.host import host_name
 from gpuwatch.core.recorder.layout import file_bytes
 from gpuwatch.launcher import scratch
 
@@ -31,10 +33,10 @@ def dead_pid() -> int:
     return process.pid
 
 
-def folder_of(base: Path, name: str, pid: int, created: float) -> Path:
+def folder_of(base: Path, name: str, pid: int, created: int) -> Path:
     folder = base / f"gpuwatch-{os.getuid()}-{name}"
     folder.mkdir()
-    (folder / "owner").write_text(f"{pid} {created} {scratch._pid_namespace()}")
+    (folder / "owner").write_text(f"{pid} {created} {scratch._pid_namespace()} {scratch._boot()} {host_name()}")
     (folder / "rank-00000.attempt-000.recorder").write_bytes(b"x")
     return folder
 
@@ -103,7 +105,7 @@ def test_a_folder_that_cannot_be_signed_is_used_all_the_same(bases, monkeypatch)
 
 
 def test_a_folder_of_a_dead_process_is_removed(bases):
-    stale = [folder_of(base, "stale", dead_pid(), 1.0) for base in bases]
+    stale = [folder_of(base, "stale", dead_pid(), 1) for base in bases]
     made = scratch.make_scratch(1)
     assert not any(folder.exists() for folder in stale)
     assert made.exists()
@@ -115,23 +117,55 @@ def test_a_folder_of_a_live_process_stays(bases):
     assert mine.exists()
 
 
+def test_a_folder_of_a_live_process_stays_when_the_clock_is_set(bases, tmp_path):
+    """psutil's create_time is the boot time plus ticks; the boot time in /proc/stat moves with the clock."""
+    folders = [scratch.make_scratch(1), bases[1] / f"gpuwatch-{os.getuid()}-earlier"]
+    folders[1].mkdir()
+    (folders[1] / "owner").write_text(f"{os.getpid()} {psutil.Process().create_time()} {scratch._pid_namespace()}")
+    stat_file = tmp_path / "stat"
+    text = Path("/proc/stat").read_text()
+    boot = next(line for line in text.splitlines() if line.startswith("btime "))
+    stat_file.write_text(text.replace(boot, f"btime {int(boot.split()[1]) - 3600}"))
+    code = (
+        "import psutil, tempfile; from pathlib import Path; from gpuwatch.launcher import scratch\n"
+        f"scratch._SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
+        f"print(psutil.Process({os.getpid()}).create_time())\n"
+        "scratch.make_scratch(1)"
+    )
+    inside = f"mount --bind {stat_file} /proc/stat && exec {shlex.quote(sys.executable)} -c {shlex.quote(code)}"
+    done = subprocess.run(["unshare", "--mount", "sh", "-c", inside], capture_output=True, text=True, timeout=60)
+    if "not permitted" in done.stderr or "denied" in done.stderr:
+        pytest.skip(f"no mount namespace here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < psutil.Process().create_time() - 3000, "the clock has been set back"
+    assert all(folder.exists() for folder in folders)
+
+
+def test_of_an_earlier_boot_only_this_hosts_folders_are_removed(bases):
+    mine, others = (folder_of(bases[0], name, os.getpid(), 1) for name in ("mine", "others"))
+    for folder, host in ((mine, host_name()), (others, "another-host")):
+        (folder / "owner").write_text(f"{os.getpid()} 1 {scratch._pid_namespace()} earlier {host}")
+    scratch.remove_stale()
+    assert (mine.exists(), others.exists()) == (False, True)
+
+
 def test_a_folder_of_another_pid_namespace_stays(bases):
     """Two nodes, or two containers, that share /dev/shm: a pid says nothing there."""
-    folder = folder_of(bases[0], "elsewhere", dead_pid(), 1.0)
+    folder = folder_of(bases[0], "elsewhere", dead_pid(), 1)
     (folder / "owner").write_text(f"{dead_pid()} 1.0 {scratch._pid_namespace() + 1}")
     scratch.remove_stale()
     assert folder.exists()
 
 
 def test_a_pid_that_now_belongs_to_another_process_does_not_keep_the_folder(bases):
-    stale = folder_of(bases[0], "reused", os.getpid(), psutil.Process().create_time() - 100)
+    stale = folder_of(bases[0], "reused", os.getpid(), scratch._began(os.getpid()) - 100)
     scratch.remove_stale()
     assert not stale.exists()
 
 
 @pytest.mark.parametrize("owner", ["", "x", "1", "one two", "one two three", "1 1.0"])
 def test_a_folder_whose_owner_cannot_be_read_stays(bases, owner):
-    folder = folder_of(bases[0], "odd", 1, 1.0)
+    folder = folder_of(bases[0], "odd", 1, 1)
     (folder / "owner").write_text(owner)
     scratch.remove_stale()
     assert folder.exists()
@@ -146,7 +180,7 @@ def test_folders_of_other_users_are_not_looked_at(bases):
 
 
 def test_an_adopted_folder_outlives_its_launch(bases):
-    folder = folder_of(bases[0], "adopted", dead_pid(), 1.0)
+    folder = folder_of(bases[0], "adopted", dead_pid(), 1)
     scratch.adopt_scratch(folder)
     scratch.remove_stale()
     assert folder.exists()
@@ -184,7 +218,7 @@ def test_whatever_somebody_has_put_in_place_of_an_owner_file_a_launch_goes_on(ba
 
 
 def test_a_link_to_another_folder_is_not_removed_through(bases, tmp_path):
-    target = folder_of(tmp_path, "target", dead_pid(), 1.0)
+    target = folder_of(tmp_path, "target", dead_pid(), 1)
     (bases[1] / f"gpuwatch-{os.getuid()}-link").symlink_to(target)
     scratch.remove_stale()
     assert (target / "owner").exists()
@@ -192,7 +226,7 @@ def test_a_link_to_another_folder_is_not_removed_through(bases, tmp_path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder another user's")
 def test_a_folder_of_another_user_is_not_believed(bases):
-    folder = folder_of(bases[1], "other", dead_pid(), 1.0)
+    folder = folder_of(bases[1], "other", dead_pid(), 1)
     os.chown(folder, 12345, 12345)
     scratch.remove_stale()
     assert folder.exists()

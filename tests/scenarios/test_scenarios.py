@@ -19,13 +19,6 @@ NOT_SCENARIOS = {"common.py", "witness.py"}
 LESS_ON_A_DEVICE = {
     "mask handed in with a closed row": "whether a row of a mask is closed is looked for in host memory only",
     "mask handed in and added to another one": "the same",
-    "a broadcast of nan from rank 0": "what passes between ranks is looked at in host memory only",
-    **{f"what one rank's own code passes on, {way}": "the same" for way in ("send", "all_to_all", "partial", "ring")},
-    "a sum of finite numbers over the ranks": "the same",
-    **{
-        f"pipeline of the script's own, whose code makes it between two ranks, {fault}": "the same"
-        for fault in ("forward", "backward")
-    },
 }
 
 

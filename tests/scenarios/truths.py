@@ -964,6 +964,93 @@ COMMUNICATION = [
         args=("--way", "sum"),
         statement="what every rank put in was finite, their sum was not",
     ),
+    *(
+        Scenario(
+            f"interleaved stages, two on each of two ranks, forward of stage {stage}",
+            "interleaved.py",
+            _forward(stage % 2, "up", root=root, batch=9),
+            args=("--fault", "forward", "--stage", str(stage)),
+            witness=f"rank={stage % 2} phase=forward module=up class=Linear",
+        )
+        for stage, root in ((1, "First"), (2, "Second"))
+    ),
+    Scenario(
+        "interleaved stages, two on each of two ranks, backward of stage 2",
+        "interleaved.py",
+        _backward(0, "length", "Length", root="Second", batch=9),
+        args=("--fault", "backward", "--stage", "2"),
+        witness="rank=0 phase=backward module=length class=Length batch=11",  # it counts the forwards begun by then
+    ),
+    Scenario(
+        "experts with all_to_all, forward of one rank's expert",
+        "exchanges.py",
+        _forward(1, "expert.up", batch=2),
+    ),
+    Scenario(
+        "experts with all_to_all, backward of one rank's expert, with another rank's token",
+        "exchanges.py",
+        _backward(1, "expert.length", "Length", batch=2),
+        args=("--fault", "backward"),
+    ),
+    Scenario(
+        "context parallel, a module's block of keys that goes around",
+        "exchanges.py",
+        _forward(1, "up", batch=2),
+        args=("--way", "context"),
+        nproc=3,
+    ),
+    Scenario(
+        "sequence parallel, a module's part that is reduced and scattered",
+        "exchanges.py",
+        _forward(1, "up", batch=2),
+        args=("--way", "sequence"),
+    ),
+    Scenario(
+        "ZeRO-1, the step of one rank's shard",
+        "sharded.py",
+        _found("optimizer", 1, "body.up", "Linear", role="weight", batch=2),
+        args=("--fault", "zero"),
+        witness="rank=1 phase=weight module=body.up class=Linear batch=3",
+    ),
+    Scenario(
+        "DDP's hook divides by 0 tokens on one rank",
+        "sharded.py",
+        _found("collective", 1, "head", "Linear", role="grad weight", batch=2),
+        args=("--fault", "hook"),
+        witness="rank=1 phase=weight module=body.down class=Linear batch=3",
+    ),
+    Scenario(
+        "FSDP2 that computes in float16",
+        "sharded.py",
+        _forward(1, "blocks.0.up", dtype="float16", batch=2),
+        args=("--fault", "fp16"),
+    ),
+    Scenario(
+        "FSDP2 that reduces in float16",
+        "sharded.py",
+        _found("collective", None, "blocks.0.up", "Linear", role="grad weight", batch=2),
+        args=("--fault", "reduced"),
+        witness="rank=1 phase=weight module=blocks.0.down class=Linear batch=3",
+    ),
+    *(
+        Scenario(
+            f"a policy and its frozen reference: {what}",
+            "policy.py",
+            truth,
+            args=("--fault", fault),
+            witness=witness,
+        )
+        for what, fault, truth, witness in (
+            ("the reference overflows", "reference", _forward(1, "body.up", root="Reference", batch=2), None),
+            (
+                "the script's ratio",
+                "ratio",
+                {"kind": "overflow", "phase": "backward", "rank": 1, "module": "", "root": "Policy"},
+                "rank=1 phase=gradient module=head class=Linear batch=2",
+            ),
+            ("the policy overflows as it generates", "policy", _forward(1, "body.up", root="Policy"), None),
+        )
+    ),
     Scenario("a group that counts no collectives", "fake_group.py", _forward(1, "body.up", batch=2)),
 ]
 KINDS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name
+from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name, seal
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.records import (
     Anomaly,
@@ -120,6 +120,7 @@ class Worker:
             segments=3,
         )
         writer.fields[Field.PID] = self.pid
+        writer.identify(self.rank, self.rank, size, self.attempt)
         if start == "hooks failed":
             writer.fields[Field.HOOKS] = HooksState.FAILED
             writer.append(Fault(self._at, "attach", "RuntimeError: no hooks"))
@@ -164,7 +165,7 @@ class Worker:
         if self._exits:
             self.code = 0
             if self._watched and not self._late:
-                self._set("LEFT", 1)
+                self._set("LEFT", seal(1))
 
     def _set(self, field: str, value: int) -> None:
         """A field that a version of ours may not have yet (schedule.NEEDS)."""

@@ -19,6 +19,7 @@ from gpuwatch.collector.decide.verdict_model import Verdict
 from gpuwatch.collector.facts.fold import Fold, fold
 from gpuwatch.collector.protocol.run_protocol import Finish, Keep, RunProtocol, Send
 from gpuwatch.core.recorder import layout
+from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import Ack, AgentBody, EventMessage, LookAtRanks, decode_agent, encode
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
 from gpuwatch.launcher.node.agent import Agent, Forgotten
@@ -43,6 +44,11 @@ class Node:
     told: list[bytes] = field(default_factory=list)
     """Lines for the agent: one that is started again hears them from the beginning."""
 
+    @property
+    def agent_name(self) -> str:
+        """Of the agent that was started last."""
+        return agent_name(f"node{self.number}.{self.life - 1}".encode())
+
     def start_agent(self) -> None:
         """The launch starts one, or starts it again."""
         self.network = Context()
@@ -59,7 +65,7 @@ class Node:
             command=["train.py"],
             versions={},
             rdzv_id="job",
-            agent=f"node{self.number}",
+            identity=f"node{self.number}",
             life=self.life,
             hang_timeout_s=0,
         )
@@ -259,7 +265,7 @@ class World:
     def _deliver(self, node: Node, number: int) -> None:
         queue = node.network.made.to_collector
         for _ in range(min(number, len(queue))):
-            self._send(self.collector.hear(f"node{node.number}.{node.life - 1}", queue.popleft(), self.now))
+            self._send(self.collector.hear(node.agent_name, queue.popleft(), self.now))
 
     def _send(self, sends: Iterator[Send] | list[Send]) -> None:
         for send in sends:
@@ -269,7 +275,7 @@ class World:
             if isinstance(message, Ack):
                 message = msgspec.structs.replace(message, credit=self.collector.protocol.credit)
             for node in self.nodes:
-                if send.agent == f"node{node.number}.{node.life - 1}":
+                if send.agent == node.agent_name:
                     node.network.made.to_agent.append(encode(message))
 
     # -- what goes wrong ----------------------------------------------------------------------------------------

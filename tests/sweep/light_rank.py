@@ -1,9 +1,10 @@
 """A script that trains without torch: numbers of two layers, which it writes into its recorder as the hooks would.
 
-    light_rank.py BATCHES [--overflow RANK BATCH] [--goes-on]
+    light_rank.py BATCHES [--overflow RANK BATCH] [--goes-on] [--waits-at BATCH]
 
 Rank, session, recorder and all that comes after them are the product's; a run takes a second instead of ten. A rank
-waits at each batch for the others, as in an all_reduce. It writes its losses into a file of its own at the end.
+waits at each batch for the others, as in an all_reduce, and at one of them for a file `go`. It writes its losses into
+a file of its own at the end.
 """
 
 from __future__ import annotations
@@ -84,8 +85,12 @@ class Frames:
 def meet(batch: int) -> None:
     """Wait until all ranks have come here."""
     Path(f"here-{batch}-{RANK}").touch()
+    wait_for(*(f"here-{batch}-{rank}" for rank in range(WORLD)))
+
+
+def wait_for(*files: str) -> None:
     ends = time.monotonic() + NEVER_S
-    while not all(Path(f"here-{batch}-{rank}").exists() for rank in range(WORLD)):
+    while not all(Path(file).exists() for file in files):
         if time.monotonic() > ends or os.getppid() == 1:
             sys.exit("the other rank did not come")
         time.sleep(0.005)
@@ -96,6 +101,7 @@ def main() -> None:
     parser.add_argument("batches", type=int)
     parser.add_argument("--overflow", type=int, nargs=2, default=(-1, -1), metavar=("RANK", "BATCH"))
     parser.add_argument("--goes-on", action="store_true")
+    parser.add_argument("--waits-at", type=int, default=-1, metavar="BATCH")
     args = parser.parse_args()
     session = sessions._current
     frames = Frames(session.recorder, ends=not args.goes_on) if session is not None else None
@@ -107,6 +113,8 @@ def main() -> None:
         if overflows and frames is not None and not args.goes_on:
             raise OverflowDetected(f"fc2: +inf in output, batch {batch}")
         meet(batch)
+        if batch == args.waits_at:
+            wait_for("go")
         losses.append(math.inf if overflows else 1 / (1 + batch))
     Path(f"losses-{RANK}").write_text(" ".join(map(str, losses)))
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from gpuwatch.core.recorder.layout import Field, RankPhase
+from gpuwatch.core.recorder.layout import RankPhase
 from gpuwatch.core.recorder.reader import RecorderReader
 
 BEGIN = """
@@ -36,7 +36,7 @@ def ended(tmp_path, script):
     assert done.stderr == ""
     reader = RecorderReader(path)
     try:
-        return done.returncode, done.stdout.split("\n")[:-1], reader.phase, bool(reader[Field.LEFT])
+        return done.returncode, done.stdout.split("\n")[:-1], reader.phase, reader.state().left
     finally:
         reader.close()
 
@@ -84,7 +84,7 @@ for call in (lambda: os._exit(3), lambda: os.execv(NEXT[0], NEXT)):
         ("threading.Thread(target=os._exit, args=(5,)).start(); threading.Event().wait()", RankPhase.SCRIPT, False),
         (
             # a thread of ours stands still with the lock: the end is not held up for long, and not said to be known
-            "import types, gpuwatch.worker.session as s; s._SETTLE_S = 0.1\n"
+            "import types, gpuwatch.worker.session as s; s.SETTLE_S = 0.1\n"
             "from gpuwatch.worker.record.recorder_lock import RecorderLock; from array import array\n"
             "lock = RecorderLock(array('q', [-1, 0])); held = threading.Event()\n"
             "session.hooks = types.SimpleNamespace(progress=types.SimpleNamespace(lock=lock))\n"

@@ -15,7 +15,7 @@ from ...core.errors import OverflowDetected
 from ...core.exits import ExitCode
 from ...core.frames import Frame, Mark, Row, module_text
 from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
-from ...core.recorder.layout import Field
+from ...core.recorder.layout import Field, seal
 from ...core.recorder.own_pages import OwnPages
 from ...core.recorder.writer import OpenPage
 from ...core.records import (
@@ -102,6 +102,8 @@ class Judging:
         self._graph_fault_recorded = False
         self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
         """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
+        self.collect_passed: Callable[[], None] = lambda: None
+        """Tells of what has passed between ranks, as far as its numbers have arrived."""
         self.held: Held | None = None
         """What is no alarm yet; None with --sync."""
         rows.expect = self.expect
@@ -209,6 +211,7 @@ class Judging:
         if buffer.note != self._recorded_note:
             self._recorded_note = buffer.note
             self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
+        self.collect_passed()
         for number in buffer.collect():
             if number in self._late:
                 self._to_judge.add(number)
@@ -399,7 +402,7 @@ class Judging:
         """Raise OverflowDetected if an anomaly is to end the job."""
         pending, self.pending = self.pending, None
         if pending is not None:
-            self._fields[Field.ABORT] = ExitCode.OVERFLOW
+            self._fields[Field.ABORT] = seal(ExitCode.OVERFLOW)
             raise OverflowDetected(sentence(pending, launched=bool(self._progress.settings.recorder_dir)))
 
     # -- near overflow and underflow ----------------------------------------------------------------------------

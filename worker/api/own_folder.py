@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ...core.recorder.own_files import OwnDescriptor
+
 _PREFIX = "gpuwatch-watch-"
 _LOCK = "lock"
 _YOUNG_S = 60.0
@@ -28,17 +30,17 @@ class OwnFolder:
                 _remove_if_free(left)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
         new = self.path / f".{_LOCK}"
-        self._lock = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock: OwnDescriptor | None = OwnDescriptor(new, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._lock.number, fcntl.LOCK_EX)
         new.rename(self.path / _LOCK)  # whoever sees a lock file sees it locked
 
     def remove(self) -> None:
         """Remove it, and let go of the lock. Does nothing in a forked child, and nothing a second time."""
-        if os.getpid() != self._pid or self._lock < 0:
+        if os.getpid() != self._pid or self._lock is None:
             return
         shutil.rmtree(self.path, ignore_errors=True)
-        lock, self._lock = self._lock, -1
-        os.close(lock)
+        lock, self._lock = self._lock, None
+        lock.close()
 
 
 def _remove_if_free(folder: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, get_args
 
@@ -16,7 +17,7 @@ from ...core.recorder.reader import RecorderReader
 from ...core.recorder.writer import RecorderWriter
 from ...core.records import Anomaly, Definition, ScalerSkip, Warned, WorkerEvent
 from ...core.settings import OnOverflow, Watched, WorkerSettings
-from ..session import current_hooks
+from ..session import SETTLE_S, current_hooks
 from .own_folder import OwnFolder
 from .verdict import rank_here, verdict_of
 
@@ -59,7 +60,7 @@ class Watch:
             return
         self._closed = True
         if os.getpid() == self._pid:  # a forked child leaves its parent's recorder alone
-            self._hooks.settle()
+            _wait_for_device(self._hooks.settle)
         self._hooks.detach()
 
     # -- what was recorded --------------------------------------------------------------------------------------
@@ -112,10 +113,11 @@ class Watch:
         """What `gpuwatch report` would say of this process alone, from what its recorder still holds.
 
         `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
-        those of report.json's verdict.
+        those of report.json's verdict. Numbers that are still on a device are waited for, up to 2 seconds.
         """
         if not self._closed and os.getpid() == self._pid:
             self._hooks.put_back()
+            _wait_for_device(self._hooks.collect)
         self._read()
         pages = (self._reader.page(held.number) for held in self._reader.held())
         state = self._reader.state()
@@ -126,6 +128,13 @@ class Watch:
         self._names.add(definitions)
         self._definitions += definitions
         self._events += events
+
+
+def _wait_for_device(collect: Callable[[], bool]) -> None:
+    """Numbers that are on their way from a device are judged once they are there: wait a moment for them."""
+    deadline = time.monotonic() + SETTLE_S
+    while not collect() and time.monotonic() < deadline:
+        time.sleep(0.005)
 
 
 def watch(

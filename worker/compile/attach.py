@@ -17,6 +17,7 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo, Roots
 from ..record.rows import Row, Rows
 from . import traced_hooks as traced
+from .views import CompiledViews, compiled_views
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .region import Region
     from .region_frames import RegionPages
     from .regions import Regions
+    from .untraced import Untraced
 
 
 class Opened(Enum):
@@ -60,6 +62,8 @@ class Graphs:
         may_open: Callable[[torch.nn.Module, bool, torch.nn.Module | None], Opened],
         running: Callable[[], torch.nn.Module | None],
         not_looked_into: Callable[[ModuleInfo | None, str], None],
+        may_not_open: Callable[[str], None],
+        unseen: Callable[[CompiledViews], None],
         progress: Progress,
         roots: Roots,
         rows: Rows,
@@ -68,8 +72,14 @@ class Graphs:
         fault: Callable[[str, Exception], None],
         hooks: tuple[Callable[..., Any], ...],
     ) -> None:
-        """`hooks`: what torch calls, of which dynamo is to make no graphs."""
+        """`hooks`: what torch calls, of which dynamo is to make no graphs.
+
+        `may_not_open` is told the class of the first module in a graph that this torch does not let us look into, and
+        `unseen` what is not seen of a graph with this torch.
+        """
         self._hooks = hooks
+        self._may_not_open = may_not_open
+        self._unseen = unseen
         self._fault = fault
         self._resolve = resolve
         self._may_open = may_open
@@ -83,7 +93,7 @@ class Graphs:
         self._attached = False
         self._give_up: Callable[[], None] = lambda: None
         """Waits no longer for torch._dynamo."""
-        self._regions: Regions | None = None
+        self._regions: Regions | Untraced | None = None
         self._pages: RegionPages | None = None
 
     def attach(self) -> None:
@@ -104,15 +114,43 @@ class Graphs:
     def _begin(self) -> None:
         if not self._attached:
             return
-        from .dynamo import leave_alone
+        from .untraced import leave_alone
+
+        leave_alone(self._hooks)
+        views = compiled_views()
+        if views.rows:
+            self._trace_calls(views)
+        else:
+            self._trace_nothing(views)
+
+    def _trace_nothing(self, views: CompiledViews) -> None:
+        from .untraced import Untraced, untraced_before
+
+        def entered(cls: str) -> None:
+            self._unseen(views)
+            self._may_not_open(cls)
+
+        traced.before, traced.after = untraced_before, None
+        self._regions = Untraced(entered, self._fault)
+        self._regions.attach()
+
+    def _trace_calls(self, views: CompiledViews) -> None:
         from .region_frames import RegionPages
         from .regions import Regions
         from .trace import traced_after, traced_before
 
-        leave_alone(self._hooks)
         traced.before, traced.after = traced_before, traced_after
         grads = "grads" in self._progress.settings.watch
-        self._regions = Regions(self._resolve, self._may_open, self._running, self._not_looked_into, grads, self._fault)
+        without = (lambda: self._unseen(views)) if grads and not views.gradients else None
+        self._regions = Regions(
+            self._resolve,
+            self._may_open,
+            self._running,
+            self._not_looked_into,
+            grads and views.gradients,
+            self._fault,
+            without,
+        )
         self._pages = RegionPages(
             self._regions,
             self._progress,

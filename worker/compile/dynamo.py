@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import types
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
-from torch._dynamo import eval_frame
-from torch._dynamo import types as strategies
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
@@ -34,22 +30,6 @@ def traced_value(name: str) -> Any:
     if key is not None:  # a module that dynamo specializes its graph for, as an older torch may
         return output.get_submodule(key)
     return getattr(found, "value", None)
-
-
-def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
-    """Have dynamo make no graphs of these functions and of what they call. It still traces them into other graphs.
-
-    Where a call breaks, dynamo tries to compile each Python function that the call makes, and so our hooks: what they
-    would do while dynamo traces then replaces what they do outside of a graph.
-    """
-    for hook in hooks:
-        code = inspect.unwrap(hook).__code__
-        with suppress(AttributeError):
-            if hasattr(eval_frame, "set_code_exec_strategy"):
-                skip = strategies.FrameExecStrategy(strategies.FrameAction.SKIP, strategies.FrameAction.SKIP)  # type: ignore[attr-defined]  # no export
-                eval_frame.set_code_exec_strategy(code, skip)
-            else:  # torch before 2.7: what they call is not left alone
-                eval_frame.skip_code(code)
 
 
 def traced_method() -> tuple[types.CodeType | None, torch.nn.Module | None]:

@@ -31,8 +31,11 @@ class Regions:
         not_looked_into: Callable[[ModuleInfo | None, str], None],
         gradients: bool,
         fault: Callable[[str, Exception], None],
+        unseen: Callable[[], None] | None = None,
     ) -> None:
+        """`unseen` is called when a graph is recorded whose gradients this torch does not let us see."""
         self._fault = fault
+        self._unseen = unseen
         self._resolve = resolve
         """Returns the info of a module in a region. The region is None while it is being opened."""
         self._may_open = may_open
@@ -104,6 +107,8 @@ class Regions:
             region = Region(info, type(module).__name__, self._owner, self._opened, gradients)
             if self._gradients and not gradients:
                 self._not_looked_into(None, region.cls)
+            if self._unseen is not None:
+                self._unseen()
             self._owner = None
             self._by_compile[compile_id] = region
             self.regions.append(region)

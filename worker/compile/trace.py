@@ -8,9 +8,9 @@ cost nothing later. The graph reads and changes no Python state, so there is no 
     traced_after(module, args, kwargs, output) -> in host memory: gpuwatch::look(x, token_7, 7)
                                                   on a device: place_7.copy_(stack(amin(x), amax(x), amin(abs(x))))
 
-Tested with torch 2.13. Blocks of a model that are compiled one by one share a graph. The rows are those of the module
-whose call runs it (runs.py). So nothing here may have dynamo tell one block from another: it would then compile a graph
-for each.
+Which versions of torch take this: see views.py. Blocks of a model that are compiled one by one share a graph. The rows
+are those of the module whose call runs it (runs.py). So nothing here may have dynamo tell one block from another: it
+would then compile a graph for each.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from . import places
 from .dynamo import current_graph, hook_begins, hook_ends, is_closed, traced_value
 from .places import BUFFERS
 from .regions import Regions
+from .views import compiled_views
 
 MARK = "_gpuwatch_place"
 """Attribute of a tensor that a call of the graph returned: the place of its numbers. Removed from the graph's outputs.
@@ -34,6 +35,7 @@ MARK = "_gpuwatch_place"
 Inputs of the graph are never marked: a script that passes the same tensor again would cause a recompilation.
 """
 
+_THROUGH_DATA = compiled_views().through_data
 
 R = TypeVar("R")
 
@@ -238,6 +240,8 @@ def _record_tensor(tensor: torch.Tensor, role: str, returned: bool) -> None:
         def hook(grad: torch.Tensor) -> None:
             if _in_host_memory(device):
                 torch.ops.gpuwatch.look(grad.detach(), getattr(BUFFERS, f"token_{gradient}"), gradient)
+            elif _THROUGH_DATA:
+                getattr(BUFFERS, f"place_{gradient}").data.copy_(_numbers(grad.detach()))
             else:
                 getattr(BUFFERS, f"place_{gradient}").copy_(_numbers(grad.detach()))
 

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from ...core.recorder.group_table import OPERATIONS
+from ..alarms.late_passed import LatePassed, PassedWhen
 from ..record.collectives import count_with
-from ..record.group_table import GroupCall, GroupTable, Place, described
-from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to
+from ..record.group_table import NO_MESSAGE, GroupCall, GroupTable, Place, described
+from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to, tensors_in
+from ..stats.device import is_on_device, late_device
 from .native_writer import difference
 
 try:
@@ -112,10 +114,12 @@ class Collectives:
         on_fault: Callable[[str, Exception], None],
         native: bool = True,
         passed: PassedValues | None = None,
+        late: LatePassed | None = None,
     ) -> None:
-        """`passed` is told what is not finite; None: nobody looks at what passes."""
+        """`passed` is told what is not finite; None: nobody looks at what passes. `late` looks on a device."""
         self._groups = groups
         self._passed = passed
+        self._late = late if passed is not None else None
         self._on_fault = on_fault
         self._native = native
         self._replaced: list[tuple[Any, str, Any, Any]] = []
@@ -166,8 +170,10 @@ class Collectives:
                 message_begun=self._groups.message_begun,
                 message_received=self._groups.message_received,
                 passed=self._passed.note if self._passed is not None else None,
+                late=self._late.look if self._late is not None else None,
                 on_fault=self._fault,
                 exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+                is_host_late=late_device() is not None,
             )
         except (KeyError, TypeError, ValueError):  # a torch version whose internals differ
             return None
@@ -286,16 +292,26 @@ class Collectives:
 
         return begin
 
-    @staticmethod
-    def _look_at_inputs(passed: PassedValues, place: Place, group: Any, method: Method, args: tuple[Any, ...]) -> None:
+    def _look_at_inputs(
+        self, passed: PassedValues, place: Place, group: Any, method: Method, args: tuple[Any, ...]
+    ) -> None:
         """Look at what goes in, and remember where it will come out."""
         is_root = place.root < 0 or place.root == group.rank()
         if 0 <= method.returned < len(args) and (is_root or not method.returned_at_root):
             place.outputs = refs_to(args[method.returned])
         if 0 <= method.given < len(args) and (is_root or not method.given_at_root):
             place.given = look_at(args[method.given])
+            place.late = self._look_late(place, PassedWhen.GOES_IN, args[method.given])
             if place.given[0] == NOT_FINITE:
                 _tell(passed, place, False, args[method.given])
+
+    def _look_late(self, place: Place, when: PassedWhen, tensors: Any) -> Any:
+        late = [tensor for tensor in tensors_in(tensors) if is_on_device(tensor)]
+        if self._late is None or not late:
+            return None
+        return self._late.look(
+            place.slot.number, place.number, place.operation, place.root, place.message, when, place.late, late
+        )
 
     def _finish_of(self, method: Method) -> Callable[[Place, Any, Any], None]:
         groups = self._groups
@@ -307,13 +323,20 @@ class Collectives:
                 groups.count_again(place, owner)
             if ends:
                 groups.ended(place)
-                alive = [tensor for ref in place.outputs if (tensor := ref()) is not None]
+                alive = _alive(place)
+                self._look_late(place, PassedWhen.CAME_OUT, alive)
                 if self._passed is not None and look_at(alive).high == NOT_FINITE:
                     _tell(self._passed, place, True, alive)
             else:
+                if result is None or (method.call == GroupCall.P2P and place.message == NO_MESSAGE):
+                    self._look_late(place, PassedWhen.ISSUED, _alive(place))
                 groups.issued(place, result)
 
         return finish
+
+
+def _alive(place: Place) -> list[torch.Tensor]:
+    return [tensor for ref in place.outputs if (tensor := ref()) is not None]
 
 
 def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:

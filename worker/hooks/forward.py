@@ -21,11 +21,22 @@ import torch
 from ...core.errors import JobEnded
 from ...core.frames import Mark, Phase, format_number, module_text
 from ...core.judge import Limits
-from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase
+from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase, seal
 from ...core.recorder.writer import RecorderWriter
-from ...core.records import BadWeight, BatchInputs, Fault, GraphNode, LookedAgain, NotLookedInto, OwnCode, Where
+from ...core.records import (
+    BadWeight,
+    BatchInputs,
+    CompiledUnseen,
+    Fault,
+    GraphNode,
+    LookedAgain,
+    NotLookedInto,
+    OwnCode,
+    Where,
+)
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
+from ...core.text.tell import tell
 from ...core.values import NonFinite, decode, name_of
 from ...core.versions.torch_names import name_in_torch
 from ..alarms.batch_digest import batch_digest
@@ -35,10 +46,12 @@ from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sour
 from ..alarms.graph_users import Output, graph_users
 from ..alarms.held import NonFiniteRow
 from ..alarms.judging import Judging
+from ..alarms.late_passed import LatePassed
 from ..alarms.look_again import look_again
 from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
 from ..compile.attach import Graphs, Opened
+from ..compile.views import CompiledViews
 from ..record.collectives import issued
 from ..record.cost import CostMeter
 from ..record.graph_calls import GraphCalls, next_node
@@ -49,7 +62,8 @@ from ..record.progress import Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
 from ..record.selection import Selection
-from ..stats.device import is_on_device, late_device
+from ..stack_file import look_at_stack_file
+from ..stats.device import is_on_device
 from ..stats.notable import Notable
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
 from ..without_modes import without_modes
@@ -100,6 +114,7 @@ class Hooks:
         """Classes of modules whose forward runs compiled regions."""
         self._not_looked_into: set[tuple[str, str, bool]] = set()
         """(module, class, whether a frame shows it) that run compiled code which no frame shows."""
+        self._has_told_unseen = False
         self._thread = 0
         self._outer_exception: BaseException | None = None
         self._skipped_root: Any = None
@@ -141,6 +156,8 @@ class Hooks:
             self._may_open_region,
             lambda: self._stack[-1].ref() if self._stack else None,
             self._note_not_looked_into,
+            self._may_not_open_region,
+            self._note_unseen,
             self.progress,
             self._roots,
             self.rows,
@@ -152,9 +169,13 @@ class Hooks:
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer
         passed = PassedValues(self.progress, self.progress.groups)
-        looks = "comms" in settings.watch and late_device() is None
-        self._fields[Field.PASSED_UNSEEN] = not looks
-        self._collectives = Collectives(self.progress.groups, self._fault, passed=passed if looks else None)
+        looks = "comms" in settings.watch
+        self._fields[Field.PASSED_UNSEEN] = seal(not looks)
+        self._late_passed = LatePassed(passed, self.rows, self.progress.groups, self._lock, self._fault)
+        self.judging.collect_passed = self._late_passed.collect
+        self._collectives = Collectives(
+            self.progress.groups, self._fault, passed=passed if looks else None, late=self._late_passed
+        )
         self._global = GlobalHooks(self._before, self._after, self._before_step, self._steps.after)
         self._exports = Exports(lambda: self._global.handles)
         self._cost = CostMeter() if settings.measure_cost else None
@@ -232,9 +253,16 @@ class Hooks:
                     self._recorder.append(cost)
                     self._cost = None
             everything = self.judging.collect()
+            everything &= self._late_passed.settle()
             if everything and self.judging.held is not None:
                 self.judging.held.script_ended()
         return self._scalers.collect() and everything
+
+    def collect(self) -> bool:
+        """Judge what has arrived of what was recorded so far. True when no number is outstanding. Does not wait."""
+        with self._lock:
+            everything = self.judging.collect()
+            return self._scalers.collect() and everything
 
     def put_back(self) -> None:
         """Somebody may have cleared torch's global hooks: what ran since the last look was not recorded."""
@@ -822,11 +850,23 @@ class Hooks:
                 return Opened.BY_OWNER
             if not known and all(info.is_wrapper for info in self._stack):
                 return Opened.ALONE if self._stack else Opened.UNSEEN
-        if inner is not None or skipped is None:
-            self._note_not_looked_into(inner, cls)
+        self._may_not_open_region(cls)
+        return Opened.NO
+
+    def _may_not_open_region(self, cls: str) -> None:
+        """A compiled region is not recorded. Its first module is of this class."""
+        if self._stack or self._skipped_root is None or self._skipped_root() is None:
+            self._note_not_looked_into(self._stack[-1] if self._stack else None, cls)
         else:
             self._note_place(("", cls, True))
-        return Opened.NO
+
+    def _note_unseen(self, views: CompiledViews) -> None:
+        """This torch does not let us see all of a graph."""
+        if not self._has_told_unseen:
+            self._has_told_unseen = True
+            self._recorder.append(CompiledUnseen(self.where(), views.missing, not views.rows))
+            if self.progress.rank == 0:
+                print(f"gpuwatch: {views.missing}", file=sys.stderr)
 
     def _note_not_looked_into(self, info: ModuleInfo | None, cls: str) -> None:
         """Compiled code was not looked into: inside of this module, or, where none is known, of this class."""
@@ -882,14 +922,13 @@ class Hooks:
 
     def _batch_ended(self) -> None:
         """The root's forward has returned. Raises only OverflowDetected, or JobEnded for --abort-after-batch."""
+        look_at_stack_file()
         if self.judging.pending is not None:
             self.judging.raise_pending()
         last = self._settings.abort_after_batch
         if last is not None and self._last_root.id == self._first_root and self.progress.batch >= last:
-            print(
-                f"gpuwatch: rank {self.progress.rank}: ending after batch {self.progress.batch}: --abort-after-batch",
-                file=sys.stderr,
-            )
+            batch = self.progress.batch
+            tell(f"gpuwatch: rank {self.progress.rank}: ending after batch {batch}: --abort-after-batch")
             raise JobEnded(0)
 
     def _fault(self, part: str, error: Exception) -> None:

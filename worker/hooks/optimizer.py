@@ -273,9 +273,9 @@ class Steps:
         if loose and not self.only:
             self._loose_reader.after_step(optimizer, loose)
         if written:
-            held = (parameter for parameters in grouped.values() for _, parameter in parameters)
-            without = frozenset(id(parameter) for parameter in held if not _has_gradient(optimizer, parameter))
-            self._last_step[id(optimizer)] = _LastStep(weakref.ref(optimizer), written, without)
+            self._last_step[id(optimizer)] = _LastStep(
+                weakref.ref(optimizer), written, _without_gradient(optimizer, grouped)
+            )
         if not self._rows.is_capturing and self._states.is_due(optimizer):
             self._record_states(optimizer, grouped)
         self._rows.flush()
@@ -406,6 +406,15 @@ class Steps:
                     row = self._rows.gradient(info, f"grad {name}", gradient, Mark.SCALED, numbers)
                     self._frames.put(page, info, Phase.COLLECTIVE, [row])
                     return
+
+
+def _without_gradient(optimizer: Any, grouped: _Parameters) -> frozenset[int]:
+    """ids of the parameters that have none. Called after every step on a device: one pass, and no call in it."""
+    lists = grouped.values()
+    if isinstance(optimizer, ScriptedOptimizer):
+        given = optimizer.gradients
+        return frozenset([id(each) for parameters in lists for _, each in parameters if id(each) not in given])
+    return frozenset([id(each) for parameters in lists for _, each in parameters if each.grad is None])
 
 
 def _has_gradient(optimizer: Any, parameter: torch.Tensor) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 
+from ...core.imports.own_imports import own_command
 from ...core.recorder.run_folder import JOIN_VARIABLE, RUN_VARIABLE
+from ...core.text.tell import tell
 
 _PATIENCE_S = 60.0
 _JOIN = f"{__package__.partition('.')[0]}.launcher.run.join"
@@ -18,7 +19,7 @@ def join(path: str) -> str | None:
     environ = {name: value for name, value in os.environ.items() if name not in (JOIN_VARIABLE, RUN_VARIABLE)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _JOIN, path],
+            own_command(_JOIN, path),
             env=environ,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -31,5 +32,5 @@ def join(path: str) -> str | None:
     if folder and os.path.isdir(folder):  # noqa: PTH112  # a path is needed as text
         return folder
     last = why.splitlines()[-1:] or ["no answer"]
-    print(f"gpuwatch: process {os.getpid()} on {socket.gethostname()} goes on unwatched: {last[0]}", file=sys.stderr)
+    tell(f"gpuwatch: process {os.getpid()} on {socket.gethostname()} goes on unwatched: {last[0]}")
     return None

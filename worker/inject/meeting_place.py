@@ -1,8 +1,9 @@
 """Where the ranks of a `gpuwatch run` meet for their preflight: a store of its own, that rank 0 has for so long.
 
-On one host its port is any free one, and stands in a file of the run's scratch folder. On several it is the run's, next
-to the collector's, on the host that the script's own ranks meet at. Rank 0 decides whether all have come. The others
-learn from it who they are:
+On one host its port is any free one of the loopback, and stands in a file of the run's scratch folder. On several it
+is the run's, next to the collector's, on the host that the script's own ranks meet at. Others reach it there, too: what
+the ranks write is told from what others write by its seal (core/wire/seal.py). Rank 0 decides whether all have come.
+The others learn from it who they are:
 
     came                how many have come
     came/0 ... came/511 of a rank: its host, and what its launcher says of its place there
@@ -24,8 +25,10 @@ from typing import Any
 
 import msgspec
 
-from ...core.host import host_name
+from ...core.host import host_name, loopback
+from ...core.recorder.run_folder import read_meeting_key
 from ...core.text.ranks_text import ranks_text
+from ...core.wire.seal import Seal, SealBroken
 from ..identity import Identity
 from .before_init import Entry, LeftOut
 
@@ -62,6 +65,7 @@ class MeetingPlace:
         host, _, port = meets_at.rpartition(":")
         self._head, self._port = host.strip("[]"), int(port or 0)
         self._timeout_s = timeout_s
+        self._seal = Seal(read_meeting_key(folder))
         self._tick_s = _TICK_S + _TICK_OF_RANK_S * entry.world_size
         self._prefix = f"gpuwatch/{key}"
         self._store: Any = None
@@ -90,13 +94,17 @@ class MeetingPlace:
         host = self._host_it() if entry.rank == 0 else self._find_it(deadline)
         if self._add(f"claims/{entry.rank}", 1) > 1:
             raise LeftOut(f"two processes are rank {entry.rank} of the same group")
-        self._store.set(f"{self._prefix}/came/{entry.rank}", msgspec.json.encode(self._mine).decode())
+        self._set(f"came/{entry.rank}", msgspec.json.encode(self._mine))
         self._add("came", 1)
         if entry.rank == 0:
-            self._store.set(f"{self._prefix}/go", msgspec.json.encode(self._decide(deadline)).decode())
+            self._set("go", msgspec.json.encode(self._decide(deadline)))
         elif not self._until(lambda: self._store.check([f"{self._prefix}/go"]), deadline + _MARGIN_S):
             raise LeftOut(f"rank 0 gave no sign within {self._timeout_s:.0f} s")
-        decision = msgspec.json.decode(self._store.get(f"{self._prefix}/go"), type=_Decision)
+        try:
+            go = self._seal.open(f"{self._prefix}/go", self._store.get(f"{self._prefix}/go"))
+        except SealBroken as error:
+            raise LeftOut(_foreign(error)) from error
+        decision = msgspec.json.decode(go, type=_Decision)
         if isinstance(decision, str):
             self._leave(_LEAVE_S)
             raise LeftOut(decision if entry.rank == 0 else "")
@@ -111,15 +119,20 @@ class MeetingPlace:
                 f"{ranks_text(missing)} of {size} did not come to init_process_group within {self._timeout_s:.0f} s of "
                 "rank 0; to wait longer: --preflight-timeout"
             )
-        values = self._store.multi_get([f"{self._prefix}/came/{rank}" for rank in range(size)])
+        names = [f"{self._prefix}/came/{rank}" for rank in range(size)]
+        try:
+            values = [self._seal.open(*pair) for pair in zip(names, self._store.multi_get(names), strict=True)]
+        except SealBroken as error:
+            return _foreign(error)
         return [msgspec.json.decode(value, type=Place) for value in values]
 
     def _host_it(self) -> str:
         """As rank 0. Returns the host at which it reaches the store itself."""
+        host = loopback()
         if not self._port:
             self._claim_the_file()
         try:
-            self._store = self._open("127.0.0.1", self._port, is_master=True)
+            self._store = self._open(host, self._port, is_master=True)
         except (RuntimeError, OSError) as error:
             raise LeftOut(
                 f"port {self._port} of rank 0's host is taken; it is the next after the collector's: choose another "
@@ -129,7 +142,7 @@ class MeetingPlace:
             new = self._file.with_suffix(".new")
             new.write_text(f"{os.getpid()} {self._store.port}")
             new.replace(self._file)
-        return "127.0.0.1"
+        return host
 
     def _claim_the_file(self) -> None:
         """It is that of a killed rank 0 only if its process has ended."""
@@ -161,12 +174,21 @@ class MeetingPlace:
         if self._port:
             return [(host, self._port) for host in dict.fromkeys((self._entry.host, self._head)) if host]
         with suppress(OSError, ValueError, IndexError):
-            return [("127.0.0.1", int(self._file.read_text().split()[1]))]
+            return [(loopback(), int(self._file.read_text().split()[1]))]
         return []
 
     def _open(self, host: str, port: int, *, is_master: bool) -> Any:
         import torch.distributed as dist
 
+        alone: dict[str, Any] = {}
+        if is_master and not port:  # of one host: torch would listen on all its addresses
+            listens = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            port = listens.getsockname()[1]
+            has_late_libuv = hasattr(dist.TCPStore, "list_keys")  # type: ignore[attr-defined]  # as below
+            alone = {
+                "master_listen_fd": listens.detach(),
+                "use_libuv": has_late_libuv,
+            }  # torch 2.7 has one or the other
         return dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
             host,
             port,
@@ -174,6 +196,7 @@ class MeetingPlace:
             is_master=is_master,
             timeout=timedelta(seconds=_ANSWER_S),
             wait_for_workers=False,
+            **alone,
         )
 
     # -- leaving ------------------------------------------------------------------------------------------------
@@ -193,6 +216,10 @@ class MeetingPlace:
                 self._until(lambda: store.add(name, 0) >= self._came, time.monotonic() + patience_s)
 
     # -- the store ----------------------------------------------------------------------------------------------
+
+    def _set(self, name: str, value: bytes) -> None:
+        full = f"{self._prefix}/{name}"
+        self._store.set(full, self._seal.close(full, value.decode()))
 
     def _add(self, name: str, number: int) -> int:
         return int(self._store.add(f"{self._prefix}/{name}", number))
@@ -223,6 +250,10 @@ def identity_of(entry: Entry, places: list[Place], store_host: str, store_port: 
         node=list(dict.fromkeys(place.host for place in places)).index(host),
         device=entry.device,
     )
+
+
+def _foreign(error: SealBroken) -> str:
+    return f"{error}; look at who can reach the port at which the ranks meet"
 
 
 def _boot_id() -> str:

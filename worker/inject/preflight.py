@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...core.recorder.layout import RankPhase
 from ...core.records import PreflightResult
+from ...core.text.tell import tell
 from ..preflight.run import preflight_or_exit
 from ..session import Session
 from .before_init import Entry, LeftOut
@@ -36,8 +37,7 @@ def leave_out(session: Session, reason: str) -> None:
     """Say so, in the report and on stderr; "": another rank says it there."""
     session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
     if reason:
-        sys.stderr.write(f"gpuwatch: the preflight is left out: {reason}\n")
-        sys.stderr.flush()
+        tell(f"gpuwatch: the preflight is left out: {reason}")
 
 
 def _script() -> str:

@@ -30,6 +30,7 @@ from ...core.recorder.run_folder import (
 )
 from ...core.records import Fault, LeftGroup
 from ...core.settings import WorkerSettings
+from ...core.text.tell import tell
 from ..imports import after_import
 from ..session import Session, open_session, watch_the_ends
 from .before_init import GROUPS, LeftOut, call_before_init, entry_of
@@ -223,7 +224,8 @@ class _Process:
             text = f"rank {session.rank} has joined a second group, of {world_size} ranks, as rank {rank}"
             session.recorder.append(Fault(session.where(), "run", text))
         else:
-            session.recorder.fields[Field.WORLD_SIZE] = world_size
+            fields = session.recorder.fields
+            session.recorder.identify(rank, fields[Field.LOCAL_RANK], world_size, fields[Field.ATTEMPT])
 
     def _open_rank(self, rank: int, local_rank: int, world_size: int) -> None:
         for settings in self._attempts():
@@ -261,7 +263,7 @@ class _Process:
         except FileExistsError:
             raise
         except OSError as error:
-            print(f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}", file=sys.stderr)
+            tell(f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}")
             tell_unwatched(self._folder, os.getpid(), f"no recorder: {error}")
             return
         self._session = session
@@ -301,7 +303,7 @@ class _Process:
             if self._session is not None and self._session.is_ours:
                 self._session.recorder.append(Fault(self._session.where(), "run", text))
             else:
-                print(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}", file=sys.stderr)
+                tell(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}")
                 tell_unwatched(self._folder, os.getpid(), text)
 
 

@@ -5,12 +5,23 @@
 #include "objects.h"
 #include "reductions.h"
 
-/* Whether it is a tensor that can be looked at here. */
-static int is_readable(const GroupWriter *self, PyObject *tensor, TensorView *view)
+typedef enum { NOWHERE, HERE, LATE } Looked;
+
+/* Where a tensor is looked at: here, by `late`, or not at all. */
+static Looked looked_at(const GroupWriter *self, PyObject *tensor, TensorView *view)
 {
     PyObject *type = (PyObject *)Py_TYPE(tensor);
-    return (type == self->tensor || type == self->parameter) && self->exchange != NULL &&
-           view_of(self->exchange, tensor, view) && is_plain(view);
+    const Looked otherwise = self->late != NULL && self->late != Py_None ? LATE : NOWHERE;
+    if (type != self->tensor && type != self->parameter)
+        return NOWHERE;
+    view->address = NULL;
+    if (self->exchange == NULL) /* a torch that does not show its tensors to C */
+        return otherwise;
+    if (!view_of(self->exchange, tensor, view))
+        return NOWHERE;
+    if (view->is_host && !self->is_host_late)
+        return is_plain(view) ? HERE : NOWHERE;
+    return view->dtype < FLOATS_END ? otherwise : NOWHERE;
 }
 
 static void add_to(Look *look, const TensorView *view)
@@ -25,16 +36,19 @@ static void add_to(Look *look, const TensorView *view)
     }
 }
 
-void look_at(const GroupWriter *self, PyObject *tensors, Look *look)
+int look_at(const GroupWriter *self, PyObject *tensors, Look *look)
 {
     TensorView view;
+    int some_late = 0;
     if (!PyList_CheckExact(tensors)) {
-        if (is_readable(self, tensors, &view))
+        const Looked looked = looked_at(self, tensors, &view);
+        if (looked == HERE)
             add_to(look, &view);
-        return;
+        return looked == LATE;
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++)
-        look_at(self, PyList_GET_ITEM(tensors, i), look);
+        some_late |= look_at(self, PyList_GET_ITEM(tensors, i), look);
+    return some_late;
 }
 
 static int add_place(PyObject *found, PyObject *tensor, const TensorView *view)
@@ -50,7 +64,7 @@ static int add_places(const GroupWriter *self, PyObject *tensors, PyObject *foun
 {
     TensorView view;
     if (!PyList_CheckExact(tensors))
-        return is_readable(self, tensors, &view) ? add_place(found, tensors, &view) : 0;
+        return looked_at(self, tensors, &view) != NOWHERE ? add_place(found, tensors, &view) : 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++)
         if (add_places(self, PyList_GET_ITEM(tensors, i), found) < 0)
             return -1;
@@ -67,48 +81,73 @@ PyObject *places_of(const GroupWriter *self, PyObject *tensors)
 
 /* The tensor at a position of what places_of has returned, if it is alive, with its memory where it was: a storage may be
    freed under its tensors. NULL if not. */
-static PyObject *tensor_at(const GroupWriter *self, PyObject *places, Py_ssize_t position, TensorView *view)
+static PyObject *tensor_at(const GroupWriter *self, PyObject *places, Py_ssize_t position, TensorView *view, Looked *looked)
 {
     PyObject *tensor = object_of(PyList_GET_ITEM(places, position));
-    const int is_there = tensor != NULL && is_readable(self, tensor, view) &&
-                         view->address == PyLong_AsVoidPtr(PyList_GET_ITEM(places, position + 1));
-    if (!is_there)
+    *looked = tensor != NULL ? looked_at(self, tensor, view) : NOWHERE;
+    if (*looked == NOWHERE || view->address != PyLong_AsVoidPtr(PyList_GET_ITEM(places, position + 1)))
         Py_CLEAR(tensor);
     return tensor;
 }
 
-/* All of them in a new list. NULL with an exception set. */
-static PyObject *tensors_at(const GroupWriter *self, PyObject *places)
+/* All of them that are looked at in one way, in a new list; what is looked at here is added to `look`, unless it is NULL.
+   NULL with an exception set. */
+static PyObject *tensors_at(const GroupWriter *self, PyObject *places, Looked which, Look *look)
 {
     TensorView view;
+    Looked looked;
     PyObject *found = PyList_New(0);
     for (Py_ssize_t i = 0; found != NULL && i + 1 < PyList_GET_SIZE(places); i += 2) {
-        PyObject *tensor = tensor_at(self, places, i, &view);
-        if (tensor != NULL && PyList_Append(found, tensor) < 0)
+        PyObject *tensor = tensor_at(self, places, i, &view, &looked);
+        if (tensor != NULL && looked == HERE && look != NULL)
+            add_to(look, &view);
+        if (tensor != NULL && looked == which && PyList_Append(found, tensor) < 0)
             Py_CLEAR(found);
         Py_XDECREF(tensor);
     }
     return found;
 }
 
-int look_at_outputs(GroupWriter *self, const Place *place)
+int look_at_outputs(GroupWriter *self, Place *place)
 {
-    TensorView view;
     Look look = {NOT_LOOKED, 0};
     if (place->outputs == NULL || self->passed == NULL)
         return 0;
-    for (Py_ssize_t i = 0; i + 1 < PyList_GET_SIZE(place->outputs); i += 2) {
-        PyObject *tensor = tensor_at(self, place->outputs, i, &view);
-        if (tensor != NULL)
-            add_to(&look, &view);
-        Py_XDECREF(tensor);
+    PyObject *late = tensors_at(self, place->outputs, LATE, &look);
+    int done = late == NULL ? -1 : PyList_GET_SIZE(late) > 0 ? look_late(self, place, CAME_OUT, late) : 0;
+    Py_XDECREF(late);
+    if (done == 0 && look.high == NOT_FINITE) {
+        PyObject *tensors = tensors_at(self, place->outputs, HERE, NULL);
+        done = tensors != NULL ? tell_passed(self, place, 1, tensors) : -1;
+        Py_XDECREF(tensors);
     }
-    PyObject *tensors = look.high == NOT_FINITE ? tensors_at(self, place->outputs) : NULL;
-    if (tensors == NULL)
-        return PyErr_Occurred() ? -1 : 0;
-    const int done = tell_passed(self, place, 1, tensors);
-    Py_DECREF(tensors);
     return done;
+}
+
+int look_at_issued(GroupWriter *self, Place *place)
+{
+    if (place->outputs == NULL)
+        return 0;
+    PyObject *late = tensors_at(self, place->outputs, LATE, NULL);
+    const int done = late == NULL ? -1 : PyList_GET_SIZE(late) > 0 ? look_late(self, place, IS_ISSUED, late) : 0;
+    Py_XDECREF(late);
+    return done;
+}
+
+int look_late(GroupWriter *self, Place *place, int when, PyObject *tensors)
+{
+    if (self->late == NULL || self->slots[place->slot].holders != place->holders) /* another group holds its slot by now */
+        return 0;
+    PyObject *given = place->given_late != NULL ? place->given_late : Py_None;
+    PyObject *found = PyObject_CallFunction(self->late, "iLLLLiOO", place->slot, (long long)place->number,
+                                            (long long)place->operation, (long long)place->root, (long long)place->message,
+                                            when, given, tensors);
+    if (found == NULL)
+        return -1;
+    if (when == GOES_IN && found != Py_None)
+        Py_XSETREF(place->given_late, Py_NewRef(found));
+    Py_DECREF(found);
+    return 0;
 }
 
 int tell_passed(GroupWriter *self, const Place *place, int came_out, PyObject *tensors)

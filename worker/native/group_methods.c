@@ -75,8 +75,10 @@ static int look_at_inputs(GroupMethod *self, PyObject *const *args, Py_ssize_t g
     }
     if (self->given < 0 || self->given + 1 >= given || (!is_root && self->given_at_root))
         return 0;
-    look_at(writer, args[self->given + 1], &place->given);
-    return place->given.high == NOT_FINITE ? tell_passed(writer, place, 0, args[self->given + 1]) : 0;
+    PyObject *tensors = args[self->given + 1];
+    if (look_at(writer, tensors, &place->given) && look_late(writer, place, GOES_IN, tensors) < 0)
+        return -1;
+    return place->given.high == NOT_FINITE ? tell_passed(writer, place, 0, tensors) : 0;
 }
 
 /* As GroupTable's begin of the same call. `args` begins with the object. */
@@ -108,6 +110,10 @@ static int finish(GroupMethod *self, PyObject *object, PyObject *result, Place *
         return -1;
     if (self->call == CALL_WAIT || self->call == CALL_BARRIER)
         return ended(writer, place) < 0 ? -1 : look_at_outputs(writer, place);
+    /* nobody can wait for it alone: its backend has synchronised the stream, or it is one of a bundle of messages */
+    const int has_no_work = result == Py_None || (self->call == CALL_P2P && place->message == NO_MESSAGE);
+    if (has_no_work && look_at_issued(writer, place) < 0)
+        return -1;
     return issued_work(writer, place, result);
 }
 
@@ -122,7 +128,7 @@ static void note_failure(GroupMethod *self, const Place *place)
 
 static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_t given, PyObject *names)
 {
-    Place place = {.outputs = NULL};
+    Place place = {.outputs = NULL, .given_late = NULL};
     Py_INCREF(self); /* a fault takes the method away, while it runs */
     const int noted = begin(self, args, given, &place);
     if (noted < 0)
@@ -134,7 +140,7 @@ static PyObject *method_call(GroupMethod *self, PyObject *const *args, Py_ssize_
         else if (finish(self, args[0], result, &place) < 0)
             tell_fault(self->writer);
     }
-    Py_CLEAR(place.outputs);
+    clear_place(&place);
     Py_DECREF(self);
     return result;
 }
@@ -226,7 +232,7 @@ static PyObject *writer_remember(GroupWriter *self, PyObject *args)
         return NULL;
     if (slot < 0 || slot >= GROUPS)
         return wrong("no such slot");
-    Place place = {(int)slot, self->slots[slot].holders, number, message, 0, -1, {NOT_LOOKED, 0}, NULL};
+    Place place = {(int)slot, self->slots[slot].holders, number, message, 0, -1, {NOT_LOOKED, 0}, NULL, NULL};
     if (issued_work(self, &place, work) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -282,13 +288,13 @@ static PyObject *writer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 #define FORMAT_OF(NAME) "O"
 #define PLACE_OF(NAME) &self->NAME,
 #define HOLD(NAME) Py_XINCREF(self->NAME);
-    static char *names[] = {EACH_GROUP_PART(NAME_OF) "exchange", NULL};
+    static char *names[] = {EACH_GROUP_PART(NAME_OF) "exchange", "is_host_late", NULL};
     PyObject *exchange;
     GroupWriter *self = (GroupWriter *)type->tp_alloc(type, 0);
     if (self == NULL)
         return NULL;
-    const int parsed = PyArg_ParseTupleAndKeywords(args, kwargs, EACH_GROUP_PART(FORMAT_OF) "O", names,
-                                                   EACH_GROUP_PART(PLACE_OF) &exchange);
+    const int parsed = PyArg_ParseTupleAndKeywords(args, kwargs, EACH_GROUP_PART(FORMAT_OF) "Op", names,
+                                                   EACH_GROUP_PART(PLACE_OF) &exchange, &self->is_host_late);
     EACH_GROUP_PART(HOLD)
     if (parsed) {
         Py_SETREF(self->counter, Py_NewRef(function_of(self->counter)));

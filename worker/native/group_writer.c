@@ -49,6 +49,12 @@ int enter_group(GroupWriter *self, Py_ssize_t number, PyObject *group)
     return 0;
 }
 
+void clear_place(Place *place)
+{
+    Py_CLEAR(place->outputs);
+    Py_CLEAR(place->given_late);
+}
+
 void forget_groups(GroupWriter *self)
 {
     for (int slot = 0; slot < GROUPS; slot++) {
@@ -59,7 +65,7 @@ void forget_groups(GroupWriter *self)
     for (int i = 0; i < PENDING_WORKS; i++) {
         self->pending[i].work = NULL;
         Py_CLEAR(self->pending[i].ref);
-        Py_CLEAR(self->pending[i].place.outputs);
+        clear_place(&self->pending[i].place);
     }
 }
 
@@ -182,7 +188,7 @@ int begin_collective(GroupWriter *self, PyObject *group, int64_t operation, PyOb
     recent[2] = new.elements;
     move(fields, number, GROUP_ISSUING, number);
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, root, {NOT_LOOKED, 0}, NULL};
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, root, {NOT_LOOKED, 0}, NULL, NULL};
     return 1;
 }
 
@@ -201,7 +207,7 @@ int begin_p2p(GroupWriter *self, PyObject *group, int64_t operation, PyObject *t
     fields[G_P2P_ELEMENTS] = new.elements;
     move(fields, fields[G_BEGUN] + (unseen > 0 ? unseen : 0), GROUP_ISSUING, number);
     PyBuffer_Release(&new.memory);
-    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, -1, {NOT_LOOKED, 0}, NULL};
+    *place = (Place){new.slot, self->slots[new.slot].holders, number, NO_MESSAGE, operation, -1, {NOT_LOOKED, 0}, NULL, NULL};
     if (self->message_begun == NULL) /* the interpreter ends, and has cleared this object */
         return 1;
     PyObject *message = PyObject_CallFunction(self->message_begun, "iLLL", new.slot, (long long)operation, (long long)peer,
@@ -248,7 +254,7 @@ int waits_for(GroupWriter *self, PyObject *work, Place *place)
         return 0;
     const int is_same = is_ref_to(entry->ref, work);
     *place = entry->place;
-    entry->place.outputs = NULL;
+    entry->place.outputs = entry->place.given_late = NULL;
     entry->work = NULL;
     Py_CLEAR(entry->ref);
     int64_t *fields = is_same ? borrow_place(self, place, &memory) : NULL;
@@ -274,10 +280,10 @@ int issued_work(GroupWriter *self, Place *place, PyObject *work)
         return -1;
     PendingWork *entry = room_for(self, work);
     entry->work = work;
-    PyObject *outputs = entry->place.outputs;
+    Place before = entry->place;
     entry->place = *place;
-    place->outputs = NULL; /* the entry owns them now */
-    Py_XDECREF(outputs);
+    place->outputs = place->given_late = NULL; /* the entry owns them now */
+    clear_place(&before);
     Py_XSETREF(entry->ref, ref);
     return 1;
 }

@@ -1,7 +1,7 @@
 """The process that runs the preflight of one rank. It imports torch once and forks a child for the tests.
 
-    python -m gpuwatch.worker.preflight.coordinator --parent PID [--script FILE]
-    python -m gpuwatch.worker.preflight.coordinator --parent PID --fallen STEP --stage STAGE --detail TEXT
+    gpuwatch.worker.preflight.coordinator --parent PID [--script FILE]
+    gpuwatch.worker.preflight.coordinator --parent PID --fallen STEP --stage STAGE --detail TEXT
 
 The second form informs the other ranks that this rank's coordinator died or hung in STEP. The output is defined in
 lines.py. A coordinator never uses CUDA and never computes with torch, since neither works after a fork. It joins no
@@ -15,9 +15,11 @@ import os
 import sys
 import time
 import traceback
+from typing import NoReturn
 
 import msgspec
 
+from ...core.imports.own_imports import path_as_given
 from ...core.settings import WorkerSettings
 from ..identity import Identity
 from ..orphan import die_with_parent
@@ -31,8 +33,18 @@ def say(line: Line) -> None:
     sys.stdout.buffer.flush()
 
 
-def main() -> int:
-    """Entry of `python -m gpuwatch.worker.preflight.coordinator`."""
+def main() -> NoReturn:
+    """Entry. It leaves without Python's own end, which may wait for threads of torch's."""
+    code = 1
+    try:
+        code = _coordinate()
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _coordinate() -> int:
     began = time.monotonic()
     parser = argparse.ArgumentParser()
     parser.add_argument("--parent", type=int, required=True, help="the worker's process id: it ends with that")
@@ -50,18 +62,9 @@ def main() -> int:
     deadlines = Deadlines(settings.preflight_timeout_s)
     if not options.fallen:
         say(StageBegan("inventory", deadlines.work("inventory"), "arrive"))
+    path_as_given()
     from .course import Course, Fallen  # imports torch
 
     fallen = Fallen(options.fallen, options.stage, options.detail) if options.fallen else None
     Course(identity, settings, deadlines, say, began, options.script, fallen).run()
     return 0
-
-
-if __name__ == "__main__":
-    code = 1
-    try:
-        code = main()
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(code)

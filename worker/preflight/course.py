@@ -6,15 +6,18 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from ...core.host import host_name
 from ...core.preflight import Finding, Grade
+from ...core.recorder.run_folder import read_meeting_key
 from ...core.settings import WorkerSettings
 from ..identity import Identity
 from .deadlines import DEPUTY_S, Deadlines
-from .decide.conclude import Heard, Terms, conclude_softly
+from .decide.conclude import Heard, Terms, conclude_softly, foreign_finding
 from .lines import (
     At,
     BandwidthLine,
@@ -27,7 +30,7 @@ from .lines import (
     StageEnded,
     Waits,
 )
-from .meeting import LEADER, Meeting, NoConclusion, Reports, StoreLost, connect
+from .meeting import LEADER, ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
 from .parts import Parts
 from .reports import Attendance, Conclusion, Report, Roster
 from .steps import is_local, stage_of
@@ -93,6 +96,8 @@ class Course:
             while now.next:
                 now = self._take_softly(now, inventory)
             self._leave(now)
+        except ForeignValue as foreign:  # it accuses nobody of this job
+            now = replace(now, findings=[*now.findings, foreign_finding(now.next, str(foreign))])
         except StoreLost as lost:
             now = self._end_alone(now, self._lost(now.next, lost))
         except NoConclusion:
@@ -131,7 +136,8 @@ class Course:
         if self._fallen is None:
             self._begin("arrive")
         store = connect(self._me, min(STORE_S, self._deadlines.timeout_s))
-        return Meeting(store, self._prefix, self._me.rank, self._me.world_size)
+        key = read_meeting_key(Path(self._settings.recorder_dir))
+        return Meeting(store, self._prefix, self._me.rank, self._me.world_size, key)
 
     def _take(self, step: str, before: Conclusion, inventory: Report) -> Conclusion:
         stage = stage_of(step)
@@ -161,6 +167,7 @@ class Course:
 
         def draw(found: Reports) -> bytes:
             reports = {rank: msgspec.json.decode(data, type=Report) for rank, data in found.by_rank.items()}
+            reports |= {rank: Report("foreign", sentence) for rank, sentence in found.foreign.items()}
             heard = Heard(step, reports, found.silent, found.leader_failed)
             return msgspec.json.encode(conclude_softly(self._terms, heard, before, self._roster))
 

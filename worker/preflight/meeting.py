@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ...core.wire.seal import Seal, SealBroken
 from ..identity import Identity
 
 LEADER = 0
@@ -26,6 +27,10 @@ LEADER = 0
 
 class StoreLost(Exception):
     """The store cannot be reached, or no longer answers."""
+
+
+class ForeignValue(StoreLost):
+    """Somebody without the job's key writes into the store."""
 
 
 class NoConclusion(Exception):
@@ -40,6 +45,8 @@ class Reports:
     silent: list[int]
     leader_failed: bool = False
     """Rank 0 gave no conclusion, and a deputy reads the reports."""
+    foreign: dict[int, str] = field(default_factory=dict)
+    """Ranks in whose place somebody without the job's key has written, and what is to be said of it."""
 
 
 def connect(identity: Identity, timeout_s: float) -> Any:
@@ -65,7 +72,9 @@ def group_store(identity: Identity, prefix: str, group: str, timeout_s: float) -
 class Meeting:
     """One rank's access to the meeting. Every method may raise StoreLost."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int, key: str = "") -> None:
+        """`key` seals reports and conclusions; without one they are as anybody may have written them."""
+        self._seal = Seal(key)
         self._base = store
         self._store = PrefixStore(prefix, store)
         self._prefix = prefix
@@ -84,19 +93,21 @@ class Meeting:
     ) -> bytes:
         """Write this rank's report and return the conclusion. Raises NoConclusion if there is none in time."""
         try:
-            self._store.set(f"{step}/{self._rank}", report.decode())
+            self._set(f"{step}/{self._rank}", report)
             if self._rank == LEADER:
                 self._publish(step, conclude(self._gather(step, reports_s)))
             if not self._wait([f"{step}/conclusion"], conclusion_s):
                 deputy = self._store.compare_set(f"{step}/deputy", "", str(self._rank)).decode()
                 if deputy == str(self._rank):
                     found = self._gather(step, 0.0)
-                    self._publish(step, conclude(Reports(found.by_rank, found.silent, leader_failed=True)))
+                    self._publish(step, conclude(replace(found, leader_failed=True)))
                 elif not self._wait([f"{step}/conclusion"], deputy_s):
                     raise NoConclusion(step)
-            conclusion: bytes = self._store.get(f"{step}/conclusion")
+            conclusion = self._opened(f"{step}/conclusion", self._store.get(f"{step}/conclusion"))
             self._store.delete_key(f"{step}/{self._rank}")
             return conclusion
+        except SealBroken as error:
+            raise ForeignValue(str(error)) from error
         except (RuntimeError, OSError) as error:
             raise StoreLost(_first_line(error)) from error
 
@@ -126,15 +137,29 @@ class Meeting:
 
     def _publish(self, step: str, conclusion: bytes) -> None:
         """Set the conclusion, unless there is one already."""
-        self._store.compare_set(f"{step}/conclusion", "", conclusion.decode())
+        name = f"{step}/conclusion"
+        self._store.compare_set(name, "", self._seal.close(f"{self._prefix}/{name}", conclusion.decode()))
+
+    def _set(self, name: str, value: bytes) -> None:
+        self._store.set(name, self._seal.close(f"{self._prefix}/{name}", value.decode()))
+
+    def _opened(self, name: str, sealed: bytes) -> bytes:
+        return self._seal.open(f"{self._prefix}/{name}", sealed)
 
     def _gather(self, step: str, timeout_s: float) -> Reports:
         ranks = range(self._world_size)
         if not self._wait([f"{step}/{rank}" for rank in ranks], timeout_s):
             ranks = [rank for rank in ranks if self._store.check([f"{step}/{rank}"])]  # type: ignore[assignment]
         values = self._store.multi_get([f"{step}/{rank}" for rank in ranks]) if len(ranks) else []
-        by_rank = dict(zip(ranks, values, strict=True))
-        return Reports(by_rank, [rank for rank in range(self._world_size) if rank not in by_rank])
+        by_rank: dict[int, bytes] = {}
+        foreign: dict[int, str] = {}
+        for rank, value in zip(ranks, values, strict=True):
+            try:
+                by_rank[rank] = self._opened(f"{step}/{rank}", value)
+            except SealBroken as error:
+                foreign[rank] = str(error)
+        silent = [rank for rank in range(self._world_size) if rank not in by_rank and rank not in foreign]
+        return Reports(by_rank, silent, foreign=foreign)
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
         """Whether all keys exist in time. The store does the waiting, without polling."""

@@ -9,7 +9,7 @@ import msgspec
 from ...core.preflight import BandwidthRow, Finding, InventoryFacts
 from .lines import RankOutcome
 
-Kind = Literal["ok", "raised", "died", "hung", "fallen", "fault", "idle"]
+Kind = Literal["ok", "raised", "died", "hung", "fallen", "fault", "foreign", "idle"]
 """`fallen`: the rank's coordinator itself died or hung. `fault`: an error of gpuwatch. `idle`: the rank had no part."""
 
 

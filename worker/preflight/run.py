@@ -10,17 +10,18 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 
 from ...core.exits import ExitCode
 from ...core.host import host_name
+from ...core.imports.own_imports import own_command
 from ...core.preflight import Finding
-from ...core.recorder.layout import Field, RankPhase
+from ...core.recorder.layout import Field, RankPhase, seal
 from ...core.records import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
 from ...core.settings import VARIABLE
+from ...core.text.tell import tell
 from ..identity import Identity
 from ..session import Session
 from .deadlines import Deadlines
@@ -61,7 +62,7 @@ class CoordinatorRun:
         self._deadline = time.monotonic() + limit_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed by last_words
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.coordinator", "--parent", str(os.getpid()), *arguments],
+            own_command(f"{__package__}.coordinator", "--parent", str(os.getpid()), *arguments),
             env={**os.environ, **identity.to_environment(), VARIABLE: session.settings.to_json()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -147,9 +148,9 @@ def preflight_or_exit(session: Session, identity: Identity, script: str) -> None
         session.recorder.append(Fault(session.where(), "preflight", f"{type(error).__name__}: {error}"))
         return
     if sentence is not None:
-        session.recorder.fields[Field.ABORT] = ExitCode.PREFLIGHT_FAILED
+        session.recorder.fields[Field.ABORT] = seal(ExitCode.PREFLIGHT_FAILED)
         if identity.local_rank == 0:  # all ranks have the same sentence
-            sys.stderr.write(f"gpuwatch: {sentence}\n")
+            tell(f"gpuwatch: {sentence}")
         raise SystemExit(ExitCode.PREFLIGHT_FAILED)
 
 

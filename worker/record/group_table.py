@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -84,6 +85,8 @@ class Place:
     root: int = -1
     given: tuple[int, int] = (-1, 0)
     """passed.Look"""
+    late: Any = None
+    """What LatePassed.look has returned of what goes in."""
     outputs: list[weakref.ref[Any]] = field(default_factory=list)
     """The tensors that it writes into, as far as they are looked at."""
 
@@ -103,7 +106,7 @@ class GroupTable:
 
     def __init__(self, recorder: RecorderWriter) -> None:
         self._view = recorder.view
-        self._header = recorder.fields
+        self.fields = self._header = recorder.fields
         self._fields = recorder.groups
         self._pid = os.getpid()
         self._slots: dict[int, Slot | None] = {}
@@ -126,6 +129,10 @@ class GroupTable:
         self._bundles: dict[int, list[int]] = {}
         """Those that somebody may wait for, by what `message_received` is told of them."""
         self._last_bundle = NO_MESSAGE
+        self._outputs: dict[int, list[tuple[Any, ...]]] = {}
+        """Slot, or what `message_received` is told -> what comes out once somebody has waited for that bundle."""
+        self.on_bundle: Callable[[tuple[Any, ...]], None] | None = None
+        """Called with each of those."""
         self.received = 0
         """In all groups that this process has been in."""
         self._beside: dict[str, int] = {}
@@ -317,6 +324,9 @@ class GroupTable:
         if message < NO_MESSAGE:
             for one in self._bundles.pop(message, ()):
                 self.message_received(slot, one)
+            for outputs in self._outputs.pop(message, ()):
+                if self.on_bundle is not None:
+                    self.on_bundle(outputs)
             return
         if message & 1:
             return
@@ -330,17 +340,35 @@ class GroupTable:
         slot = self.slot_of(group)
         if slot is not None:
             self._bundle[slot.number] = []
+            self._outputs.pop(slot.number, None)
+
+    def last_in_bundle(self, slot: int) -> int:
+        """The message of the bundle that was begun last; NO_MESSAGE if there is none."""
+        messages = self._bundle.get(slot)
+        return messages[-1] if messages else NO_MESSAGE
+
+    def keep_in_bundle(self, slot: int, outputs: tuple[Any, ...]) -> bool:
+        """Have `on_bundle` called with this once somebody has waited for the bundle. False if there is none."""
+        if slot not in self._bundle:
+            return False
+        self._outputs.setdefault(slot, []).append(outputs)
+        return True
 
     def bundle_ended(self, group: Any, work: Any) -> None:
         """`work` is what is waited for."""
         slot = self.slot_of(group)
         messages = self._bundle.pop(slot.number, None) if slot is not None else None
-        if slot is None or not messages or work is None:
+        outputs = self._outputs.pop(slot.number, None) if slot is not None else None
+        if slot is None or not (messages or outputs) or work is None:
             return
         self._last_bundle -= 1
-        self._bundles[self._last_bundle] = messages
+        self._bundles[self._last_bundle] = messages or []
+        if outputs:
+            self._outputs[self._last_bundle] = outputs
         if len(self._bundles) > _MOST_PENDING:
-            del self._bundles[next(iter(self._bundles))]
+            oldest = next(iter(self._bundles))
+            del self._bundles[oldest]
+            self._outputs.pop(oldest, None)
         number = -int(self._fields[slot.field + _P2P])
         if self.native is not None:
             self.native.remember(slot.number, work, number, self._last_bundle)

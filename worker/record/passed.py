@@ -1,7 +1,8 @@
 """What passes between ranks and is not finite: what goes into collectives, sends and receives, and what comes out.
 
-Tensors in host memory are looked at when the operation begins and when somebody has waited for it. worker/native/
-group_look.c looks, or `look_at`; a finite tensor leaves nothing behind. What is told never raises an alarm.
+Tensors are looked at when the operation begins and when somebody has waited for it: those in host memory by worker/
+native/group_look.c, or `look_at`; others by worker/alarms/late_passed.py. A finite tensor leaves nothing behind.
+What is told never raises an alarm.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 
 from ...core.frames import RowKind
 from ...core.recorder.group_table import OPERATIONS
-from ...core.records import Passed
+from ...core.records import Passed, Where
 from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
-from ..stats.tensor_stats import CODES, FLOATS, TensorStats, in_memory, measure
-from .group_table import GroupTable, message_of
+from ..stats.device import is_on_device
+from ..stats.tensor_stats import CODES, FLOATS, Float, TensorStats, in_memory, measure
+from .group_table import GroupTable, Slot, message_of
 from .progress import Progress
 
 NOT_LOOKED, NOT_FINITE = -1, -2
@@ -35,14 +37,14 @@ class Look(NamedTuple):
     dtype: int
 
 
-_NOTHING = Look(NOT_LOOKED, 0)
+NOTHING_LOOKED = Look(NOT_LOOKED, 0)
 
 
 def look_at(tensors: Any) -> Look:
     """What is in the tensors of a list, or of lists in it. As worker/native/group_look.c."""
-    found = _NOTHING
-    for tensor in _tensors(tensors):
-        place = in_memory(tensor)
+    found = NOTHING_LOOKED
+    for tensor in tensors_in(tensors):
+        place = _in_host_memory(tensor)
         if place is None:
             continue
         numbers = _measured(tensor)
@@ -55,8 +57,28 @@ def look_at(tensors: Any) -> Look:
 
 
 def refs_to(tensors: Any) -> list[weakref.ref[Any]]:
-    """Weak references to the tensors that `look_at` would look at."""
-    return [weakref.ref(tensor) for tensor in _tensors(tensors) if in_memory(tensor) is not None]
+    """Weak references to the tensors that may be looked at once they are written."""
+    return [weakref.ref(tensor) for tensor in tensors_in(tensors) if is_on_device(tensor) or in_memory(tensor)]
+
+
+def tensors_in(tensors: Any) -> Iterator[torch.Tensor]:
+    """Those of a list, or of lists in it."""
+    if tensors.__class__ is list:
+        for each in tensors:
+            yield from tensors_in(each)
+    elif isinstance(tensors, torch.Tensor):
+        yield tensors
+
+
+class Passing(NamedTuple):
+    """An operation, as GroupTable has noted it."""
+
+    group: Slot
+    operation: int
+    number: int
+    peer: int
+    """Rank in the job; -1: none, or not known."""
+    tag: int
 
 
 class PassedValues:
@@ -81,23 +103,47 @@ class PassedValues:
         tensors: Any,
     ) -> None:
         """Some of `tensors` are not finite: they go in, or they came out. `high`, `dtype`: what went in (`Look`)."""
-        group = self._groups.slot_at(slot)
-        tag, peer = 0, group.member(root) if group is not None else -1
-        if message >= 0:
-            number, member, tag = message_of(message)
-            peer = group.member(member) if group is not None else -1
+        passing = self.passing(slot, number, operation, root, message)
         worst = self._worst(tensors)
-        if group is None or worst is None:
-            return
-        tensor, flags = worst
-        key = (operation, slot, peer, came_out, tensor.dtype, tensor.numel())
+        if passing is not None and worst is not None:
+            tensor, flags = worst
+            self.tell(passing, came_out, Look(high, dtype), flags, CODES.get(tensor.dtype, 0), tensor.numel())
+
+    def passing(self, slot: int, number: int, operation: int, root: int, message: int) -> Passing | None:
+        """The operation of a place in the table; None if its group is gone."""
+        group = self._groups.slot_at(slot)
+        if group is None:
+            return None
+        if message < 0:
+            return Passing(group, operation, number, group.member(root), 0)
+        number, member, tag = message_of(message)
+        return Passing(group, operation, number, group.member(member), tag)
+
+    def where(self) -> Where:
+        """The place in the run, now."""
+        return self._progress.where()
+
+    def tell(
+        self,
+        passing: Passing,
+        came_out: bool,
+        given: Look,
+        flags: int,
+        dtype: int,
+        elements: int,
+        where: Where | None = None,
+    ) -> None:
+        """Record it, unless so many of its kind were. `where` it was: now, if that is not given."""
+        group, operation, number, peer, tag = passing
+        key = (operation, group.number, peer, came_out, dtype, elements)
         if self._told[key] >= _MOST_ALIKE or self._all >= _MOST:
             return
         self._told[key] += 1
         self._all += 1
+        high = given.high
         self._progress.recorder.append(
             Passed(
-                self._progress.where(),
+                where if where is not None else self._progress.where(),
                 OPERATIONS[operation],
                 group.name,
                 group.members,
@@ -106,29 +152,25 @@ class PassedValues:
                 tag,
                 bool(came_out),
                 name_of(NonFinite(flags)),
-                DTYPE_NAMES[CODES.get(tensor.dtype, 0)],
-                tensor.numel(),
+                DTYPE_NAMES[dtype],
+                elements,
                 "" if high == NOT_LOOKED else "not finite" if high == NOT_FINITE else "finite",
-                decode(high, _ENCODINGS[dtype]) if high >= 0 and dtype in _ENCODINGS else None,
+                decode(high, _ENCODINGS[given.dtype]) if high >= 0 and given.dtype in _ENCODINGS else None,
             )
         )
 
     @staticmethod
     def _worst(tensors: Any) -> tuple[torch.Tensor, int] | None:
-        found = [(t, _measured(t).meta & 0xFF) for t in _tensors(tensors) if in_memory(t) is not None]
+        found = [(t, _measured(t).meta & 0xFF) for t in tensors_in(tensors) if _in_host_memory(t) is not None]
         bad = [(tensor, flags) for tensor, flags in found if flags]
         return max(bad, key=lambda each: bool(each[1] & NonFinite.NAN), default=None)
+
+
+def _in_host_memory(tensor: torch.Tensor) -> tuple[int, int, Float] | None:
+    return None if is_on_device(tensor) else in_memory(tensor)
 
 
 def _measured(tensor: torch.Tensor) -> TensorStats:
     with torch.no_grad():
         numbers = measure(tensor)
     return numbers if numbers.kind == RowKind.MEASURED else TensorStats(0, 0, 0, numbers.kind)
-
-
-def _tensors(tensors: Any) -> Iterator[torch.Tensor]:
-    if tensors.__class__ is list:
-        for each in tensors:
-            yield from _tensors(each)
-    elif isinstance(tensors, torch.Tensor):
-        yield tensors

@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from ...core.frames import Mark, RowKind
-from ...core.recorder.layout import NOTHING, Field
+from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
 from ...core.records import ShapeDef, SlotDef
 from ...core.roles import RoleKind, parse_role
@@ -19,6 +19,7 @@ from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
 from ..stats.device_buffer import DeviceRow, DeviceStatsBuffer
 from ..stats.notable import Notable
+from ..stats.passed_readings import PassedReadings
 from ..stats.tensor_stats import (
     CODES,
     Float,
@@ -452,8 +453,19 @@ class Rows:
             self.expect(page)
         return found
 
+    def passed_on(self, device: torch.device) -> PassedReadings | None:
+        """What reads tensors on a device that pass between ranks; None if they cannot be read."""
+        buffer = self._buffer_on(device)
+        return buffer.passed if buffer is not None else None
+
     def _buffer_for(self, device: torch.device) -> DeviceStatsBuffer | None:
-        """The buffer for tensors on a device; None if they cannot be read."""
+        """The buffer for tensors on a device; None if they cannot be read. What was read before may be sent now."""
+        buffer = self._buffer_on(device)
+        if buffer is not None:
+            self._send_before_a_collective(buffer)
+        return buffer
+
+    def _buffer_on(self, device: torch.device) -> DeviceStatsBuffer | None:
         if self.device_buffer is None:
             if self._device_failed or not has_reader(device):
                 return None
@@ -462,12 +474,10 @@ class Rows:
                     self.captured_unseen = True
                     return None
                 self.device_buffer = DeviceStatsBuffer(self._recorder, device, notable=self.notable)
-                self._recorder.fields[Field.PASSED_UNSEEN] = 1
             except Exception as error:
                 self._device_failed = True
                 self._on_fault("device", error)
                 return None
-        self._send_before_a_collective(self.device_buffer)
         return self.device_buffer
 
     def _send_before_a_collective(self, buffer: DeviceStatsBuffer) -> None:

@@ -45,6 +45,7 @@ from .device_reader import (
     source_of,
 )
 from .notable import Notable
+from .passed_readings import PassedReadings
 from .stream_buffer import Block, Copy, StreamBuffer, remember, runs
 from .stream_buffer import DeviceRow as DeviceRow
 from .tensor_stats import version_of
@@ -100,6 +101,8 @@ class DeviceStatsBuffer:
         self._notable_pages: set[int] = set()
         """Pages that the next `collect()` returns."""
         self._anchor: Any = ctypes.c_char.from_buffer(self._memory)  # prevents the memory from being unmapped
+        self.passed = PassedReadings(self._driver, self._do)
+        """What passes between ranks. It is sent together with the rows."""
         self._register()
         recorder.on_segment_end = self._segment_ended
 
@@ -137,6 +140,7 @@ class DeviceStatsBuffer:
     def close(self) -> None:
         """Release the recorder's memory, so that it can be unmapped. Waits for the outstanding copies."""
         self._recorder.on_segment_end = None
+        self.passed.close()
         for buffer in self._buffers.values():
             with self._driver.use(buffer.key, buffer.stream):
                 try:
@@ -360,6 +364,7 @@ class DeviceStatsBuffer:
 
         The current segment stays open. Rows that are read into it later are copied later.
         """
+        self.passed.flush()
         if not self._queued or self._driver.is_capturing():
             return
         if self._unsent is not None:

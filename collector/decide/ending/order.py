@@ -145,6 +145,20 @@ def _fewer(one: _Ended, other: _Ended) -> bool:
     return one.tells == other.tells and 0 <= one.seq < other.seq
 
 
+def left_before(facts: RunFacts, rank: RankFacts, victim: RankFacts) -> bool:
+    """Whether a rank whose process has ended had issued fewer collectives than another had when that lost a peer.
+
+    By each group that both were in. A sum stands for the one group that both were in, if no messages are in it.
+    """
+    one, other = _Ended(facts, rank), _Ended(facts, victim)
+    if one.begun.keys() & other.begun.keys() and (_is_less(one.begun, other.begun) or _is_less(other.begun, one.begun)):
+        return _is_less(one.begun, other.begun)
+    error = own_error(victim)
+    has_messages = error is not None and bool(error.where.sent or error.where.received)
+    groups = one.begun.keys() | other.begun.keys() | {(group, "") for group in other.clock if not other.begun}
+    return len(groups) <= 1 and not has_messages and 0 <= one.seq < other.seq
+
+
 def _is_less(mine: dict[_Group, int], theirs: dict[_Group, int]) -> bool:
     common = [group for group in mine.keys() & theirs.keys() if min(mine[group], theirs[group]) >= 0]
     return any(mine[group] < theirs[group] for group in common) and not any(

@@ -26,7 +26,7 @@ from ..words import (
     signal_name,
     was_killed,
 )
-from .order import Endings, endings_of
+from .order import Endings, endings_of, left_before
 
 _FATAL_TEXT = {
     "SIGBUS": "SIGBUS comes of mapped memory that is not there: /dev/shm or a disk is full, or a mapped file was cut "
@@ -104,16 +104,15 @@ def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
 
     A rank that has issued fewer collectives than those that raised in one did not come to it.
     """
-    reached = min((error.where.seq for rank in victims if (error := own_error(rank)) is not None), default=0)
     ranks = facts.of_attempt(facts.last_attempt)
     left = []
     for rank in ranks:
         exit_ = rank.exit
         if rank in victims or (exit_ is not None and exit_.by == "torchrun"):
             continue
-        if exit_ is None or (exit_.code, exit_.by) != (0, "itself") or not 0 <= exit_.where.seq < reached:
+        if exit_ is None or (exit_.code, exit_.by) != (0, "itself"):
             return None
-        if not all(_may_have_waited_for(victim, rank) for victim in victims):
+        if not all(left_before(facts, rank, victim) and _may_have_waited_for(victim, rank) for victim in victims):
             return None
         left.append(rank)
     if not left or len(ranks) < facts.announced_ranks:

@@ -107,9 +107,13 @@ def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
 
 
 def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
-    if not is_compiled(facts, first):
-        return []
-    return [f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"]
+    unseen = facts.one(first.attempt, first.rank).compiled_unseen
+    doubts = [each.text for each in unseen] if first.phase == "backward" else []
+    if is_compiled(facts, first):
+        doubts.append(
+            f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"
+        )
+    return doubts
 
 
 _EXCLUDED = "what else autograd's graph shows to have used that tensor cannot have made it"

@@ -10,7 +10,7 @@ from ...diagnose.local_diagnosis import LocalDiagnosis
 from ...facts.facts import RunFacts
 from ..own_faults import doubts_about
 from ..verdict_model import Concurrent, Verdict
-from ..words import COMPILED, cascade_of, device_of, found_text, seen_in
+from ..words import cascade_of, device_of, found_text, seen_in, step_for_compiled
 from .advice import clues_of, next_steps
 from .evidence import evidence_of, is_compiled, large_weight, number_of_ranks, of_concurrent
 from .handed_on import as_passed
@@ -95,7 +95,8 @@ def _fed(
         return _of_sum(facts, met, diagnoses, fed)
     others = [one for one in tier[1:] if (theirs := passages.fed_by(one)) is None or theirs.rank != fed.rank]
     own = next((one for one in diagnoses if one.rank == fed.rank), None)
-    if own is not None and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
+    was_there = own is not None and (own.seq <= put.where.seq or own.step <= put.where.step)
+    if own is not None and was_there and (own.source in ("outside", "weight") or own.seq <= put.where.seq):
         first = replace(own, notes=(*own.notes, *fed_lines(fed)))
         return _named(facts, first, [one for one in others if one is not own], diagnoses, order, None)
     rank = facts.ranks[met.attempt, put.where.rank]
@@ -172,7 +173,7 @@ def _named(
         between=first.between,
         evidence=evidence,
         next=[
-            *([COMPILED] if is_compiled(facts, first) else []),
+            *([step_for_compiled([facts.one(first.attempt, first.rank)])] if is_compiled(facts, first) else []),
             *next_steps(first, clues),
         ],
         concurrent=[

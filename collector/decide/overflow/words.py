@@ -212,7 +212,7 @@ def fed_sentence(met: LocalDiagnosis, fed: Fed, host: str) -> str:
     """The statement where a rank has put a value into an operation that none of its modules is known to have made."""
     put = fed.put
     assert put is not None
-    who = f"Rank {put.where.rank}{f' on {host}' if host else ''}"
+    who = one_on(put.where.rank, host)
     batch = f"batch {met.batch}" if met.batch >= 0 else "its first batch"
     return (
         f"{who} put {put.value} into {way_text(put)}; rank {met.rank} was handed it in {batch} ({found_text(met)}). "

@@ -180,6 +180,7 @@ def _rank_report(
         absorbed_first=absorbed_of(rank),
         passed=passed_of(rank),
         threads=threads_of(rank),
+        traces_thinned=state.traces_thinned if state is not None else 0,
     )
 
 

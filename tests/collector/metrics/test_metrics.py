@@ -131,7 +131,7 @@ def test_a_collector_is_scraped_while_its_job_runs_and_until_the_verdict(make, t
             batch = make.Batch(1, batch=8)
             batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
             told = Forecast(make.where(0, batch=5), "net.up", "Linear", "float16", 65504.0, 9e3, 20, 15, 30, 1)
-            bodies = [make.hello(nproc=2), *batch.messages(), EventMessage(told)]
+            bodies = [make.hello_of(nproc=2), *batch.messages(), EventMessage(told)]
             for n, body in enumerate(bodies, 1):
                 agent.send(encode(AgentMessage(n, body, n - 1)))
             states = [make.state(0, batch=9, step=8, frames_lost=3), make.state(1, batch=8, step=8, warned=7)]
@@ -324,7 +324,7 @@ def test_a_port_in_use_ends_the_collector_before_there_is_a_run(tmp_path):
 def end_job(address) -> None:
     """A node that has come and gone."""
     with agent_of(address) as agent:
-        agent.send(encode(AgentMessage(1, BUILDERS.hello(nproc=0))))
+        agent.send(encode(AgentMessage(1, BUILDERS.hello_of(nproc=0))))
         agent.send(encode(AgentMessage(2, Bye("ok"), 1)))
         answer_to(agent, Final)
         agent.send(encode(AgentMessage(0, Leaving())))

@@ -330,7 +330,7 @@ def test_what_was_told_before_the_driver_hung_is_kept(nvml):
 
 def test_a_child_that_dies_is_unknown_with_its_exit_code(nvml, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif '-m' in sys.orig_argv and 'gpu_health' in str(sys.orig_argv): import os; os._exit(7)\n"
+        "import sys\nif 'gpuwatch.core.gpu_health' in sys.orig_argv: import os; os._exit(7)\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     assert ask_nvml([nvml.gpus[0]], DEADLINE_S).trouble == "the process that reads NVML ended with exit code 7"

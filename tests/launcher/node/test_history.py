@@ -175,13 +175,13 @@ def test_a_history_that_cannot_be_read_costs_nothing_else(writer, watch, monkeyp
     assert [m for m in watch.end(1, "itself", 9.0) if isinstance(m, PageMessage)]
 
 
-def test_it_displaces_no_page():
+def test_it_displaces_no_page_and_is_counted_where_there_is_no_room():
     outbox = Outbox(page_bytes=10_000)
     page = PageMessage(0, 0, 0, 0, 0, 0, True, [Segment(0, 0, 0, b"x" * 4000, b"", b"")])
     outbox.put(page)
     outbox.put(History(0, 0, 0, [], [], [], b"", b"x" * 4000))
     outbox.put(page)
-    assert outbox.pages_dropped == {}
+    assert outbox.pages_dropped == {0: 1}, "the history"
     assert sum(b"history" in data for _, data in outbox.due()) == 0
 
 

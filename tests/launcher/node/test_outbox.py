@@ -271,3 +271,75 @@ def test_an_acknowledgement_of_what_was_never_sent_does_no_harm():
     outbox.acknowledged(1 << 40)
     outbox.put(event(1))
     assert [number for number, _ in outbox.due()] == [2]
+
+
+# -- a collector that does not take anything -----------------------------------------------------------------------
+
+
+def test_what_an_overflow_is_about_goes_before_all_other_pages():
+    outbox = Outbox()
+    outbox.acknowledged(0, 0)
+    for number in range(100):
+        outbox.put(page(number))
+    outbox.put(event(1))
+    outbox.need(0, 57)
+    outbox.put(page(57, rank=1))
+    outbox.acknowledged(0, 1 << 20)
+    assert bodies(outbox) == ["event", 57, 57, *range(57), *range(58, 100)]
+
+
+def test_names_go_before_the_pages_that_are_about_them():
+    outbox = Outbox()
+    outbox.acknowledged(0, 0)
+    outbox.put(page(0), needed=True)
+    outbox.put(Definitions(0, 0, [RootDef(0, "Net")]))
+    outbox.acknowledged(0, 1 << 20)
+    assert [type(decode_agent(data).body) for _, data in outbox.due()] == [Definitions, PageMessage]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("event")),
+            st.tuples(st.just("page"), st.integers(0, 3000), st.booleans()),
+            st.tuples(st.just("need"), st.integers(0, 60)),
+            st.tuples(st.just("send"), st.integers(0, 4000)),
+        ),
+        max_size=80,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_memory_is_bounded_events_are_all_there_and_the_counters_add_up(steps):
+    """Whatever is sent, nothing is stored: the collector is stopped, or its disk is full."""
+    limit, biggest = 12_000, 3100
+    outbox = Outbox(limit, limit // 3)
+    events = pages = event_bytes = 0
+    for name, *given_ in steps:
+        if name == "event":
+            events += 1
+            event_bytes += len(outbox.put(event(events)))
+        elif name == "page":
+            outbox.put(page(pages, size=given_[0]), needed=given_[1])
+            pages += 1
+        elif name == "need":
+            outbox.need(0, *given_)
+        else:
+            outbox.acknowledged(0, *given_)
+            for number, _ in outbox.due():
+                outbox.sent(number)
+        assert outbox.num_bytes <= limit + biggest + event_bytes
+    kept = [decode_agent(data).body for data in outbox.unacknowledged()]
+    assert sum(isinstance(body, EventMessage) for body in kept) == events
+    there = [body.number for body in kept if isinstance(body, PageMessage)]
+    assert len(there) == len(set(there))
+    assert len(there) + sum(outbox.pages_dropped.values()) == pages, "recorded = kept + dropped"
+
+
+def test_what_nothing_needs_is_dropped_first():
+    outbox = Outbox(page_bytes=6500)
+    for number in range(3):
+        outbox.put(page(number), needed=True)
+    for number in range(3, 10):
+        outbox.put(page(number, rank=1))
+    assert outbox.pages_dropped == {1: 5}
+    assert numbers(outbox) == [0, 1, 2, 8, 9]

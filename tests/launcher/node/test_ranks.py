@@ -468,7 +468,7 @@ def test_an_anomaly_of_the_log_is_told_once(writer, make_watch):
 
 
 def test_a_recorder_of_another_rank_is_not_believed(writer, make_watch):
-    writer.fields[Field.RANK] = RANK + 1
+    writer.identify(RANK + 1, 0, 1, ATTEMPT)
     watch = make_watch()
     (fault,) = watch.poll(0)
     assert f"of rank {RANK + 1}" in fault.event.message

@@ -135,6 +135,21 @@ class Root(nn.Module):
         return x.square().sum(-1, keepdim=True).sqrt()
 
 
+@pytest.mark.parametrize("asked", ["watching", "removed"])
+def test_the_verdict_waits_for_the_numbers_of_a_late_device(folders, late, asked):
+    model = nn.Sequential(nn.Linear(4, 4), Multiplies(math.inf))
+    handle = gpuwatch.watch(model, on_overflow="continue")
+    try:
+        with torch.no_grad():
+            model(X)
+        if asked == "removed":
+            handle.remove()
+        verdict = handle.verdict()
+    finally:
+        handle.remove()
+    assert (verdict.kind, verdict.module, verdict.batch) == ("overflow", "1", 0)
+
+
 def test_the_verdict_names_the_maker_of_a_gradient_and_not_the_first_bad_row(folders):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), Root(), nn.Linear(1, 1))
     with gpuwatch.watch(model, on_overflow="continue") as handle:

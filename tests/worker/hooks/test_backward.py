@@ -426,7 +426,7 @@ def test_after_a_bad_backward_the_job_ends_at_the_step_and_not_after_it(watch):
     with pytest.raises(OverflowDetected, match=r"nan in grad output of `0` \(Linear\), backward of batch 0"):
         optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert watched.reader[Field.ABORT] == 4
+    assert watched.reader.abort == 4
 
 
 def test_without_an_optimizer_the_job_ends_at_the_next_forward(watch):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpuwatch.worker.hooks import collectives as hooks
+from gpuwatch.worker.stats.device import LATE_DEVICE
 
 BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)
 
@@ -39,6 +40,35 @@ shown = {}
 def show(name):
     shown[name] = [msgspec.to_builtins(group) for group in reader.groups()]
 
+"""
+LOOKS = """
+from gpuwatch.core.judge import Limits
+from gpuwatch.core.settings import WorkerSettings
+from gpuwatch.worker.alarms.late_passed import LatePassed
+from gpuwatch.worker.record.passed import PassedValues
+from gpuwatch.worker.record.progress import Progress
+from gpuwatch.worker.record.rows import Rows
+from gpuwatch.worker.record.selection import Selection
+from gpuwatch.worker.stats.notable import Notable
+
+collectives.detach()
+recorder = RecorderWriter(folder / f"passed-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0)
+progress = Progress(recorder, WorkerSettings(""), rank)
+on_fault = lambda part, error: faults.append(repr(error))
+rows = Rows(recorder, Selection((), ()), Notable(Limits()), on_fault, progress.lock)
+passed = PassedValues(progress, progress.groups)
+late = LatePassed(passed, rows, progress.groups, progress.lock, on_fault)
+collectives = Collectives(progress.groups, on_fault, native=sys.argv[3] == "native", passed=passed, late=late)
+collectives.attach()
+told = RecorderReader(folder / f"passed-{rank}")
+
+def all_told():
+    while not late.settle():
+        pass
+    return [
+        [e.operation, e.number, e.peer, e.tag, e.came_out, e.value, e.dtype, e.elements, e.given, e.given_max]
+        for e in told.new_entries()[1]
+    ]
 """
 END = """
 collectives.detach()
@@ -439,30 +469,18 @@ collectives.attach()
 @BOTH
 @pytest.mark.slow
 @pytest.mark.sample(1)
-def test_what_passes_and_is_not_finite_is_told_and_nothing_else(both):
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_what_passes_and_is_not_finite_is_told_and_nothing_else(both, memory, monkeypatch):
     """Also from DDP's own hooks that are written in Python, from lists of tensors, and by root."""
+    monkeypatch.setenv(LATE_DEVICE, "7" if memory == "device" else "")
     shown = both(
-        """
-from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.record.passed import PassedValues
-from gpuwatch.worker.record.progress import Progress
-
-collectives.detach()
-recorder = RecorderWriter(folder / f"passed-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0)
-progress = Progress(recorder, WorkerSettings(""), rank)
-passed = PassedValues(progress, progress.groups)
-on_fault = lambda part, error: faults.append(repr(error))
-collectives = Collectives(progress.groups, on_fault, native=sys.argv[3] == "native", passed=passed)
-collectives.attach()
-told = RecorderReader(folder / f"passed-{rank}")
+        LOOKS
+        + """
 inf, nan = float("inf"), float("nan")
 
 def after(name, call):
     call()
-    shown[name] = [
-        [e.operation, e.number, e.peer, e.tag, e.came_out, e.value, e.dtype, e.elements, e.given, e.given_max]
-        for e in told.new_entries()[1]
-    ]
+    shown[name] = all_told()
 
 mine = lambda bad, good=1.0: torch.full((3,), bad if rank == 1 else good)
 after("finite", lambda: dist.all_reduce(torch.ones(3)))
@@ -566,3 +584,43 @@ def test_every_operation_of_this_torchs_process_groups_is_known():
     kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)")
     found = {name for name in vars(torch.distributed.ProcessGroup) if kinds.match(name) and "sequence" not in name}
     assert found <= {method.name for method in hooks.METHODS}
+
+
+@BOTH
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_what_a_bundle_or_a_backend_that_waits_itself_has_brought_is_looked_at(both, monkeypatch):
+    """As NCCL does both: one work for a bundle of messages, and none where the stream waits by itself."""
+    monkeypatch.setenv(LATE_DEVICE, "7")
+    shown = both(
+        LOOKS
+        + """
+collectives.detach()
+other, works, group = 1 - rank, [], dist.group.WORLD
+dist.ProcessGroup._start_coalescing = lambda self, device: works.clear()
+dist.ProcessGroup._end_coalescing = lambda self, device: works[-1]
+reduce = dist.ProcessGroup.allreduce
+dist.ProcessGroup.allreduce = lambda self, *args: reduce(self, *args).wait() and None
+methods["allreduce"] = dist.ProcessGroup.allreduce
+collectives.attach()
+bad = torch.full((3,), float("nan") if rank else 1.0)
+got = [torch.empty(4), torch.empty(3)]
+group._start_coalescing(torch.device("cpu"))
+works += [dist.isend(x, other, tag=1), dist.isend(bad, other, tag=2)]
+works += [dist.irecv(tensor, other, tag=tag) for tag, tensor in enumerate(got, 1)]
+work = group._end_coalescing(torch.device("cpu"))
+shown["issued"] = all_told()
+work.wait()
+shown["waited"] = all_told()
+dist.all_reduce(bad)
+shown["no work"] = all_told()
+shown["unseen"] = recorder.fields[47]
+"""
+    )
+    sent = ["send", 1, 0, 2, False, "nan", "float32", 3, "not finite", None]
+    got = ["recv", 1, 1, 2, True, "nan", "float32", 3, "", None]
+    assert [rank["issued"] for rank in shown] == [[], [sent]]
+    assert [rank["waited"] for rank in shown] == [[got], []]
+    assert [each[4] for each in shown[0]["no work"]] == [True]
+    assert [each[4] for each in shown[1]["no work"]] == [False, True]
+    assert [rank["unseen"] for rank in shown] == [0, 0]

@@ -487,7 +487,7 @@ def test_abort_raises_at_the_end_of_the_roots_forward(watch):
     with pytest.raises(OverflowDetected, match=r"rank 0: \+inf in output of `1` \(Overflow\), forward of batch 0"):
         model(X)
     assert [frame.module for frame in watched.last.frames] == ["0", "1", "2", ""], "the batch is whole"
-    assert watched.reader[Field.ABORT] == 4
+    assert watched.reader.abort == 4
     (anomaly,) = watched.anomalies
     assert (anomaly.module, anomaly.cls, anomaly.role, anomaly.value) == ("1", "Overflow", "output", "+inf")
     assert (anomaly.frame, anomaly.inputs_finite, anomaly.weights_finite, anomaly.aborts) == (1, True, True, True)
@@ -514,7 +514,7 @@ def test_continue_records_and_raises_nothing(watch):
         ("0", "nan", 0, False),
         ("0", "nan", 1, False),
     ]
-    assert watched.reader[Field.ABORT] == 0
+    assert watched.reader.abort == 0
 
 
 def test_a_bad_weight_and_a_bad_input_are_told_apart_from_an_origin(watch):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from gpuwatch.worker.identity import Identity
-from gpuwatch.worker.preflight.meeting import Meeting, NoConclusion, Reports, StoreLost, connect
+from gpuwatch.worker.preflight.meeting import ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
 from needs import needs
 
 LONG = {"reports_s": 20.0, "conclusion_s": 20.0, "deputy_s": 5.0}
@@ -30,9 +30,9 @@ class Ranks:
         self.world_size = world_size
         self.calls = 0
 
-    def seat(self, rank: int) -> Meeting:
+    def seat(self, rank: int, key: str = "") -> Meeting:
         identity = Identity(rank, 0, self.world_size, 1, "127.0.0.1", self.server.port, agent_store=True)
-        return Meeting(connect(identity, 20), self.prefix, rank, self.world_size)
+        return Meeting(connect(identity, 20), self.prefix, rank, self.world_size, key)
 
     def draw(self, reports: Reports) -> bytes:
         """A conclusion that says who drew it from what."""
@@ -163,3 +163,25 @@ def port_of_nobody() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_a_report_that_somebody_without_the_key_has_written_is_no_ranks_word(server):
+    ranks = Ranks(server, 2)
+    heard = []
+
+    def draw(reports: Reports) -> bytes:
+        heard.append(reports)
+        return b"{}"
+
+    server.set(f"{ranks.prefix}/arrive/1", '{"kind": "died"}')
+    assert ranks.seat(0, "the job's").meet("arrive", b"{}", draw, **LONG) == b"{}"
+    (reports,) = heard
+    assert (reports.by_rank, reports.silent) == ({0: b"{}"}, [])
+    assert reports.foreign == {1: f"what stands in the store as {ranks.prefix}/arrive/1 was not written by this job"}
+
+
+def test_a_conclusion_that_somebody_without_the_key_has_drawn_is_not_believed(server):
+    ranks = Ranks(server, 2)
+    server.set(f"{ranks.prefix}/arrive/conclusion", '{"findings": []}')
+    with pytest.raises(ForeignValue, match="conclusion was not written by this job"):
+        ranks.seat(1, "the job's").meet("arrive", b"{}", ranks.draw, **LONG)

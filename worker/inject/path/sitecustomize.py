@@ -36,7 +36,11 @@ def _begin() -> None:
     if not folder:
         return
     try:
-        from gpuwatch.worker.inject.process import begin
+        from gpuwatch.core.imports import own_imports
+
+        own_imports.began(None, _OWN_PATH, ())
+        with own_imports.own_imports():
+            from gpuwatch.worker.inject.process import begin
     except Exception as error:
         _tell(folder, error)
         return
@@ -55,7 +59,10 @@ def _join() -> "str | None":
         from gpuwatch.worker.inject.elsewhere import join
     except Exception as error:
         reason = f"{sys.executable}: {type(error).__name__}: {error}: install gpuwatch into that Python, too"
-        sys.stderr.write(f"gpuwatch: process {os.getpid()} goes on unwatched: {reason}\n")
+        try:
+            sys.stderr.write(f"gpuwatch: process {os.getpid()} goes on unwatched: {reason}\n")
+        except (OSError, ValueError, AttributeError):  # a full disk, a pipe without a reader, closed
+            pass
         return None
     return join(path)
 
@@ -70,6 +77,9 @@ def _tell(folder: str, error: Exception) -> None:
 
 
 sys.path[:] = [folder for folder in sys.path if folder != _HERE]
+_ON_PATH = [os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
+_OWN_PATH = [folder for folder in sys.path if folder not in _ON_PATH]
+"""What the script has not put there: its own folder comes after this."""
 if _VARIABLE in os.environ:
     _finders.insert(0, _AtTorch())
 sys.path_importer_cache.pop(_HERE, None)

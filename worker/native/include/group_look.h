@@ -5,15 +5,25 @@
 
 #include "group_writer.h"
 
-/* Add what is in a tensor, or in lists of tensors, to `look`. Only floats in one piece of host memory are looked at. */
-void look_at(const GroupWriter *self, PyObject *tensors, Look *look);
+/* As PassedWhen in worker/alarms/late_passed.py. */
+enum { GOES_IN = 0, CAME_OUT = 1, IS_ISSUED = 2 };
 
-/* Of the tensors that `look_at` would look at, a weak reference and the address, one after the other in a new list. NULL if
+/* Add what is in a tensor, or in lists of tensors, to `look`: floats in one piece of host memory. 1 if there are tensors that
+   `look_late` looks at, else 0. */
+int look_at(const GroupWriter *self, PyObject *tensors, Look *look);
+
+/* Have `late` look at those that are not looked at here. -1 with an exception set. */
+int look_late(GroupWriter *self, Place *place, int when, PyObject *tensors);
+
+/* Likewise at those that an operation writes into, after its call: `late` knows when they are written. */
+int look_at_issued(GroupWriter *self, Place *place);
+
+/* Of the tensors that these look at, a weak reference and the address, one after the other in a new list. NULL if
    there are none, or with an exception set. */
 PyObject *places_of(const GroupWriter *self, PyObject *tensors);
 
 /* Look at those that are alive, and tell `passed` of them if one is not finite. -1 with an exception set. */
-int look_at_outputs(GroupWriter *self, const Place *place);
+int look_at_outputs(GroupWriter *self, Place *place);
 
 /* Call `passed` for what goes in, or what came out. -1 with an exception set. */
 int tell_passed(GroupWriter *self, const Place *place, int came_out, PyObject *tensors);

@@ -14,10 +14,12 @@
    sequence number. describe(tensor) -> (code of the dtype, elements), of any tensor. find_slot(group): a group that is not
    known yet gets its slot there, with `enter`; or none. message_begun(slot, operation, peer, tag) -> message.
    message_received(slot, message). passed(slot, number, operation, root, message, came out?, high, dtype, tensors): some of
-   the tensors are not finite; high and dtype tell what went in. None: nothing is looked at. on_fault(exception). */
+   the tensors are not finite; high and dtype tell what went in. None: nothing is looked at. late(slot, number, operation,
+   root, message, when, given, tensors): looks at tensors that cannot be looked at here, and returns what is `given` to it
+   when they have come out: see worker/alarms/late_passed.py. on_fault(exception). */
 #define EACH_GROUP_PART(DO) \
     DO(memory) DO(tensor) DO(parameter) DO(group) DO(counter) DO(describe) DO(find_slot) \
-    DO(message_begun) DO(message_received) DO(passed) DO(on_fault)
+    DO(message_begun) DO(message_received) DO(passed) DO(late) DO(on_fault)
 
 /* Who holds a slot of the table. `group` is only compared: `ref` tells whether it is still the same one. */
 typedef struct {
@@ -41,7 +43,11 @@ typedef struct {
     int64_t operation, root;
     Look given;
     PyObject *outputs; /* places_of the tensors it writes into; NULL: they are not looked at. Owned */
+    PyObject *given_late; /* what `late` has returned of what goes in; NULL. Owned */
 } Place;
+
+/* Let go of what a place owns. */
+void clear_place(Place *place);
 
 /* A work that somebody may wait for. `work` is only compared. */
 typedef struct {
@@ -56,6 +62,7 @@ typedef struct {
     PyObject_HEAD
     EACH_GROUP_PART(AS_GROUP_MEMBER)
     const Exchange *exchange; /* NULL: every tensor is described by Python */
+    int is_host_late;         /* for tests: tensors in host memory are those of a device */
     GroupSlot slots[GROUPS];
     PendingWork pending[PENDING_WORKS]; /* by a hash of the address; an entry that finds no room takes another's */
 } GroupWriter;

@@ -20,7 +20,7 @@
     DO(S_PAGE, 1) DO(S_BATCH, 3) DO(S_FRAMES, 6) DO(S_ROWS, 7) DO(S_VALUES, 8)                               \
     DO(S_FRAME_BASE, 9) DO(S_VALUE_BASE, 10)                                                                 \
     /* integers of the file's header, by position, and what the rank is doing */                             \
-    DO(F_PHASE, 16) DO(F_MODULE, 21) DO(F_WAITED_NS, 38) DO(RANK_BACKWARD, 7)                                \
+    DO(F_PHASE, 16) DO(F_MODULE, 21) DO(F_WAITED_NS, 38) DO(RANK_BACKWARD, 0x5D3B6E17)                                \
     /* where a frame holds what, in bytes; its module and parent come first */                               \
     DO(FRAME_DEPTH, 8) DO(FRAME_PHASE, 10) DO(FRAME_COLLECTIVES, 11) DO(FRAME_SEQ, 12) DO(FRAME_ROWS, 20)    \
     /* where a row holds what; its slot, value and shape come first */                                       \

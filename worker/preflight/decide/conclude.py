@@ -71,6 +71,9 @@ def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | No
         now = _silent(heard, now, roster)
     now = _fallen(heard, now, roster)
     now = _blame(now, [finding for report in heard.reports.values() for finding in report.findings])
+    foreign = [report.detail for report in heard.reports.values() if report.kind == "foreign"]
+    if foreign:
+        return _blame(now, [foreign_finding(heard.step, foreign[0])])
     faults = {rank: report.detail for rank, report in heard.reports.items() if report.kind == "fault"}
     if faults:
         return _faults(heard, now, faults, roster)
@@ -181,6 +184,12 @@ def _faults(heard: Heard, now: Conclusion, faults: Mapping[int, str], roster: Ro
         next=_REPORT_IT,
     )
     return _blame(now, [finding])
+
+
+def foreign_finding(step: str, sentence: str) -> Finding:
+    """Somebody else has written into the ranks' store: the preflight ends here, and accuses nobody of the job."""
+    next_ = "Look at who can reach the port at which the ranks meet: whoever can may write there."
+    return Finding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
 
 
 def _softly(step: str, find: Callable[[], list[Finding]]) -> list[Finding]:

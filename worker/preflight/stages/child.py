@@ -21,6 +21,7 @@ from typing import IO, Any, Literal, NoReturn
 import msgspec
 import psutil
 
+from ....core.text.tell import flush_streams
 from ...orphan import die_with_parent
 from .failure import ProbeFailure
 
@@ -136,8 +137,7 @@ class Child:
         requests_read, requests_write = os.pipe()
         answers_read, answers_write = os.pipe()
         parent = os.getpid()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         try:
             pid = os.fork()
         except BaseException:
@@ -248,8 +248,7 @@ def _run_child(perform: Perform, requests: int, answers: int, output: int, paren
                     break
             else:
                 code = 0
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
     finally:
         os._exit(code)  # no destructor of a process group or of CUDA, which may hang
 

@@ -74,6 +74,19 @@ def test_a_rank_whose_model_was_handed_what_it_then_passed_on_is_named_with_its_
     assert any("rank 3 put +inf into broadcast 7" in line for line in verdict.evidence)
 
 
+def test_what_came_back_a_step_later_is_not_where_it_came_from(make):
+    """Rank 1's code passed it to rank 0 in its backward; the weight that became bad of it is handed to rank 1 later."""
+    later = make.Batch(1, batch=3, step=3, seq=6, clock={"0": 6})
+    later.call("", "Net", given=[later.tensor(make.INF)], returned=[later.tensor(make.NAN)])
+    verdict = verdict_of(
+        make,
+        fed(make, 0),
+        later.messages(),
+        [put(make, 1, "send", 5, peer=0), tells(make, 0, "recv", 5, peer=1)],
+    )
+    assert (verdict.rank, verdict.module, verdict.phase, verdict.certainty) == (1, None, "collective", "supported")
+
+
 def summed(make, *sizes, value="+inf", members="0-1"):
     return [
         tells(make, rank, "all_reduce", 7, given="finite", largest=size, value=value, members=members)

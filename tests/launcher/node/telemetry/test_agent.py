@@ -69,7 +69,7 @@ def agent(tmp_path):
         command=["gpuwatch", "launch", "train.py"],
         versions={},
         rdzv_id="job",
-        agent="node",
+        identity="node",
         telemetry_s=5.0,
     )
     made = Agent(config, io.BytesIO())

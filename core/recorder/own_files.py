@@ -1,0 +1,145 @@
+"""Descriptors of gpuwatch's own within the user's process.
+
+A script may close descriptors that it has not opened (os.closerange, a daemon's loop), and the kernel gives the lowest
+free number to the next file: the script's checkpoint. So a number is moved to where the kernel gives out none while
+lower ones are free, and it is used and closed only while it still is the file that was opened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..text.tell import STANDARD_STREAMS, take_standard_streams
+
+_HIGHEST = 1 << 14
+"""A higher number makes the kernel's table of descriptors large, which each fork copies."""
+_LOWEST = 256
+"""A script may have so many files of its own."""
+_ROOM = 64
+
+
+class OwnDescriptor:
+    """A file that gpuwatch holds open. Raises OSError where it cannot be opened."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.path = path
+        opened = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self.number = _moved(opened)
+        found = os.fstat(self.number)
+        self._identity = found.st_dev, found.st_ino
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether no file of the script's gets this number, should the script close it."""
+        return self.number >= _LOWEST
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the number still is the file that was opened."""
+        try:
+            found = os.fstat(self.number)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def close(self) -> None:
+        """Let go of the file. What is not ours any more stays as it is."""
+        if self.is_ours:
+            os.close(self.number)
+
+
+def _moved(opened: int) -> int:
+    """The same file under a high number; where that cannot be, under one that is no standard stream's."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _HIGHEST if soft == resource.RLIM_INFINITY else min(soft, _HIGHEST)
+    least = [most - _ROOM] if most - _ROOM >= _LOWEST else []
+    for lowest in [*least, STANDARD_STREAMS] if opened < STANDARD_STREAMS else least:
+        with suppress(OSError):
+            number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, lowest)
+            os.close(opened)
+            return number
+    return opened
+
+
+class RecorderMap(mmap.mmap):
+    """A mapped file of which no descriptor is left.
+
+    Up to Python 3.12, a map holds a copy of the descriptor and closes that number at its end, whatever file it is by
+    then. So the copy is closed at once, and the number is taken again for the moment in which the map closes it.
+    (docs.python.org/3/library/mmap.html, `trackfd`)
+    """
+
+    _number: int = -1
+
+    def __new__(cls, fd: int, size: int) -> RecorderMap:
+        """Map the whole of a file that was just made. Raises OSError."""
+        if sys.version_info >= (3, 13):
+            return super().__new__(cls, fd, size, trackfd=False)
+        with standard_streams_taken():
+            made = super().__new__(cls, fd, size)
+            made._number = _copy_of(fd)
+            os.close(made._number)
+        return made
+
+    def close(self) -> None:
+        """Unmap. Where the number is the script's by now, the memory stays mapped until the process ends."""
+        if self.closed or not self._take_number():
+            return
+        try:
+            super().close()
+        except BufferError:
+            if self._number >= 0:
+                os.close(self._number)
+            raise
+        self._number = -1
+
+    def __del__(self) -> None:
+        if not self.closed and not self._take_number():
+            import ctypes
+
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # it lives on, and closes nothing
+
+    def _take_number(self) -> bool:
+        """Whether the map may close its number: it has none, or the number is a file of ours."""
+        if self._number < 0:
+            return True
+        try:
+            nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            taken = nothing if nothing == self._number else fcntl.fcntl(nothing, fcntl.F_DUPFD_CLOEXEC, self._number)
+        except OSError:
+            os.close(nothing)
+            return False
+        for number in {nothing, taken} - {self._number}:
+            os.close(number)
+        return taken == self._number
+
+
+@contextmanager
+def standard_streams_taken() -> Iterator[None]:
+    """No file of ours gets the number of a closed stdin, stdout or stderr, which C libraries print into."""
+    taken = take_standard_streams()
+    try:
+        yield
+    finally:
+        for number in taken:
+            os.close(number)
+
+
+def _copy_of(fd: int) -> int:
+    """The other descriptor of a file that was just made: the map has taken the lowest free number for it."""
+    wanted, number = os.fstat(fd), 0
+    while True:
+        with suppress(OSError):
+            if number != fd and os.path.samestat(os.fstat(number), wanted):
+                return number
+        number += 1

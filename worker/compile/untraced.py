@@ -1,0 +1,105 @@
+"""What dynamo sees of the hooks where nothing is traced into its graphs: that there was a graph.
+
+Works with names that all versions of torch have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._dynamo import assume_constant_result, eval_frame
+from torch._dynamo import types as strategies
+from torch._guards import CompileContext
+
+_PACKAGE = __name__.partition(".worker.")[0] + ".worker."
+
+
+class Untraced:
+    """The graphs of a rank that are not looked into. One instance is current at a time."""
+
+    current: Untraced | None = None
+
+    def __init__(self, not_looked_into: Callable[[str], None], fault: Callable[[str, Exception], None]) -> None:
+        """`not_looked_into` is told the class of the first module in a graph."""
+        self._not_looked_into = not_looked_into
+        self._fault = fault
+        self._last: object = None
+        """What dynamo calls the graph that it has last begun to trace."""
+
+    def attach(self) -> None:
+        """Tell of the graphs that are traced from now on."""
+        Untraced.current = self
+
+    def detach(self) -> None:
+        """Tell of no graph any more."""
+        if Untraced.current is self:
+            Untraced.current = None
+
+    def entered(self, cls: str) -> None:
+        """A module is entered in a trace."""
+        try:
+            graph = CompileContext.current_compile_id()
+            if graph is None or graph != self._last:
+                self._last = graph
+                self._not_looked_into(cls)
+        except Exception as error:  # it must not end the compilation
+            self._fault("a compiled forward", error)
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotation: called while tracing alone
+def _entered(cls: str) -> bool:
+    if Untraced.current is not None:
+        Untraced.current.entered(cls)
+    return True
+
+
+def untraced_before(module: torch.nn.Module) -> None:
+    """A module is entered. Dynamo traces this function, which adds nothing to the graph."""
+    _entered(type(module).__name__)
+
+
+def leave_alone(hooks: Iterable[Callable[..., Any]]) -> None:
+    """Have dynamo make no graphs of these functions and of what they call. It still traces them into other graphs.
+
+    Where a call breaks, dynamo tries to compile each Python function that the call makes, and so our hooks: what they
+    would do while dynamo traces then replaces what they do outside of a graph.
+    """
+    codes = [inspect.unwrap(hook).__code__ for hook in hooks]
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = strategies.FrameExecStrategy(strategies.FrameAction.SKIP, strategies.FrameAction.SKIP)  # type: ignore[attr-defined]  # no export
+        for code in codes:
+            eval_frame.set_code_exec_strategy(code, skip)
+        return
+    with suppress(AttributeError):  # torch before 2.8: what they call must be named, too
+        for code in [*codes, *_codes_of_ours()]:
+            eval_frame.skip_code(code)
+
+
+def _codes_of_ours() -> Iterator[types.CodeType]:
+    for name, module in [*sys.modules.items()]:
+        if name.startswith(_PACKAGE):
+            for value in [*vars(module).values()]:
+                yield from _codes_in(value)
+
+
+def _codes_in(value: Any) -> Iterator[types.CodeType]:
+    if isinstance(value, type) and value.__module__.startswith(_PACKAGE):
+        for member in [*vars(value).values()]:
+            for part in (member, *(getattr(member, name, None) for name in ("fget", "__func__", "func"))):
+                if isinstance(part, types.FunctionType):
+                    yield from _nested(part.__code__)
+    elif isinstance(value, types.FunctionType) and value.__module__.startswith(_PACKAGE):
+        yield from _nested(value.__code__)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)

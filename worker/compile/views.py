@@ -1,0 +1,53 @@
+"""What a version of torch lets us trace into the graphs of torch.compile.
+
+What is not known to be harmless is not traced:
+
+            rows  gradients
+    2.16                     not tried
+    2.15    yes   yes        the hook of a gradient may not change an input of the graph, so it writes through `.data`
+    2.13    yes   yes
+    2.11    yes              such a hook ends a run with an activation that works in place, or with dynamic shapes
+    2.8     yes              such a hook breaks the graph, unless autograd is compiled
+    2.7                      an attribute of a tensor breaks the graph
+
+tests/e2e/test_compiled_scripts.py runs the scripts that this table comes from, with the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+_ROWS_SINCE = (2, 8)
+_GRADIENTS_SINCE = (2, 13)
+_THROUGH_DATA_SINCE = (2, 15)
+_LAST_TRIED = (2, 15)
+
+
+@dataclass(frozen=True)
+class CompiledViews:
+    """What is traced into a graph, and so seen of the modules in it."""
+
+    rows: bool
+    """Inputs and outputs of modules."""
+    gradients: bool
+    """Of outputs. Those of parameters are read outside of graphs."""
+    through_data: bool
+    """The hook of a gradient writes through `.data`."""
+    missing: str
+    """One sentence on what is not seen; empty if all is."""
+
+
+def compiled_views(version: str = torch.__version__) -> CompiledViews:
+    """What can be seen of compiled modules with this version of torch."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(found[1]), int(found[2])) if found is not None else (0, 0)
+    rows = _ROWS_SINCE <= release <= _LAST_TRIED
+    gradients = rows and release >= _GRADIENTS_SINCE
+    missing = ""
+    if not gradients:
+        what = "gradients inside of compiled modules" if rows else "compiled modules"
+        missing = f"torch {release[0]}.{release[1]}: {what} are not looked into"
+    return CompiledViews(rows, gradients, rows and release >= _THROUGH_DATA_SINCE, missing)

@@ -1,0 +1,201 @@
+"""Numbers of tensors on a device that belong to no frame: what passes between ranks.
+
+A tensor is read at once, on the stream that is current: a collective that is issued next from there, or one that was
+waited for, comes in the right order. The numbers are copied later, many in one copy, and `collect()` never waits.
+
+Like the buffer beside it (device_buffer.py), it must be called by one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..without_modes import without_modes
+from .device_interface import Device, StreamKey
+from .device_reader import Readings, Source, Waiting, fresh_rows, source_of
+
+_CAPACITY = 256
+"""Rows of a stream between two copies: as many as one launch may read (kernel.py)."""
+_MOST_FLYING = 64
+"""Copies of a stream that are outstanding. If the device works, the host is never this far ahead of it."""
+_NOT_FINITE = 0xFF
+
+
+class Reading:
+    """The numbers of tensors that were read together. `about` is the caller's."""
+
+    __slots__ = ("about", "is_lost", "missing", "parts")
+
+    def __init__(self, about: Any) -> None:
+        self.about = about
+        self.parts: list[Any] = []
+        """Arrays (n, 3) of low, high, meta, in the order of the tensors."""
+        self.missing = 0
+        """How many tensors' numbers are outstanding."""
+        self.is_lost = False
+        """They will not come."""
+
+    @property
+    def numbers(self) -> list[tuple[int, int, int]] | None:
+        """(low, high, meta) of each tensor; None if they have not come."""
+        if self.missing or self.is_lost:
+            return None
+        return [(int(low), int(high), int(meta)) for part in self.parts for low, high, meta in part]
+
+
+class _StreamRows:
+    """One stream's rows, and its outstanding copies."""
+
+    def __init__(self, device: torch.device, stream: Any) -> None:
+        self.device = device
+        self.stream = stream
+        self.rows: torch.Tensor | None = None
+        self.used = 0
+        self.read: list[tuple[Reading, int, int]] = []
+        """(reading, first row, end): their copy was not started yet."""
+        self.flying: deque[tuple[Any, torch.Tensor, torch.Tensor, list[tuple[Reading, int, int]]]] = deque()
+        """(event, packed rows, the same in host memory, what was read into them)"""
+
+
+class PassedReadings:
+    """All streams' readings that belong to no frame."""
+
+    def __init__(self, driver: Device, do: Callable[..., Any]) -> None:
+        """`do(method, ...)` has a Reader (device_reader.py) do something."""
+        self._driver = driver
+        self._do = do
+        self._streams: dict[StreamKey, _StreamRows] = {}
+        self.unseen = False
+        """Something was not read, or its numbers are lost."""
+
+    def read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[Reading, list[torch.Tensor]] | None:
+        """Start to read. Returns the reading and the tensors that it is of; None if there is nothing to read, or a
+        graph is captured."""
+        return without_modes(self._read, tensors, about)
+
+    def _read(self, tensors: Sequence[torch.Tensor], about: Any) -> tuple[Reading, list[torch.Tensor]] | None:
+        if self._driver.is_capturing():
+            self.unseen = True
+            return None
+        found = [(each, source) for each in tensors if (source := self._source(each, tensors[0].device)) is not None]
+        if not found:
+            return None
+        reading = Reading(about)
+        device = found[0][0].device
+        for first in range(0, len(found), _CAPACITY):
+            self._launch([source for _, source in found[first : first + _CAPACITY]], reading, device)
+        return reading, [tensor for tensor, _ in found]
+
+    def _source(self, tensor: torch.Tensor, device: torch.device) -> Source | None:
+        if not tensor.dtype.is_floating_point or not tensor.numel():
+            return None
+        source = source_of(tensor) if tensor.device == device and self._driver.holds(tensor) else None
+        self.unseen |= source is None
+        return source
+
+    def _launch(self, sources: list[Source], reading: Reading, device: torch.device) -> None:
+        key = self._driver.stream_key(device)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = _StreamRows(device, self._driver.stream(device))
+        with self._driver.use(key, stream.stream):
+            if stream.used + len(sources) > _CAPACITY:
+                self._send(stream)
+            if stream.rows is None:
+                with torch.inference_mode(False):
+                    stream.rows = self._driver.rows(fresh_rows(_CAPACITY, device))
+            first, stream.used = stream.used, stream.used + len(sources)
+            stream.read.append((reading, first, stream.used))
+            reading.missing += len(sources)
+            if len(sources) == 1:
+                self._do("read", sources[0], stream.rows, first, False)
+            else:
+                self._do("read_many", Readings([Waiting(sources, first, False)], device), stream.rows)
+
+    def flush(self) -> None:
+        """Start the copies of all that was read. Does nothing while the user captures a graph."""
+        without_modes(self._flush)
+
+    def _flush(self) -> None:
+        for key, stream in self._streams.items():
+            if stream.read:
+                with self._driver.use(key, stream.stream):
+                    if not self._driver.is_capturing():
+                        self._send(stream)
+
+    def _send(self, stream: _StreamRows) -> None:
+        rows, stream.rows = stream.rows, None  # after an error they are not reset, and must not be read into
+        read, stream.read = stream.read, []
+        count, stream.used = stream.used, 0
+        try:
+            if len(stream.flying) >= _MOST_FLYING:
+                raise RuntimeError("the device does not bring its numbers")
+            assert rows is not None
+            packed = self._do("pack", rows[:count], count)
+            staging = self._driver.staging(*packed.shape, dtype=packed.dtype)
+            self._driver.copy(packed, staging)
+            stream.flying.append((self._driver.record(stream.stream), packed, staging, read))
+            stream.rows = rows  # `pack` has reset them
+        except Exception:
+            self._lose(read)
+            if len(stream.flying) < _MOST_FLYING:
+                raise
+
+    def collect(self) -> list[Reading]:
+        """Those whose numbers have come since the last call and are not all finite, in the order of reading."""
+        return without_modes(self._collect)
+
+    def _collect(self) -> list[Reading]:
+        found: list[Reading] = []
+        if self._driver.is_capturing():  # a query would break the user's capture
+            return found
+        for key, stream in self._streams.items():
+            if not stream.flying:
+                continue
+            with self._driver.use(key, stream.stream):
+                try:
+                    while stream.flying and self._driver.query(stream.flying[0][0]):
+                        _, _, staging, read = stream.flying.popleft()
+                        found += self._arrived(staging.numpy(), read)
+                except Exception:  # the device has failed: the user's next call will raise the same error
+                    for *_, read in stream.flying:
+                        self._lose(read)
+                    stream.flying.clear()
+        return found
+
+    @staticmethod
+    def _arrived(numbers: Any, read: list[tuple[Reading, int, int]]) -> list[Reading]:
+        for reading, first, end in read:
+            reading.parts.append(numbers[first:end])
+            reading.missing -= end - first
+        if not (numbers[:, 2] & _NOT_FINITE).any() and all(len(reading.parts) == 1 for reading, _, _ in read):
+            return []
+        return [reading for reading, _, _ in read if not reading.missing and _is_bad(reading)]
+
+    def _lose(self, read: list[tuple[Reading, int, int]]) -> None:
+        self.unseen = True
+        for reading, _, _ in read:
+            reading.is_lost = True
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether numbers have not come."""
+        return any(stream.read or stream.flying for stream in self._streams.values())
+
+    def close(self) -> None:
+        """Wait for the outstanding copies: their memory may go then."""
+        for key, stream in self._streams.items():
+            with self._driver.use(key, stream.stream):
+                try:
+                    self._driver.synchronize(stream.stream)
+                except Exception:  # the device has failed
+                    stream.flying.clear()
+        self._streams.clear()
+
+
+def _is_bad(reading: Reading) -> bool:
+    return any(bool((part[:, 2] & _NOT_FINITE).any()) for part in reading.parts)
