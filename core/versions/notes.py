@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 
-from .torch_names import NAMES, NEWEST, Release
+from .torch_names import COMPILED, NAMES, NEWEST, Release
 
-LIMITS: tuple[tuple[Release, str], ...] = ()
-"""(the last release of which it holds, what is not seen with it), where no name is missing."""
+LIMITS: tuple[tuple[Release, Release, str], ...] = (
+    ((2, 5), (2, 7), COMPILED),
+    ((2, 8), (2, 12), "gradients inside of compiled modules are not looked into"),
+)
+"""(the first and the last release of which it holds, what is not seen), where no name is missing: compile/views.py."""
 
 
 def release_of(version: str) -> Release | None:
@@ -27,7 +30,7 @@ def release_of(version: str) -> Release | None:
 def not_seen_with(release: Release) -> list[str]:
     """What is not seen with a known release, each thing once."""
     lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
-    lost += [sentence for last, sentence in LIMITS if release <= last]
+    lost += [sentence for first, last, sentence in LIMITS if first <= release <= last]
     return list(dict.fromkeys(lost))
 
 

@@ -9,6 +9,7 @@ from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.core.versions.notes import notes_on
 from gpuwatch.launcher import say
+from gpuwatch.worker.compile.views import compiled_views
 
 NEWER = "torch 9.1 is newer than the newest that gpuwatch was tried with"
 
@@ -31,3 +32,10 @@ def test_it_is_a_line_at_the_start(monkeypatch, capsys, version, lines):
     found = capsys.readouterr().err.splitlines()
     assert found == [f"gpuwatch: {note}" for note in notes_on(version)]
     assert len(found) == lines
+
+
+@pytest.mark.parametrize("release", [f"2.{minor}" for minor in range(5, 16)])
+def test_what_is_told_of_compiled_modules_is_what_is_traced_into_them(release):
+    found = compiled_views(f"{release}.0").missing
+    told = [part for note in notes_on(f"{release}.0") for part in note.removeprefix(f"torch {release}: ").split("; ")]
+    assert [part for part in told if "compiled modules" in part] == [found.partition(": ")[2]] * bool(found)
