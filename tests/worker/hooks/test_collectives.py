@@ -579,6 +579,13 @@ note("again")
         assert found["alone"]["received"] == found["again"]["received"] == {"0": {str(1 - rank): 3}}
 
 
+def test_every_operation_of_this_torchs_process_groups_is_known():
+    """A new release adds some, as 2.15 has added gather_single."""
+    kinds = re.compile(r"^_?(all|broadcast|reduce|gather|scatter|send|recv|barrier|monitored)")
+    found = {name for name in vars(torch.distributed.ProcessGroup) if kinds.match(name) and "sequence" not in name}
+    assert found <= {method.name for method in hooks.METHODS}
+
+
 @BOTH
 @pytest.mark.slow
 @pytest.mark.sample(1)
