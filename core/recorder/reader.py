@@ -66,10 +66,14 @@ class RecorderReader:
     Any bytes may be in the file: what is whole is read, what is damaged is counted and left out. It is read, not
     mapped: behind the end of a file that was cut short, a mapping kills its process. Whatever reads here raises
     CutShort then, or another OSError where the disk fails.
+
+    With `even_damaged` the rest is read also where the fixed numbers of the head are damaged (`head_is_damaged`): the
+    log, the pages and the codes that decide have checks of their own.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, even_damaged: bool = False) -> None:
         self.path = path
+        self._even_damaged = even_damaged
         self._is_earlier = False
         self._file = OwnDescriptor(path, os.O_RDONLY | os.O_NONBLOCK)
         self._fd = self._file.number
@@ -88,7 +92,8 @@ class RecorderReader:
         if header[Field.MAGIC] != layout.MAGIC or header[Field.VERSION] not in _VERSIONS:
             raise NotReady(f"{self.path} is not a recorder of version {layout.VERSION}")
         self._is_earlier = header[Field.VERSION] == layout.EARLIER_VERSION
-        if not self._is_earlier and header[Field.CHECK] != layout.check_of(header):
+        self.head_is_damaged = not self._is_earlier and header[Field.CHECK] != layout.check_of(header)
+        if self.head_is_damaged and not self._even_damaged:
             raise NotReady(f"{self.path} has a damaged header, or one that is being written")
         self._log_bytes, self._segments = self._sizes(header, found.st_size)
         self._segments_at = layout.HEADER_BYTES + self._log_bytes

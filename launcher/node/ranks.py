@@ -95,6 +95,7 @@ class RankWatch:
         self.attempt = attempt
         self.pid = pid
         self.ended = False
+        self._even_damaged = False
         self._path = folder / file_name(rank, attempt)
         self._reader: RecorderReader | None = None
         self._wanted: dict[tuple[str, int, int], _Wanted] = {}
@@ -170,12 +171,16 @@ class RankWatch:
 
     def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
         """The process has ended: read the rest, and send its last pages, its last state and where it was."""
+        self._even_damaged = True  # nobody writes it any more: its head will not get better
         messages = self.poll(now)
         self.ended = True
         bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
         reader = self._reader
         if reader is None:
             return [*messages, bare]
+        if reader.head_is_damaged:
+            note = f"the head of the recorder of {rank_name(self.rank)} is damaged"
+            messages.append(EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note)))
         if not self._broken:
             try:
                 return [*messages, *self._end(reader, code, by, now)]
@@ -352,7 +357,7 @@ class RankWatch:
     def _open(self) -> RecorderReader | None:
         if self._reader is None:
             try:
-                reader = RecorderReader(self._path)
+                reader = RecorderReader(self._path, even_damaged=self._even_damaged)
             except (OSError, NotReady):
                 return None
             if not is_rank(self.rank) and reader.pid == self.pid:
