@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import os
 import re
 import shutil
@@ -24,6 +25,8 @@ FOLDER = ROOT / "build" / "matrix"
 PAGE = ROOT / "docs" / "versions.md"
 
 TORCH = ("2.5.1", "2.8.0", "2.11.0", "2.13.0", "2.14.1", "2.15.0")
+PINNED = "2.13.0"
+"""By constraints.txt: all other tests run with it."""
 PYTHON = "python3.11"
 """Each torch is tried with it."""
 OTHER_PYTHONS = ("python3.10", "python3.12", "python3.13", "python3.14")
@@ -95,6 +98,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", default="", help=f"releases, with commas between them ({', '.join(TORCH)})")
     parser.add_argument("--python", default="", help=f"interpreters ({PYTHON}; with the newest torch the others, too)")
+    parser.add_argument("--turn", default="", help="draws one more of the releases: CI takes the commit")
     parser.add_argument("--short", action="store_true", help="a minute of tests: attach, hooks, compile, one overflow")
     parser.add_argument("--remove", action="store_true", help="remove each environment after its run")
     parser.add_argument("--no-page", action="store_true", help="leave docs/versions.md as it is")
@@ -106,6 +110,9 @@ def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
     """(torch, python) to be tried."""
     torches, pythons = args.torch.split(",") if args.torch else TORCH, args.python.split(",") if args.python else []
     found = [(torch, python) for torch in torches for python in pythons or [PYTHON]]
+    if args.turn:  # one of the others, another one for each commit
+        others = [torch for torch in TORCH[:-1] if torch != PINNED]
+        found.append((others[int(hashlib.sha256(args.turn.encode()).hexdigest(), 16) % len(others)], found[0][1]))
     if not args.torch and not args.python:
         found += [(TORCH[-1], python) for python in OTHER_PYTHONS]
     return found

@@ -29,6 +29,8 @@ def test_every_page_arrives_and_every_overflow_is_named(ranks, tmp_path):
     assert f"| {ranks} |" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.sample(1)
 def test_with_a_stopped_collector_no_event_is_lost_and_the_counters_add_up(tmp_path):
     options = ["--ranks", 16, "--pages", 12, "--rate", 6, "--frames", 40, "--anomalies", 1, "--stopped", 0.5]
     paths = ["--json", tmp_path / "figures.json", "--folder", tmp_path]

@@ -11,7 +11,7 @@ NEARLY = 8
 """A module may find so many frames more: what a hook of ours takes at once."""
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["launch", "run"])
 def test_it_is_as_deep_as_without_gpuwatch(bench, way):

@@ -61,6 +61,8 @@ def test_without_torch_run_runs_what_needs_none(bench, python_without_torch):
     assert "ModuleNotFoundError: No module named 'torch'" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="an incomplete Python")
 def test_a_rank_whose_python_has_no_torch_fails_as_it_does_under_torchrun(bench, python_without_torch):
     (bench.cwd / "train.py").write_text("print('hello')\nimport torch\n")
     environment = {"PYTHON_EXEC": python_without_torch}
@@ -71,6 +73,8 @@ def test_a_rank_whose_python_has_no_torch_fails_as_it_does_under_torchrun(bench,
     assert watched.verdict["kind"] == "crash"
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="an incomplete Python")
 def test_a_rank_whose_python_has_nothing_of_ours_goes_on_unwatched(bench):
     venv.create(bench.cwd / "bare", with_pip=False)
     python = str(bench.cwd / "bare" / "bin" / "python")
@@ -85,6 +89,8 @@ def test_a_rank_whose_python_has_nothing_of_ours_goes_on_unwatched(bench):
     assert f"gpuwatch: expected msgspec in {python}, found none: install gpuwatch there\n" in watched.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.sample(2, of="an incomplete Python")
 def test_without_the_part_in_c_that_is_said_once(bench):
     linked_package(bench.cwd / "library", without="core")
     (bench.cwd / "train.py").write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(2)).shape)\n")
