@@ -16,6 +16,7 @@ import torch
 from gpuwatch.core.errors import OverflowDetected
 from gpuwatch.core.recorder.layout import Field, RankPhase
 from gpuwatch.core.records import Ignored
+from gpuwatch.worker.compile.views import compiled_views
 from gpuwatch.worker.hooks import forward as hooks_module
 from needs import needs
 from torch import nn
@@ -804,6 +805,7 @@ def test_functional_transforms_work(watch):
 
 
 @compiles
+@pytest.mark.skipif(not compiled_views().rows, reason=compiled_views().missing)
 def test_the_inside_of_a_compiled_model_is_seen(watch):
     watched = watch(on_overflow="continue")
     torch._dynamo.reset()
