@@ -101,6 +101,7 @@ def both(tmp_path, request):
         finally:
             for process in ranks:
                 process.kill()
+                process.communicate()
         found = [json.loads((Path(tmp_path) / f"shown-{rank}").read_text()) for rank in range(2)]
         assert [faults for _, faults in found] == [faulty, faulty]
         return [shown for shown, _ in found]
@@ -353,9 +354,14 @@ assert kept[0]() is None
 def test_a_closed_recorder_is_a_fault_and_the_collectives_go_on(both):
     both(
         """
+collectives.detach()
+table = GroupTable(RecorderWriter(folder / f"closed-{rank}", rank=rank, local_rank=rank, world_size=2, attempt=0))
+collectives = Collectives(table, lambda part, error: faults.append(repr(error)), native=sys.argv[3] == "native")
+collectives.attach()
 dist.all_reduce(x)
-table._fields.release(); table._header.release(); table._view.release(); reader.close()
+table._fields.release(); table._header.release(); table._view.release()
 table.memory.close()
+assert table.memory.closed
 dist.all_reduce(x)
 assert x[0] == 4
 assert len(faults) == 1 and "closed" in faults.pop(), faults
