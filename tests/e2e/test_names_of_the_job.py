@@ -70,7 +70,7 @@ def both(bench, way, script, **environment):
     return json.loads(watched.stdout)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("way", ["off", "quick", "run"])
 def test_nothing_is_imported_from_the_working_folder(bench, way):
