@@ -183,8 +183,8 @@ def _is_gone(pid: str, began: str, namespace: str, boot: str = "", host: str = "
     now = _began(int(pid))
     if not boot:  # of an earlier version: the time of its clock, which may have been set since
         return float(began) > 0 and now == 0
-    if boot != _boot():
-        return "-" not in (boot, _boot()) and host == host_name()  # else it is another host's, with the same disk
+    if boot != (here := _boot()):
+        return "-" not in (boot, here) and host == host_name()  # else it is another host's, with the same disk
     return int(began) > 0 and now is not None and now != int(began)
 
 

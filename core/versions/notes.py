@@ -10,11 +10,8 @@ import re
 
 from .torch_names import COMPILED, NAMES, NEWEST, Release
 
-LIMITS: tuple[tuple[Release, Release, str], ...] = (
-    ((2, 5), (2, 7), COMPILED),
-    ((2, 8), (2, 12), "gradients inside of compiled modules are not looked into"),
-)
-"""(the first and the last release of which it holds, what is not seen), where no name is missing: compile/views.py."""
+ROWS_SINCE, GRADIENTS_SINCE = (2, 8), (2, 13)
+"""The first releases whose graphs show inputs and outputs, and gradients: worker/compile/views.py has the reasons."""
 
 
 def release_of(version: str) -> Release | None:
@@ -30,8 +27,15 @@ def release_of(version: str) -> Release | None:
 def not_seen_with(release: Release) -> list[str]:
     """What is not seen with a known release, each thing once."""
     lost = [one.lost for one in NAMES if not one.instead and not one.is_in(release)]
-    lost += [sentence for first, last, sentence in LIMITS if first <= release <= last]
-    return list(dict.fromkeys(lost))
+    compiled = not_seen_of_compiled(release)
+    return list(dict.fromkeys([*lost, compiled] if compiled else lost))
+
+
+def not_seen_of_compiled(release: Release) -> str:
+    """What a graph of torch.compile does not show with a release, which may be unknown; "" if it shows all."""
+    if not ROWS_SINCE <= release <= NEWEST:
+        return COMPILED
+    return "gradients inside of compiled modules are not looked into" if release < GRADIENTS_SINCE else ""
 
 
 def notes_on(version: str) -> list[str]:

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.versions.notes import release_of
+from ...core.versions.notes import GRADIENTS_SINCE, ROWS_SINCE, not_seen_of_compiled, release_of
 from ...core.versions.torch_names import NEWEST
 
-_ROWS_SINCE = (2, 8)
-_GRADIENTS_SINCE = (2, 13)
 _THROUGH_DATA_SINCE = (2, 15)
 
 
@@ -44,10 +42,7 @@ class CompiledViews:
 def compiled_views(version: str = torch.__version__) -> CompiledViews:
     """What can be seen of compiled modules with this version of torch."""
     release = release_of(version) or (0, 0)
-    rows = _ROWS_SINCE <= release <= NEWEST
-    gradients = rows and release >= _GRADIENTS_SINCE
-    missing = ""
-    if not gradients:
-        what = "gradients inside of compiled modules" if rows else "compiled modules"
-        missing = f"torch {release[0]}.{release[1]}: {what} are not looked into"
-    return CompiledViews(rows, gradients, rows and release >= _THROUGH_DATA_SINCE, missing)
+    rows = ROWS_SINCE <= release <= NEWEST
+    lost = not_seen_of_compiled(release)
+    missing = f"torch {release[0]}.{release[1]}: {lost}" if lost else ""
+    return CompiledViews(rows, rows and release >= GRADIENTS_SINCE, rows and release >= _THROUGH_DATA_SINCE, missing)

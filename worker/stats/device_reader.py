@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ...core.values import COUNTED, INF_BITS, MIN_NORMAL_BITS, SHARE, Encoding, NonFinite
-from ...core.versions.torch_names import name_in_torch
 from ..without_modes import without_modes
-from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, to_plain, version_of
+from .tensor_stats import CODES, FLOATS, LOW_PRECISION, has_memory, is_wrapped, to_plain, version_of
 
 try:
     from ..native.core import readings as _native_readings
@@ -63,7 +62,6 @@ KINDS = _kinds()
 DTYPES = {CODES[dtype]: dtype for dtype in KINDS}
 """Code of a dtype (core/values.py) -> the dtype, for those that a reader knows."""
 _TENSOR, _PARAMETER, _STRIDED = torch.Tensor, torch.nn.Parameter, torch.strided
-_is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 
 
 class Source(NamedTuple):
@@ -110,7 +108,7 @@ def source_of(tensor: torch.Tensor) -> Source | None:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
     """As `to_plain`, but without waiting, and without a conversion if the reader knows the dtype."""
-    if _is_wrapped(tensor):
+    if is_wrapped(tensor):
         return None
     cls = type(tensor)
     plain = (cls is _TENSOR or cls is _PARAMETER) and tensor.layout is _STRIDED and not tensor.is_nested

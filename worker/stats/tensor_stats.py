@@ -74,7 +74,7 @@ FLOATS = {
 }
 
 _TENSOR, _PARAMETER = torch.Tensor, torch.nn.Parameter
-_is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+is_wrapped = name_in_torch("torch._C._functorch.is_functorch_wrapped_tensor", lambda tensor: False)
 _has_storage = name_in_torch("torch._C._has_storage", lambda tensor: True)
 _MEASURED = int(RowKind.MEASURED)
 _new: Callable[[type[TensorStats], tuple[int, int, int, int]], TensorStats] = tuple.__new__
@@ -270,7 +270,7 @@ def to_plain(tensor: torch.Tensor) -> torch.Tensor | None:
     Sparse: the stored values. Nested: the values of all parts. Quantized: the dequantized values. DTensor: the local
     shard. Complex: the magnitudes. float8: converted to float32, which is exact.
     """
-    if tensor.device.type == "meta" or _is_wrapped(tensor):
+    if tensor.device.type == "meta" or is_wrapped(tensor):
         return None
     if hasattr(tensor, "_local_tensor"):
         tensor = tensor._local_tensor
