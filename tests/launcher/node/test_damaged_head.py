@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -99,32 +101,35 @@ byte_runs = st.binary(min_size=1, max_size=64) | st.integers(0, 255).flatmap(
 )
 
 
-@given(at=st.integers(0, HEAD_BYTES - 1), data=byte_runs, late=st.booleans())
-def test_no_bytes_accuse_a_healthy_rank(at, data, late):
+anywhere = given(at=st.integers(0, HEAD_BYTES - 1), data=byte_runs, late=st.booleans())
+
+
+@contextmanager
+def damaged(at: int, data: bytes, *, overflows: bool, late: bool) -> Iterator[tuple[Path, RankWatch]]:
+    """The folder of a recorder with other bytes in its head, and who reads it; `late`: from before the damage."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        writer = record(path, overflows=False)
+        writer = record(path, overflows=overflows)
         watch = RankWatch(path, 0, 0, 0, 1, [])
         if late:
             watch.poll(0.0)
         damage(writer, at, data)
+        yield path, watch
+        writer.close()
+
+
+@anywhere
+def test_no_bytes_accuse_a_healthy_rank(at, data, late):
+    with damaged(at, data, overflows=False, late=late) as (path, watch):
         assert told_by_the_launch(path) == ""
         assert not _aborted(path / file_name(0, 0))
         assert verdict(path, watch) in ("clean", "unknown")
-        writer.close()
 
 
-@given(at=st.integers(0, HEAD_BYTES - 1), data=byte_runs, late=st.booleans())
+@anywhere
 def test_no_bytes_make_an_overflow_clean(at, data, late):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        writer = record(path, overflows=True)
-        watch = RankWatch(path, 0, 0, 0, 1, [])
-        if late:
-            watch.poll(0.0)
-        damage(writer, at, data)
+    with damaged(at, data, overflows=True, late=late) as (path, watch):
         assert verdict(path, watch) != "clean"
-        writer.close()
 
 
 @pytest.mark.parametrize("field", [*map(Field, range(Field.VERSION, Field.CHECK + 1))], ids=lambda field: field.name)
