@@ -234,10 +234,10 @@ def read_from_collector(line: bytes) -> FromCollector:
 
 def read_config(fd: int, kind: type[Config]) -> Config | None:
     """The first line of a child's stdin, and not a byte more. None if the launch died before it wrote the line."""
-    line = b""
+    line = bytearray()  # a command line may be 2 MB
     while not line.endswith(b"\n"):
         byte = os.read(fd, 1)
         if not byte:
             return None
         line += byte
-    return from_json(line, kind)
+    return from_json(bytes(line), kind)

@@ -5,8 +5,9 @@
 
 So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Credit is free again
 when the collector has taken a message from its socket; the message is kept until it is stored. Pages take bounded
-memory: one that nothing needs is dropped first, then the oldest. It is counted, and the spool has it. Histories and
-telemetry may be dropped likewise. Nothing else is ever dropped.
+memory: one that nothing needs is dropped first, then the oldest, and last of all those of the batches that were needed
+first: the verdict is about these. It is counted, and the spool has it. Histories and telemetry may be dropped likewise.
+Nothing else is ever dropped.
 
 A page is needed if it is of a batch in which a rank has met something, or among the last of its rank.
 
@@ -30,12 +31,14 @@ from ...core.wire.messages import (
     envelope,
 )
 
-PAGE_BYTES = 32 << 20
+PAGE_BYTES = 12 << 20
 """Pages that wait for credit, and those that were sent and are not stored, may take so much memory together."""
 OTHER_BYTES = 8 << 20
 """So much of it those may take that wait and that nothing needs."""
 _MOST_NEEDED = 512
 """Batches that are remembered as needed; the oldest are forgotten."""
+_FIRST_NEEDED = 4
+"""Of each attempt: an overflow's batch, and those before it."""
 
 
 class _Waiting(NamedTuple):
@@ -57,6 +60,7 @@ class Outbox:
         self._others: deque[_Waiting] = deque()
         """Pages that nothing needs."""
         self._needed_batches: dict[tuple[int, int], None] = {}
+        self._first_needed: set[tuple[int, int]] = set()
         self._page_bytes = self._other_bytes = 0
         """Of all that waits, and of what nothing needs of it."""
         self._bye: bytes | None = None
@@ -97,7 +101,10 @@ class Outbox:
 
     def need(self, attempt: int, batch: int) -> None:
         """A rank has met something in this batch: the pages of it go first, and are dropped last."""
-        self._needed_batches[attempt, batch] = None
+        if (attempt, batch) not in self._needed_batches:
+            if sum(of == attempt for of, _ in self._first_needed) < _FIRST_NEEDED:
+                self._first_needed.add((attempt, batch))
+            self._needed_batches[attempt, batch] = None
         if len(self._needed_batches) > _MOST_NEEDED:
             del self._needed_batches[next(iter(self._needed_batches))]
         found = [page for page in self._others if page.of == (attempt, batch)]
@@ -125,18 +132,22 @@ class Outbox:
         while len(self._others) > 1 and self._other_bytes > self._other_limit:
             self._drop(self._others)
         while self._page_bytes + self._kept_bytes > self._page_limit and len(self._needed) + len(self._others) > 1:
-            # of one kind alone the newest is what is asked about
-            self._drop(self._others if self._others and (self._needed or len(self._others) > 1) else self._needed)
+            if self._others and (self._needed or len(self._others) > 1):
+                self._drop(self._others)
+            else:
+                later = (n for n, each in enumerate(self._needed) if each.of not in self._first_needed)
+                self._drop(self._needed, next(later, -1))
 
-    def _drop(self, pages: deque[_Waiting]) -> None:
-        self._count_dropped(self._take(pages))
+    def _drop(self, pages: deque[_Waiting], number: int = 0) -> None:
+        self._count_dropped(self._take(pages, number))
 
     def _count_dropped(self, page: _Waiting) -> None:
         if page.rank != -1:
             self.pages_dropped[page.rank] = self.pages_dropped.get(page.rank, 0) + 1
 
-    def _take(self, pages: deque[_Waiting]) -> _Waiting:
-        page = pages.popleft()
+    def _take(self, pages: deque[_Waiting], number: int = 0) -> _Waiting:
+        page = pages[number]
+        del pages[number]
         self._page_bytes -= len(page.data)
         self._other_bytes -= len(page.data) if pages is self._others else 0
         return page

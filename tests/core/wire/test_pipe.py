@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import get_args
 
@@ -120,6 +121,18 @@ def test_the_config_is_read_and_not_a_byte_of_the_next_line(config):
     os.close(writing)
     assert pipe.read_config(reading, type(config)) == config
     assert os.read(reading, 100) == b"rest"
+    os.close(reading)
+
+
+def test_the_config_of_a_command_line_of_2_mb_is_read():
+    """It took minutes: each byte copied all before it."""
+    config = msgspec.structs.replace(AGENT_CONFIG, command=["x" * 100] * 20_000)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as sink:
+        telling = threading.Thread(target=pipe.write_line, args=(sink, config))
+        telling.start()
+        assert pipe.read_config(reading, pipe.AgentConfig) == config
+        telling.join()
     os.close(reading)
 
 

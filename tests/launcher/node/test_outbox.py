@@ -343,3 +343,16 @@ def test_what_nothing_needs_is_dropped_first():
         outbox.put(page(number, rank=1))
     assert outbox.pages_dropped == {1: 5}
     assert numbers(outbox) == [0, 1, 2, 8, 9]
+
+
+def test_the_pages_of_the_first_overflow_outlive_those_of_later_ones():
+    """With `--on-overflow continue` each batch has one, and the verdict is about the first."""
+    outbox = Outbox(page_bytes=11_500)
+    outbox.acknowledged(0, 0)
+    for number in range(20):
+        outbox.need(0, number // 2)
+        outbox.put(page(number // 2, rank=number % 2))
+    assert numbers(outbox) == [0, 0, 1, 1, 2, 2, 3, 3, 9, 9]
+    outbox.put(page(10), needed=True)
+    assert numbers(outbox) == [0, 0, 1, 1, 2, 2, 3, 3, 9, 10]
+    assert outbox.pages_dropped == {0: 6, 1: 5}
