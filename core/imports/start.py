@@ -59,4 +59,8 @@ def _run_unwatched(words: "list[str]") -> None:
         os.execv(sys.executable, [sys.executable, "-u", *words])
 
 
-_main()
+try:
+    _main()
+except KeyboardInterrupt:  # of the script's own it is told with its traceback: worker/script.py
+    sys.excepthook = lambda *_: None
+    raise

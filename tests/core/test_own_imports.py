@@ -1,7 +1,12 @@
 """In a process that gpuwatch and a script share, each finds its own module of a name."""
 
+import os
+import signal
 import subprocess
 import sys
+
+import pytest
+from gpuwatch.core.imports.own_imports import OWN_START
 
 PROGRAM = """
 import sys
@@ -47,3 +52,31 @@ def test_each_finds_its_own(tmp_path):
     (tmp_path / "script.py").write_text(PROGRAM)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("well\n", "")
+
+
+INTERRUPTED = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Interrupts(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "gpuwatch.worker.session":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("-u", "-B")], ids=["plain", "as torchrun starts it"])
+def test_a_rank_that_is_interrupted_before_its_script_begins_shows_no_traceback_of_ours(tmp_path, flags):
+    """Its end is that of an interrupted Python."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, *flags, OWN_START, "-mgpuwatch.worker", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
