@@ -1,6 +1,7 @@
 """What a collector takes: R simulated ranks, 8 to a node agent, with the product's own agents, sockets and messages.
 
-    python benchmarks/collector.py [--ranks 8,64,512] [--pages N] [--rate R] [--frames N] [--anomalies N] [--stopped S]
+    python benchmarks/collector.py [--ranks 8,64,512] [--pages N] [--rate R] [--frames N] [--anomalies N]
+                                   [--stopped S] [--share F] [--at-once N]
 
 Each rank sends N pages, R a second if the machine can. Then some ranks meet an overflow, one after another and each
 earlier in the training than the one before, so that the verdict moves each time: the time from the event to the
@@ -8,8 +9,9 @@ verdict in the collector's log is measured. Then all ranks end, and the reports 
 product's own process; its processor time and memory are those that the system has counted.
 
 With `--stopped S` the collector is stopped (SIGSTOP) for S seconds after a third of the pages. A rank meets an overflow
-meanwhile, and the verdict is waited for once the collector goes on. The first overflow after the pages does not wait
-until the backlog is gone.
+meanwhile, and the verdict is waited for once the collector goes on. With `--share F` the collector may run for F of
+each tenth of a second, and is stopped for the rest. With `--at-once N` so many ranks overflow together after the pages.
+With any of them the first overflow after the pages does not wait until the backlog is gone.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -50,6 +53,8 @@ from simulated_ranks import Model, NoGpus, SimulatedRank
 RANKS_PER_NODE = 8
 JOB = "benchmark"
 PATIENCE_S = 1800.0
+PERIOD_S = 0.1
+"""As the kernel counts a container's share of a processor."""
 _VERDICT = re.compile(r"^(\S+) the verdict so far: .*?\brank (\d+)", re.IGNORECASE)
 
 
@@ -133,6 +138,8 @@ class Collector:
         self._process = psutil.Process(self._child.pid)
         self.peak_rss = 0
         self._last = 0.0
+        self._holding: threading.Thread | None = None
+        self._let_go = threading.Event()
 
     def cpu_s(self) -> float:
         """User and system time so far; notes its memory, too."""
@@ -148,8 +155,27 @@ class Collector:
         """Stop it, or let it go on."""
         self._process.send_signal(number)
 
+    def hold_to(self, share: float) -> None:
+        """From now on it runs for such a share of each period only; 1 is always."""
+        if self._holding is not None:
+            self._let_go.set()
+            self._holding.join()
+            self._holding = None
+        if share < 1:
+            self._let_go.clear()
+            self._holding = threading.Thread(target=self._hold_to, args=(share,), daemon=True)
+            self._holding.start()
+
+    def _hold_to(self, share: float) -> None:
+        while not self._let_go.is_set():
+            self.signal(signal.SIGSTOP)
+            self._let_go.wait((1 - share) * PERIOD_S)
+            self.signal(signal.SIGCONT)
+            time.sleep(share * PERIOD_S)
+
     def end(self) -> None:
         """After the verdict, or instead of one."""
+        self.hold_to(1.0)
         assert self._child.stdin is not None
         self._child.stdin.close()
         self._child.wait()
@@ -164,6 +190,10 @@ class Collector:
             if time.monotonic() > deadline:
                 sys.exit(f"the collector has named rank {rank} in no verdict within {PATIENCE_S:.0f} s")
             time.sleep(0.02)
+
+    def first_named(self, rank: int) -> float:
+        """When its log has named the rank first."""
+        return min(when for when, named in self.verdicts() if named == rank)
 
     def verdicts(self) -> list[tuple[float, int]]:
         """(time, rank) of the verdicts in its log."""
@@ -279,7 +309,15 @@ def held_bytes(agent: Agent) -> int:
 
 
 def measure(
-    ranks: int, pages: int, rate: float, frames: int, anomalies: int, folder: Path, stopped: float = 0.0
+    ranks: int,
+    pages: int,
+    rate: float,
+    frames: int,
+    anomalies: int,
+    folder: Path,
+    stopped: float = 0.0,
+    share: float = 1.0,
+    at_once: int = 0,
 ) -> Figures:
     """One job of so many ranks."""
     figures = Figures(ranks)
@@ -294,6 +332,7 @@ def measure(
         began, cpu, own = time.monotonic(), collector.cpu_s(), time.process_time()
         raised: list[tuple[float, int]] = []
         stop_at = began + pages / rate / 3 if stopped else math.inf
+        collector.hold_to(share)
         goes_on = 0.0
         for number in range(pages):
             if time.monotonic() >= stop_at and not figures.stopped_s:
@@ -315,10 +354,14 @@ def measure(
             collector.cpu_s()
         nodes.weigh()
         drained = time.monotonic()
-        if stopped:
+        if stopped or share < 1 or at_once:
             collector.signal(signal.SIGCONT)
-            raised.append((overflow(nodes, ranks // 2 + 1, 1_500_000), ranks // 2 + 1))
-            collector.await_verdict(ranks // 2 + 1, nodes.turn)
+            first = ranks // 2 + 1
+            others = [rank for rank in range(ranks) if rank != first][: max(0, at_once - 1)]
+            last = overflow(nodes, first, 1_500_000, others)
+            collector.await_verdict(first, nodes.turn)
+            figures.last_verdict_s = collector.first_named(first) - last
+        collector.hold_to(1.0)
         nodes.settle()
         figures.drain_s = time.monotonic() - drained
         figures.seconds, figures.cpu_s = time.monotonic() - began, collector.cpu_s() - cpu
@@ -351,20 +394,23 @@ def measure(
     figures.latencies = len(took)
     if stopped and raised:
         figures.stopped_verdict_s = said[raised[0][1]] - goes_on
-        figures.last_verdict_s = said[raised[1][1]] - raised[1][0]
     if took:
         figures.latency_p50, figures.latency_p99 = took[len(took) // 2], took[min(len(took) - 1, int(len(took) * 0.99))]
     read_again(collector.run, figures)
     return figures
 
 
-def overflow(nodes: Nodes, number: int, seq: int) -> float:
-    """A rank meets one after so many collectives, in a batch that all others finish. Returns the time of the event."""
-    bad = nodes.ranks[number]
-    when = bad.overflow(seq) / 1e9
+def overflow(nodes: Nodes, number: int, seq: int, later: Sequence[int] = ()) -> float:
+    """A rank meets one after so many collectives, in a batch that all others finish. Returns the time of the event.
+
+    Ranks of `later` meet one in the same batch, after more collectives; they are heard of first.
+    """
+    for after, other in enumerate(later, 1):
+        nodes.ranks[other].overflow(seq + after)
+    when = nodes.ranks[number].overflow(seq) / 1e9
     nodes.turn()  # making the pages of the others here takes longer than on their own machines
     for rank in nodes.ranks:
-        if rank is not bad:
+        if rank.rank != number and rank.rank not in later:
             rank.next_page(seq)
     return when
 
@@ -436,9 +482,10 @@ def stopped_table(all_figures: list[Figures]) -> str:
         "|" + "---|" * 9,
     ]
     for f in all_figures:
-        if f.stopped_verdict_s is not None and f.last_verdict_s is not None:
+        if f.last_verdict_s is not None:
+            goes_on = "-" if f.stopped_verdict_s is None else f"{f.stopped_verdict_s:.2f}"
             lines.append(
-                f"| {f.ranks} | {f.stopped_s:.1f} | {f.stopped_verdict_s:.2f} | {f.last_verdict_s:.2f} | "
+                f"| {f.ranks} | {f.stopped_s:.1f} | {goes_on} | {f.last_verdict_s:.2f} | "
                 f"{f.drain_s:.1f} | {f.agent_bytes / 1e6:.1f} | {f.agents_rss / 1e6:.1f} | "
                 f"{f.recorded}, {f.pages_stored}, {f.thinned}, {f.dropped} | {f.events_sent}, {f.events_stored} |"
             )
@@ -487,6 +534,12 @@ def main() -> None:
     parser.add_argument(
         "--stopped", type=float, default=0.0, metavar="S", help="stop the collector for so many seconds (0)"
     )
+    parser.add_argument(
+        "--share", type=float, default=1.0, metavar="F", help="let the collector run for F of each 0.1 s (1)"
+    )
+    parser.add_argument(
+        "--at-once", type=int, default=0, metavar="N", help="ranks that overflow together at the end (0)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them, too: .svg or .png; needs matplotlib")
     parser.add_argument(
@@ -508,7 +561,17 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(prefix="gpuwatch-benchmark-", dir=options.folder))
         try:
             done.append(
-                measure(count, options.pages, options.rate, options.frames, options.anomalies, folder, options.stopped)
+                measure(
+                    count,
+                    options.pages,
+                    options.rate,
+                    options.frames,
+                    options.anomalies,
+                    folder,
+                    options.stopped,
+                    options.share,
+                    options.at_once,
+                )
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
