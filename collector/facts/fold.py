@@ -93,7 +93,7 @@ class Fold:
         self._heard = HeardNumbers()
         self._shelf = Shelf()
         self._names: dict[tuple[int, int], RankNames] = {}
-        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, tuple[tuple[KeptPage, int], ...]]] = {}
+        self._diagnosed: dict[tuple[int, int], tuple[Anomaly, list[tuple[int, int]]]] = {}
         """What a rank's diagnosis was made of."""
         self._inferred: set[tuple[int, int]] = set()
         """Ranks whose anomaly was seen in their pages."""
@@ -244,7 +244,7 @@ class Fold:
             rank.diagnosis = None
             return
         pages = _pages_up_to(rank.pages, rank.anomalies[0].where.page)
-        made_of = rank.anomalies[0], tuple((page, page.place_of_names) for page in pages)
+        made_of = rank.anomalies[0], [page.as_known for page in pages]
         known = self._diagnosed.get(key)
         if known is None or known[0] is not made_of[0] or known[1] != made_of[1]:
             rank.diagnosis = diagnose(rank.anomalies, {page.number: page.lazy() for page in pages})

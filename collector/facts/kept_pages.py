@@ -189,6 +189,11 @@ class KeptPage:
         return self._names.place
 
     @property
+    def as_known(self) -> tuple[int, int]:
+        """Changes when another copy of it comes, or more of its names. To compare two pages is to read both whole."""
+        return self._key, self._names.place
+
+    @property
     def is_named(self) -> bool:
         """Whether all of its names are known. Without one, a row may be an argument, a weight or an output."""
         place, named = self._named

@@ -17,7 +17,7 @@ from ..facts.fold import Fold
 from ..report.make.timeline import utc
 
 _SHARE = 0.2
-"""So much of one processor it may take for pages."""
+"""So much of one processor, and of the time where it has less than one, it may take for pages."""
 _SHARE_OF_ANOMALIES = 0.5
 """So much for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
 _MOST_SAVED_S = 1.0
@@ -61,13 +61,13 @@ class LiveVerdict:
         """Decide again, if there is something new and it is time."""
         if not self._changed or not self._is_time():
             return
-        before = self._used()
+        began, before = self._clock(), self._used()
         self._changed = self._urgent = False
         try:
             self._decide()
         finally:
-            took = self._used() - before
-            self._due = self._clock() + took / _SHARE
+            took, now = self._used() - before, self._clock()
+            self._due = now + max(took, now - began) / _SHARE
             self._saved -= took
 
     def _decide(self) -> None:

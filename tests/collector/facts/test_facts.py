@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.facts.fold import Fold, fold
+from gpuwatch.collector.facts.kept_pages import KeptPage
 from gpuwatch.core.records import Fault, NodeSignal, PeerOutcome, PreflightResult, PreflightStage
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage, Segment
 
@@ -56,6 +57,26 @@ def test_names_that_come_after_their_page_are_used_all_the_same(batch):
 def test_the_same_event_twice_counts_once(batch, make):
     messages = [*batch.messages(), make.raised(1)]
     assert facts_of(*messages, *messages).ranks == facts_of(*messages).ranks
+
+
+def test_no_page_is_read_whole_to_see_whether_a_rank_must_be_diagnosed_again(make, monkeypatch):
+    """With 50 ranks that had met something, that kept a verdict waiting for 16 s."""
+    numbers = [make.Batch(rank=1, batch=number, page=number) for number in range(3)]
+    for each in numbers:
+        each.call("fc", "Linear", given=[each.tensor()], returned=[each.tensor(make.INF if each.batch == 2 else 1.0)])
+    first, second, last = numbers
+    monkeypatch.setattr(KeptPage, "whole", lambda page: pytest.fail("a page was read whole"))
+    diagnosed = []
+    monkeypatch.setattr("gpuwatch.collector.facts.fold.diagnose", lambda anomalies, pages: diagnosed.append(set(pages)))
+    folded = Fold()
+    for n, body in enumerate([*last.messages(), first.page_message()], 1):
+        folded.add("a0", n, body)
+    for _ in range(2):
+        folded.facts()
+    folded.add("a0", 9, second.page_message())
+    for _ in range(2):
+        folded.facts()
+    assert diagnosed == [{0, 2}, {0, 1, 2}]
 
 
 def test_attempts_are_kept_apart(make):

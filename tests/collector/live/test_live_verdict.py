@@ -85,6 +85,24 @@ def test_it_takes_a_share_of_the_time_and_an_anomaly_waits_less(live, make):
     assert "Rank 1 " in live.said[-1]
 
 
+def test_where_there_is_little_of_a_processor_it_leaves_most_of_the_time_to_what_comes(live, make):
+    """A decision of 10 ms takes 0.2 s there."""
+    decide, decided = live.verdict._decide, []
+
+    def slowly() -> None:
+        decide()
+        live.clock.now += 0.2
+        decided.append(live.clock.now)
+
+    live.verdict._decide = slowly
+    live.hear(make.hello(nproc=3), *overflow(make, 2, seq=9).messages())
+    for _ in range(100):
+        live.hear(overflow(make, 1, seq=5).page_message())
+        live.verdict.tick()
+        live.clock.now += 0.05
+    assert len(decided) == 5, "0.2 s of work, then 1 s for what comes"
+
+
 def test_many_anomalies_at_once_take_half_a_processor(live, make):
     live.hear(make.hello(nproc=400))
     for rank in range(300):
