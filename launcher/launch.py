@@ -22,10 +22,10 @@ from ..core.exits import ExitCode
 from ..core.host import loopback
 from ..core.recorder.layout import file_name
 from ..core.recorder.reader import NotReady, RecorderReader
-from ..core.recorder.run_folder import RUN_VARIABLE
+from ..core.recorder.run_folder import RUN_VARIABLE, write_meeting_key
 from ..core.text.tell import flush_streams, tell
 from ..core.threads import OneThread
-from ..core.wire.keys import JobKeys
+from ..core.wire.keys import JobKeys, meeting_key
 from ..core.wire.pipe import (
     LaunchDone,
     PreflightOver,
@@ -113,6 +113,7 @@ class _Launch:
         self._nproc = nproc
         self._job = job
         self._helpers = Helpers(args, plan, keys, nproc, command, job)
+        self._meeting_key = meeting_key(keys)
         self._stop = threading.Event()
         self._end_attempt = threading.Event()
         self._any_started = False
@@ -143,6 +144,8 @@ class _Launch:
                 run_dir = self._helpers.run_dir
                 logs = run_dir / "logs" if run_dir is not None else self._scratch
                 self.settings = worker_settings(self._args, self._scratch, logs)
+                with suppress(OSError):  # the ranks meet, and seal nothing
+                    write_meeting_key(self._scratch, self._meeting_key)
                 self._helpers.start_agent(address, self._scratch, self._stop_ranks)
             say(self._what_runs())
             tell_of_torch()

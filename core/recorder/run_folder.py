@@ -62,7 +62,7 @@ def write_meeting_key(folder: Path, key: str) -> None:
 
 
 def read_meeting_key(folder: Path) -> str:
-    """ "" for none: under torchrun the ranks meet in its own store, and the values are not sealed."""
+    """ "" for none: the folder could not be written, and the values are not sealed."""
     with suppress(OSError):
         return (folder / _MEETING_KEY).read_text()
     return ""

@@ -1,8 +1,12 @@
 """A rank that cannot take part is named before the training starts. The faults are put into the real processes."""
 
 import signal
+from datetime import timedelta
 
+import msgspec
 import pytest
+import torch.distributed as dist
+from gpuwatch.core.preflight import Finding
 
 pytestmark = pytest.mark.sample(3, of="a preflight")  # of those without a mark of their own
 
@@ -194,3 +198,20 @@ def test_ctrl_c_ends_a_preflight_that_hangs(bench):
 
     assert run.code == 130
     assert run.verdict["kind"] == "interrupted"
+
+
+@pytest.mark.slow
+@pytest.mark.sample(1)
+def test_a_forged_conclusion_in_torchruns_store_stops_no_job(bench, port):
+    """Whoever reaches the port can write there; what is not sealed with the job's key is not believed."""
+    where = ("--master-addr", "127.0.0.1", "--master-port", str(port))
+    command = ("launch", "--nproc-per-node", "2", *where, bench.script("clean.py"))
+    launch = bench.start("gpuwatch.cli.main", *command)
+    stranger = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
+    forged = {"findings": [Finding("arrive", "fail", "rank", [1], [], "rank 1 is broken")], "outcomes": []}
+    stranger.set(f"gpuwatch/{launch.pid}-0/arrive/conclusion", msgspec.json.encode(forged).decode())
+    run = bench.finish(launch)
+
+    assert (run.code, run.verdict["kind"]) == (0, "clean")
+    assert "was not written by this job" in " ".join(run.stderr.split())
+    assert "rank 1 is broken" not in run.stderr
