@@ -145,6 +145,21 @@ def nothing_can_be_stored(node):
         yield
 
 
+def test_a_verdict_waits_for_no_disk(node):
+    """The store takes nothing from before the overflow until after the verdict so far; at the end it has all."""
+    until(lambda: stored(node, Definitions), "the names")
+    with nothing_can_be_stored(node):
+        node.train(0, 1, 2)
+        node.ranks[1].writer.append(ANOMALY)
+        log = node.run_dir / "logs" / "collector.log"
+        until(lambda: "the verdict so far: supported: Rank 1 " in log.read_text(), "the verdict so far")
+        assert not stored(node, EventMessage)
+    node.end_ranks()
+    verdict = node.verdict()
+    assert (verdict.exit_code, verdict.kind) == (4, "overflow"), verdict.text
+    assert any(isinstance(body.event, Anomaly) for body in stored(node, EventMessage))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_acknowledged", [True, False], ids=["hello stored", "hello not stored"])
 def test_an_agent_goes_to_no_other_run_than_its_own(make_node, is_acknowledged):

@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from .place import LAUNCH, LIGHT_RANK, TORCHRUN, Place, finish
@@ -107,3 +109,45 @@ def test_without_proc(place, hides):
         found.append((finish(place.start(module, place.script("3"), under=under)), place.losses()))
     assert found == [(0, GOOD)] * 2
     assert place.verdict()["kind"] == "clean"
+
+
+@pytest.mark.parametrize(
+    ("ends", "hides"),
+    [
+        ("well", "umount --lazy /proc"),
+        ("overflows", "umount --lazy /proc"),
+        ("is killed", "mount -t tmpfs none /proc"),
+    ],
+)
+def test_a_proc_that_goes_away_while_the_job_runs(place, ends, hides):
+    """A rank that is killed is the worst: who looks for its end finds no process any more."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespace here: not root, or in a container without the right to")
+    found = []
+    for module in (TORCHRUN, LAUNCH):
+        overflow = ["--overflow", "1", "2"] if ends == "overflows" and module is LAUNCH else []
+        process = place.start(module, place.script("3", "--waits-at", "1", *overflow), under=["unshare", "--mount"])
+        names = [f"here-1-{rank}" for rank in range(2)]
+
+        def hide(process=process, names=names) -> None:
+            while not all((place.cwd / name).exists() for name in names):
+                assert process.poll() is None
+                time.sleep(0.05)
+            subprocess.run(["nsenter", "-t", str(process.pid), "--mount", "sh", "-c", hides], check=True)
+            if ends == "is killed":
+                time.sleep(1.0)  # the launch and its agent have looked for its ranks meanwhile
+                next(each for each in psutil.Process(process.pid).children(recursive=True) if is_rank(each)).kill()
+            (place.cwd / "go").touch()
+
+        found.append((finish(process, hide), place.losses()))
+        (place.cwd / "go").unlink()
+    kind, code = {"well": ("clean", 0), "overflows": ("overflow", 4), "is killed": ("lost", 5)}[ends]
+    assert found[0] == ((0, GOOD) if ends != "is killed" else (1, {}))
+    assert found[1] == ((0, GOOD) if ends == "well" else (code, {}))
+    assert place.verdict()["kind"] == kind
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "RANK" in process.environ() and str(LIGHT_RANK) in process.cmdline()
+    return False
