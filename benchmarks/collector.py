@@ -180,10 +180,10 @@ class Collector:
         self._child.stdin.close()
         self._child.wait()
 
-    def await_verdict(self, rank: int, turn: Callable[[], None] = lambda: None) -> None:
-        """Until its log names the rank. `turn` is done meanwhile."""
+    def await_verdict(self, rank: int, since: float, turn: Callable[[], None] = lambda: None) -> None:
+        """Until its log names the rank, as it does from a time on. `turn` is done meanwhile."""
         deadline = time.monotonic() + PATIENCE_S
-        while not any(named == rank for _, named in self.verdicts()):
+        while self.first_named(rank, since) is None:
             turn()
             if self._child.poll() is not None:
                 sys.exit(f"the collector has ended with {self._child.returncode}")
@@ -191,9 +191,9 @@ class Collector:
                 sys.exit(f"the collector has named rank {rank} in no verdict within {PATIENCE_S:.0f} s")
             time.sleep(0.02)
 
-    def first_named(self, rank: int) -> float:
-        """When its log has named the rank first."""
-        return min(when for when, named in self.verdicts() if named == rank)
+    def first_named(self, rank: int, since: float) -> float | None:
+        """When its log has named the rank first, from a time on."""
+        return min((when for when, named in self.verdicts() if named == rank and when >= since - 0.001), default=None)
 
     def verdicts(self) -> list[tuple[float, int]]:
         """(time, rank) of the verdicts in its log."""
@@ -359,8 +359,8 @@ def measure(
             first = ranks // 2 + 1
             others = [rank for rank in range(ranks) if rank != first][: max(0, at_once - 1)]
             last = overflow(nodes, first, 1_500_000, others)
-            collector.await_verdict(first, nodes.turn)
-            figures.last_verdict_s = collector.first_named(first) - last
+            collector.await_verdict(first, last, nodes.turn)
+            figures.last_verdict_s = (collector.first_named(first, last) or math.inf) - last
         collector.hold_to(1.0)
         nodes.settle()
         figures.drain_s = time.monotonic() - drained
@@ -374,7 +374,7 @@ def measure(
             seq = 1_000_000 - number  # earlier in the training than the one before, whatever its batch
             raised.append((overflow(nodes, bad.rank, seq), bad.rank))
             nodes.settle()
-            collector.await_verdict(bad.rank)
+            collector.await_verdict(bad.rank, raised[-1][0])
 
         figures.events_sent = sum(rank.events for rank in nodes.ranks) + 2 * ranks
         began, cpu, own = time.monotonic(), collector.cpu_s(), time.process_time()
@@ -389,11 +389,11 @@ def measure(
         nodes.close()
         collector.end()
     figures.peak_rss = collector.peak_rss
-    said = {rank: when for when, rank in reversed(collector.verdicts())}
-    took = sorted(said[rank] - when for when, rank in raised if rank in said)
+    named = [(when, after) for when, rank in raised if (after := collector.first_named(rank, when)) is not None]
+    took = sorted(after - when for when, after in named)
     figures.latencies = len(took)
-    if stopped and raised:
-        figures.stopped_verdict_s = said[raised[0][1]] - goes_on
+    if stopped and named:
+        figures.stopped_verdict_s = named[0][1] - goes_on
     if took:
         figures.latency_p50, figures.latency_p99 = took[len(took) // 2], took[min(len(took) - 1, int(len(took) * 0.99))]
     read_again(collector.run, figures)

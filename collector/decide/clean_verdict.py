@@ -20,6 +20,11 @@ _BY_ANOTHER_PROGRAM = (
     "watched by gpuwatch run: gpuwatch run -- torchrun, with the same arguments (--no-python python train.py)."
 )
 
+_BY_THE_MODULE = (
+    "To have what goes into a compiled module and comes out looked at, compile the module, torch.compile(model), in "
+    "place of a function that calls it."
+)
+
 
 def clean_verdict(facts: RunFacts) -> Verdict:
     """No overflow, where that is proven; else what is missing for the proof."""
@@ -48,13 +53,17 @@ def _nothing_watched(facts: RunFacts) -> Verdict:
 
 def _unproven(facts: RunFacts, lacking: list[str]) -> Verdict:
     more = f", and {len(lacking) - 1} more (below)" if len(lacking) > 1 else ""
+    ranks = facts.of_attempt(facts.last_attempt)
     return Verdict(
         kind="unknown",
         statement=f"No overflow seen, but it is not proven that there was none: {lacking[0]}{more}.",
         certainty="unknown",
         attempt=facts.last_attempt,
         evidence=lacking[:_MOST_EVIDENCE] if more else [],
-        next=[_BY_ANOTHER_PROGRAM] if any(map(ran_another_program, facts.of_attempt(facts.last_attempt))) else [],
+        next=[
+            *([_BY_ANOTHER_PROGRAM] if any(map(ran_another_program, ranks)) else []),
+            *([_BY_THE_MODULE] if any(not each.around for rank in ranks for each in rank.not_looked_into) else []),
+        ],
         missing=lacking[:_MOST_EVIDENCE],
     )
 

@@ -603,6 +603,18 @@ def test_what_could_hold_an_overflow_and_was_not_heard_keeps_a_run_from_being_cl
     assert any(clause.startswith(lacking) for clause in verdict.missing), verdict.missing
 
 
+def test_a_model_that_only_compiled_code_calls_is_unknown_with_what_to_do(make):
+    hidden = [HIDDEN, *make.finished(1, batch=-1, page=-1)]
+    verdict = judge(make.hello(), *make.finished(0, last={"world_size": 2}), *hidden, make.Bye("ok"))
+    assert verdict.kind == "unknown"
+    assert verdict.missing[:2] == [
+        "rank 1 called no module",
+        "rank 1 ran compiled code of the root module (Net) that was not looked into",
+    ]
+    (step,) = verdict.next
+    assert "torch.compile(model), in place of a function that calls it" in step
+
+
 def test_a_log_without_room_for_names_alone_is_clean(make):
     """They name what was judged all the same."""
     bodies = make.finished(0, last={"records_lost": 5, "names_lost": 5})
