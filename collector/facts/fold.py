@@ -95,6 +95,8 @@ class Fold:
         self._names: dict[tuple[int, int], RankNames] = {}
         self._diagnosed: dict[tuple[int, int], tuple[Anomaly, list[tuple[int, int]]]] = {}
         """What a rank's diagnosis was made of."""
+        self.is_behind = False
+        """Whether some ranks have yet to be diagnosed from their pages."""
         self._inferred: set[tuple[int, int]] = set()
         """Ranks whose anomaly was seen in their pages."""
         self._met_in: set[int] = set()
@@ -141,8 +143,12 @@ class Fold:
         """The facts without what has yet to be worked out of them: it costs nothing."""
         return self._facts
 
-    def facts(self, lost_agents: Iterable[str] = ()) -> RunFacts:
-        """The facts now. The same object changes with the messages that are added."""
+    def facts(self, lost_agents: Iterable[str] = (), *, most_diagnosed: int | None = None) -> RunFacts:
+        """The facts now. The same object changes with the messages that are added.
+
+        With `most_diagnosed` so many ranks are diagnosed from new pages, those first that met something first; of the
+        others it stays as if these pages had not come.
+        """
         facts = self._facts
         facts.peers.clear()
         facts.unnamed_pages = 0
@@ -159,10 +165,13 @@ class Fold:
         for node in facts.nodes.values():
             for number, pages in node.pages_dropped.items():
                 dropped[number] = max(dropped.get(number, 0), pages)
-        for key, rank in facts.everyone.items():
+        for rank in facts.everyone.values():
             rank.pages_dropped = dropped.get(rank.rank, 0)
             _sort(rank)
-            self._diagnose(key, rank)
+        left = len(facts.everyone) if most_diagnosed is None else most_diagnosed
+        self.is_behind = False
+        for key, rank in sorted(facts.everyone.items(), key=_met_first):
+            left -= self._diagnose(key, rank, from_pages=left > 0)
         return facts
 
     def _names_of(self, attempt: int, rank: int) -> RankNames:
@@ -238,17 +247,34 @@ class Fold:
             if rank is not None:
                 rank.anomalies = []
 
-    def _diagnose(self, key: tuple[int, int], rank: RankFacts) -> None:
-        """Where its first anomaly came from; not again, if nothing has changed that the answer depends on."""
+    def _diagnose(self, key: tuple[int, int], rank: RankFacts, *, from_pages: bool) -> bool:
+        """Where its first anomaly came from; not again, if nothing has changed that the answer depends on.
+
+        Returns whether pages were read for it.
+        """
         if not rank.anomalies:
             rank.diagnosis = None
-            return
-        pages = _pages_up_to(rank.pages, rank.anomalies[0].where.page)
-        made_of = rank.anomalies[0], [page.as_known for page in pages]
+            return False
+        first = rank.anomalies[0]
+        pages = _pages_up_to(rank.pages, first.where.page)
+        made_of = [page.as_known for page in pages]
         known = self._diagnosed.get(key)
-        if known is None or known[0] is not made_of[0] or known[1] != made_of[1]:
-            rank.diagnosis = diagnose(rank.anomalies, {page.number: page.lazy() for page in pages})
-            self._diagnosed[key] = made_of
+        if known is not None and known[0] is first and known[1] == made_of:
+            return False
+        if pages and not from_pages:
+            self.is_behind = True
+            if known is not None and known[0] is first:
+                return False
+            pages, made_of = [], []
+        rank.diagnosis = diagnose(rank.anomalies, {page.number: page.lazy() for page in pages})
+        self._diagnosed[key] = first, made_of
+        return bool(pages)
+
+
+def _met_first(item: tuple[tuple[int, int], RankFacts]) -> tuple[bool, int, int]:
+    """Sorts ranks by when they met something."""
+    key, rank = item
+    return not rank.anomalies, key[0], rank.anomalies[0].where.seq if rank.anomalies else 0
 
 
 def _excused(rank: RankFacts) -> dict[str, set[tuple[str, str]]]:

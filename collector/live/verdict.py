@@ -21,6 +21,8 @@ _SHARE = 0.2
 _SHARE_OF_ANOMALIES = 0.5
 """So much for ranks that have met something: it saves up to `_MOST_SAVED_S` for them."""
 _MOST_SAVED_S = 1.0
+_MOST_DIAGNOSED = 8
+"""Ranks of which pages are read for one decision, 10 ms each: what comes meanwhile waits."""
 
 
 class LiveVerdict:
@@ -71,7 +73,8 @@ class LiveVerdict:
             self._saved -= took
 
     def _decide(self) -> None:
-        verdict = overflow_verdict(self._folded.facts())
+        verdict = overflow_verdict(self._folded.facts(most_diagnosed=_MOST_DIAGNOSED))
+        self._changed = self._folded.is_behind
         if verdict is None:
             return
         line = f"the verdict so far: {verdict.certainty}: {verdict.statement}"

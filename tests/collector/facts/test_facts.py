@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from gpuwatch.collector.diagnose.diagnose import diagnose
 from gpuwatch.collector.facts.fold import Fold, fold
 from gpuwatch.collector.facts.kept_pages import KeptPage
 from gpuwatch.core.records import Fault, NodeSignal, PeerOutcome, PreflightResult, PreflightStage
@@ -77,6 +78,37 @@ def test_no_page_is_read_whole_to_see_whether_a_rank_must_be_diagnosed_again(mak
     for _ in range(2):
         folded.facts()
     assert diagnosed == [{0, 2}, {0, 1, 2}]
+
+
+def test_some_ranks_at_a_time_are_diagnosed_from_their_pages_the_first_of_them_first(make, monkeypatch):
+    """A verdict over the next anomaly does not wait until a thousand ranks are diagnosed."""
+    made_of = []
+
+    def noted(anomalies, pages):
+        made_of.append((anomalies[0].where.rank, len(pages)))
+        return diagnose(anomalies, pages)
+
+    monkeypatch.setattr("gpuwatch.collector.facts.fold.diagnose", noted)
+    folded, whole, n = Fold(), Fold(), 0
+    for rank in range(5):
+        batch = make.Batch(rank, seq=100 - rank)
+        batch.call("fc", "Linear", given=[batch.tensor()], returned=[batch.tensor(make.INF)])
+        for body in batch.messages():
+            n += 1
+            folded.add("a0", n, body)
+            whole.add("a0", n, body)
+    rounds = []
+    for _ in range(4):
+        folded.facts(most_diagnosed=2)
+        rounds.append((made_of.copy(), folded.is_behind))
+        made_of.clear()
+    assert rounds == [
+        ([(4, 1), (3, 1), (2, 0), (1, 0), (0, 0)], True),
+        ([(2, 1), (1, 1)], True),
+        ([(0, 1)], False),
+        ([], False),
+    ]
+    assert folded.facts() == whole.facts()
 
 
 def test_attempts_are_kept_apart(make):

@@ -112,3 +112,14 @@ def test_many_anomalies_at_once_take_half_a_processor(live, make):
     live.clock.now += 0.1
     live.verdict.tick()
     assert "Rank 299 " in live.said[-1]
+
+
+def test_it_goes_on_by_itself_until_all_ranks_are_diagnosed(live, make):
+    for rank in range(20):
+        live.hear(*overflow(make, rank, seq=100 - rank).messages())
+    turns = 0
+    while live.verdict._changed:
+        live.verdict.tick()
+        live.clock.now += 1
+        turns += 1
+    assert (turns, live.folded.is_behind) == (3, False)
