@@ -356,3 +356,12 @@ def test_the_pages_of_the_first_overflow_outlive_those_of_later_ones():
     outbox.put(page(10), needed=True)
     assert numbers(outbox) == [0, 0, 1, 1, 2, 2, 3, 3, 9, 10]
     assert outbox.pages_dropped == {0: 6, 1: 5}
+
+
+def test_an_event_of_the_last_rank_goes_before_the_pages_that_the_same_turn_has_read_of_the_others():
+    outbox = Outbox()
+    outbox.acknowledged(0, 1 << 20)
+    for rank in range(7):
+        outbox.put(page(rank, rank=rank), needed=True)
+    outbox.put(event(1))
+    assert bodies(outbox) == ["event", *range(7)]
