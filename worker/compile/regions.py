@@ -72,11 +72,12 @@ class Regions:
         if compile_id in self._by_compile:
             return self._by_compile[compile_id] is not None or (compile_id, cls) == self._opening
         self._by_compile[compile_id] = None  # until its root is entered
-        code, owner = traced_method()
+        running = self._running()
+        code, owner = traced_method(running)
         if owner is not None:
             self._owners[code] = weakref.ref(owner)
         elif code in self._owners:
-            owner, running = self._owners[code](), self._running()
+            owner = self._owners[code]()
             owner = running if type(running) is type(owner) else owner
         opened = self._may_open(module, self._knows(cls, owner), owner)
         if opened is Opened.NO:
