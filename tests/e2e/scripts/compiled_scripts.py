@@ -8,6 +8,7 @@ any version of torch since 2.5 runs it.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import sys
@@ -270,6 +271,42 @@ def inductor_checkpointing() -> Any:
 @script
 def inductor_ddp() -> Any:
     return whole(in_two_buckets(), backend="inductor")
+
+
+class Decorated(Broken):
+    """As some libraries' models: what is around their `forward` has a frame of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = passes_on(self.forward)  # type: ignore[method-assign]
+
+
+def passes_on(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return wrapper
+
+
+@script
+def a_decorator() -> Any:
+    return whole(Decorated())
+
+
+@script
+def kept_for_the_backward() -> Any:
+    """How many bytes each graph keeps, not only what comes of them. Places of three numbers, as of gpuwatch, are not meant."""
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() > 3:
+            kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield from whole(Plain(nn.Tanh), fullgraph=True, backend="inductor")
+    yield torch.tensor(kept)
 
 
 def came_of(run: Callable[[], Any]) -> dict[str, Any]:
