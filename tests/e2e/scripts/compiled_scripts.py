@@ -296,7 +296,7 @@ def a_decorator() -> Any:
 
 @script
 def kept_for_the_backward() -> Any:
-    """How many bytes each graph keeps, not only what comes of them. Places of three numbers, as of gpuwatch, are not meant."""
+    """How many bytes each graph keeps, too, but for places of three numbers, as those of gpuwatch, which live on."""
     kept: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
