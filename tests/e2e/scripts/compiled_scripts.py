@@ -295,6 +295,21 @@ def a_decorator() -> Any:
 
 
 @script
+def a_backward_inside() -> Any:
+    """Dynamo breaks there, and looks at all Python that the backward calls."""
+    model = Plain()
+
+    @torch.compile(backend="aot_eager")
+    def backward_of(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    for number in range(3):
+        backward_of(batch_of(number))
+        yield from (parameter.grad for parameter in model.parameters())
+        model.zero_grad()
+
+
+@script
 def kept_for_the_backward() -> Any:
     """How many bytes each graph keeps, too, but for places of three numbers, as those of gpuwatch, which live on."""
     kept: list[int] = []

@@ -771,6 +771,29 @@ def test_a_graph_below_a_call_that_breaks_is_looked_into_and_stays_what_it_is(wa
     assert watched.faults == []
 
 
+def test_a_backward_in_compiled_code_compiles_nothing_of_ours(watch, way):
+    """Dynamo breaks there, and looks at all Python that the backward calls."""
+
+    def graphs_of_steps():
+        torch.compiler.reset()
+        counters.clear()
+        model = Plain()
+
+        @torch.compile(backend="aot_eager")
+        def step(x):
+            model(x).sum().backward()
+
+        for _ in range(3):
+            step(torch.ones(4, 16))
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    alone = graphs_of_steps()
+    watched = watch(watch=GRADIENTS)
+    assert graphs_of_steps() == alone
+    watched.hooks.settle()
+    assert watched.faults == []
+
+
 def test_blocks_that_break_share_a_graph_as_without_us(watch):
     alone = graphs_of(Deep)
     watched = watch(watch=GRADIENTS)
