@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
