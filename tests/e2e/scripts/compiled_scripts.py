@@ -8,7 +8,6 @@ any version of torch since 2.5 runs it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import sys
@@ -271,27 +270,6 @@ def inductor_checkpointing() -> Any:
 @script
 def inductor_ddp() -> Any:
     return whole(in_two_buckets(), backend="inductor")
-
-
-class Decorated(Broken):
-    """As some libraries' models: what is around their `forward` has a frame of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward = passes_on(self.forward)  # type: ignore[method-assign]
-
-
-def passes_on(call: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return wrapper
-
-
-@script
-def a_decorator() -> Any:
-    return whole(Decorated())
 
 
 @script
