@@ -29,8 +29,8 @@ PINNED = "2.13.0"
 """By constraints.txt: all other tests run with it."""
 PYTHON = "python3.11"
 """Each torch is tried with it."""
-OTHER_PYTHONS = ("python3.10", "python3.12", "python3.13", "python3.14")
-"""The newest torch is tried with each of them."""
+OTHER_PYTHONS = {"python3.10": "2.14.1", **dict.fromkeys(("python3.12", "python3.13", "python3.14"), TORCH[-1])}
+"""Each of them is tried with the newest torch that has a wheel for it."""
 
 NEEDS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools>=77", "wheel", "jsonschema", "pyyaml")
 QUICK = "not slow and not soak and not gpu"
@@ -97,7 +97,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", default="", help=f"releases, with commas between them ({', '.join(TORCH)})")
-    parser.add_argument("--python", default="", help=f"interpreters ({PYTHON}; with the newest torch the others, too)")
+    parser.add_argument("--python", default="", help=f"interpreters ({PYTHON}; the others, each with its newest torch)")
     parser.add_argument("--turn", default="", help="draws one more of the releases: CI takes the commit")
     parser.add_argument("--short", action="store_true", help="a minute of tests: attach, hooks, compile, one overflow")
     parser.add_argument("--remove", action="store_true", help="remove each environment after its run")
@@ -114,7 +114,7 @@ def pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
         others = [torch for torch in TORCH[1:-1] if torch != PINNED]  # 2.5.1's gloo stands still now and then
         found.append((others[int(hashlib.sha256(args.turn.encode()).hexdigest(), 16) % len(others)], found[0][1]))
     if not args.torch and not args.python:
-        found += [(TORCH[-1], python) for python in OTHER_PYTHONS]
+        found += [(torch, python) for python, torch in OTHER_PYTHONS.items()]
     return found
 
 

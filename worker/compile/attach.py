@@ -144,6 +144,7 @@ class Graphs:
         from .region_frames import RegionPages
         from .regions import Regions
         from .trace import traced_after, traced_before
+        from .untraced import leave_alone
 
         traced.before, traced.after = traced_before, traced_after
         grads = "grads" in self._progress.settings.watch
@@ -168,6 +169,7 @@ class Graphs:
         )
         if grads:
             self._gradients.before_parameter = self._pages.take_gradients
+            leave_alone((self._pages.take_gradients,))  # no Python function calls it: the compiled hooks do
         self._regions.attach()
 
     def take(

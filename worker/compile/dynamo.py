@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -32,11 +33,12 @@ def traced_value(name: str) -> Any:
     return getattr(found, "value", None)
 
 
-def traced_method() -> tuple[types.CodeType | None, torch.nn.Module | None]:
+def traced_method(running: torch.nn.Module | None) -> tuple[types.CodeType | None, torch.nn.Module | None]:
     """The code of the frame that dynamo makes a graph of, and the module whose method it is, if that is to be seen.
 
-    Behind a break, dynamo goes on with code of its own making, whose arguments are what it needs. It is then that of
-    the method.
+    `running` is the innermost module whose call hooks see. What a decorator has put around its `forward` is its method,
+    too. Behind a break, dynamo goes on with code of its own making, whose arguments are what it needs. It is then that
+    of the method.
     """
     frame = getattr(current_output(), "root_tx", None)
     known = getattr(frame, "f_locals", None)
@@ -44,9 +46,29 @@ def traced_method() -> tuple[types.CodeType | None, torch.nn.Module | None]:
         return None, None
     code = frame.f_code
     owner = next((known[name] for name in ("self", *code.co_varnames[:1]) if name in known), None)
+    if isinstance(owner, tuple):  # of `*args`
+        owner = next(iter(owner), None)
     with suppress(AttributeError, KeyError):
         code = ContinueExecutionCache.generated_code_metadata[code].code
-    return code, owner if isinstance(owner, torch.nn.Module) else None
+    if not isinstance(owner, torch.nn.Module):
+        owner = running if _is_called_in(getattr(running, "forward", None), code, known) else None
+    return code, owner
+
+
+def _is_called_in(call: Any, code: types.CodeType, known: Mapping[str, Any]) -> bool:
+    """Whether a frame, of this code and with these variables, is a call of this function or of one that it wraps."""
+    for _ in range(_MOST_WRAPPED):
+        if not callable(call):
+            break
+        function = call if hasattr(call, "__code__") else type(call).__call__
+        if getattr(function, "__code__", None) is code:
+            if function is not call:  # an object's method
+                return known.get(code.co_varnames[0]) is call
+            # other modules may have the same decorator's code around another function
+            cells = zip(code.co_freevars, getattr(call, "__closure__", None) or (), strict=False)
+            return all(name not in known or known[name] is cell.cell_contents for name, cell in cells)
+        call = getattr(call, "__wrapped__", None)
+    return False
 
 
 def is_for_inductor() -> bool:

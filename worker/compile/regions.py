@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._guards import CompileContext
 
+from ..record.names import wrapped_child
 from ..record.roots import ModuleInfo
 from .attach import Opened
 from .dynamo import current_output, is_closed, is_for_inductor, traced_method
@@ -72,11 +73,14 @@ class Regions:
         if compile_id in self._by_compile:
             return self._by_compile[compile_id] is not None or (compile_id, cls) == self._opening
         self._by_compile[compile_id] = None  # until its root is entered
-        code, owner = traced_method()
+        running = self._running()
+        # a wrapper's forward may be anybody's: that of torch.compile(part) is the part's, whose graphs others may share
+        is_own = running is not None and wrapped_child(running) is None
+        code, owner = traced_method(running if is_own else None)
         if owner is not None:
             self._owners[code] = weakref.ref(owner)
         elif code in self._owners:
-            owner, running = self._owners[code](), self._running()
+            owner = self._owners[code]()
             owner = running if type(running) is type(owner) else owner
         opened = self._may_open(module, self._knows(cls, owner), owner)
         if opened is Opened.NO:

@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -74,7 +75,7 @@ from .collectives import Collectives
 from .export import Exports
 from .global_hooks import GlobalHooks
 from .grad_scaler import Scalers
-from .native_writer import native_writer_of
+from .native_writer import called_by_native_hooks, native_writer_of
 from .optimizer import Steps
 
 _MAX_FAULTS = 20
@@ -153,7 +154,8 @@ class Hooks:
         )
         self._steps.only = only is not None
         self._scalers = Scalers(self.progress, self.judging, self._gradients, self._steps, self._fault)
-        called = [apart_from_dynamo(hook) for hook in (self._before, self._after, self._before_step, self._steps.after)]
+        hooks: tuple[Callable[..., Any], ...] = (self._before, self._after, self._before_step, self._steps.after)
+        called = [apart_from_dynamo(hook) for hook in hooks]
         self._graphs = Graphs(
             self._resolve,
             self._may_open_region,
@@ -167,7 +169,7 @@ class Hooks:
             self.frames,
             self._gradients,
             self._fault,
-            (*called, self._before, self._after, self._before_step, self._steps.after, *self._gradients.hooks),
+            (*called, *hooks, *self._gradients.hooks, *called_by_native_hooks(self.progress, self.rows)),
         )
         self.writer = self._gradients.writer = native_writer_of(self.progress, self.rows, self._gradients)
         self._steps.writer = self.writer

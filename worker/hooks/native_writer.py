@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -109,6 +110,11 @@ def difference(native: dict[str, int]) -> str:
     wrong = sorted(name for name in python.keys() | native.keys() if python.get(name) != native.get(name))
     found = ", ".join(f"{name} is {native.get(name)} and not {python.get(name)}" for name in wrong)
     return f"not used: it was built for another layout ({found}); install gpuwatch again" if found else ""
+
+
+def called_by_native_hooks(progress: Progress, rows: Rows) -> tuple[Callable[..., Any], ...]:
+    """What the hooks of a FrameWriter call in a backward without a Python function of ours around it."""
+    return rows.device_frame, rows.device_read, progress.recorder.continue_segment, leaves_of, issued
 
 
 def native_writer_of(progress: Progress, rows: Rows, gradients: Gradients) -> Any:

@@ -156,6 +156,16 @@ static int has_moved(FrameWriter *self, PyObject *seen, Row *row)
            (int64_t)(intptr_t)row->view.address != address;
 }
 
+/* Whether the tensor that was seen is alive and lies at an address still. It may have left it to another: see has_moved. */
+static int is_still_at(FrameWriter *self, PyObject *seen, const void *address)
+{
+    TensorView view;
+    PyObject *tensor = object_of(PyTuple_GET_ITEM(seen, 0));
+    const int found = tensor != NULL && view_of(self->exchange, tensor, &view) && view.address == address;
+    Py_XDECREF(tensor);
+    return found;
+}
+
 static int from_memory(PyObject *seen, Row *row)
 {
     if (item(seen, 6) != 0)
@@ -208,8 +218,7 @@ static int tensor_row(FrameWriter *self, Frame *frame, Row *row, PyObject *tenso
         if (row->place == NULL)
             return 0;
         seen = find(self->by_memory, row->place);
-        if (seen != NULL && is_memory(seen) && item(seen, 1) == row->version &&
-            is_alive(PyTuple_GET_ITEM(seen, 0))) {
+        if (seen != NULL && is_memory(seen) && item(seen, 1) == row->version && is_still_at(self, seen, row->address)) {
             const uint32_t shape = row->shape;
             const int good = from_memory(seen, row);
             row->shape = shape;

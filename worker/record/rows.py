@@ -73,6 +73,11 @@ def _has_moved(tensor: torch.Tensor, address: int) -> bool:
     return address != 0 and 0 != tensor.data_ptr() != address
 
 
+def _is_still_at(tensor: torch.Tensor | None, address: int) -> bool:
+    """Whether a tensor is alive and lies there still. It may have left its memory to another: see `_has_moved`."""
+    return tensor is not None and tensor.data_ptr() == address
+
+
 def _is_empty(tensor: torch.Tensor) -> bool:
     """Whether it has no elements, as far as that can be known without waiting."""
     try:
@@ -267,7 +272,7 @@ class Rows:
         if place is not None and type(leaf) is _TENSOR:
             memory = (place[0], place[1], place[2][0])
             alias = self.by_memory.get(memory)
-            if alias is not None and alias[1] == version >= 0 and alias[0]() is not None:
+            if alias is not None and alias[1] == version >= 0 and _is_still_at(alias[0](), place[0]):
                 # another view of the same elements: reshaped, or returned by an autograd function, as in FSDP
                 packed = (slot, alias[2], self._shape(leaf), alias[4], alias[5], mark)
                 return _new(Row, (packed, alias[6], False, alias[7], alias[8], alias[6] != 0))

@@ -272,6 +272,36 @@ def inductor_ddp() -> Any:
     return whole(in_two_buckets(), backend="inductor")
 
 
+@script
+def a_backward_inside() -> Any:
+    """Dynamo breaks there, and looks at all Python that the backward calls."""
+    model = Plain()
+
+    @torch.compile(backend="aot_eager")
+    def backward_of(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    for number in range(3):
+        backward_of(batch_of(number))
+        yield from (parameter.grad for parameter in model.parameters())
+        model.zero_grad()
+
+
+@script
+def kept_for_the_backward() -> Any:
+    """How many bytes each graph keeps, too, but for places of three numbers, as those of gpuwatch, which live on."""
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() > 3:
+            kept.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield from whole(Plain(nn.Tanh), fullgraph=True, backend="inductor")
+    yield torch.tensor(kept)
+
+
 def came_of(run: Callable[[], Any]) -> dict[str, Any]:
     """What came of a script. An error is told by its class."""
     torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -660,25 +661,71 @@ def test_a_graph_reads_a_tensor_once_whoever_is_handed_it(watch):
     assert value("inner", "output.hidden") == value("head", "input[0]") == value("inner.layers.1", "output[0]")
 
 
-def breaks(call):
-    """As a decorator of a library: the frame of what it wraps is not that of the module's call."""
-
-    def wrapper(self, x):
-        return call(self, x)
-
-    return wrapper
-
-
 class Broken(Plain):
-    """Dynamo gives up the frames of its call, of the wrapper and of `forward`, and looks at the last one again."""
+    """Dynamo gives up the frames of its call, of what is around `forward`, and of that, and looks at each again."""
 
-    @breaks
     def forward(self, x):
         return self.loss_of(super().forward(x))
 
     def loss_of(self, x):
         torch._dynamo.graph_break()
         return x * 2
+
+
+def passes_on(call):
+    """As a decorator of a library: the frame of what it wraps is not that of the module's call."""
+
+    def wrapper(module, x):
+        return call(module, x)
+
+    return wrapper
+
+
+def passes_all_on(call):
+    @functools.wraps(call)
+    def wrapper(*args, **kwargs):
+        return call(*args, **kwargs)
+
+    return wrapper
+
+
+class PassesOn:
+    """A decorator that is an object."""
+
+    def __init__(self, call):
+        functools.update_wrapper(self, call)
+        self.call = call
+
+    def __call__(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
+
+
+class Wrapped(Broken):
+    forward = passes_on(Broken.forward)
+
+
+class WrappedTwice(Broken):
+    forward = passes_all_on(passes_all_on(Broken.forward))
+
+
+class WrappedObject(Broken):
+    """Its `forward` knows the module as the one that it is bound to."""
+
+    def __init__(self):
+        super().__init__()
+        self.forward = passes_all_on(self.forward)
+
+
+class WrappedByObject(Broken):
+    def __init__(self):
+        super().__init__()
+        self.forward = PassesOn(self.forward)
+
+
+class WrappedInPart(Broken):
+    def __init__(self):
+        super().__init__()
+        self.forward = functools.update_wrapper(functools.partial(passes_on(Broken.forward), self), self.forward)
 
 
 class BrokenBlock(Block):
@@ -712,14 +759,38 @@ def graphs_of(cls):
     return counters["stats"]["unique_graphs"]
 
 
-def test_a_graph_below_a_call_that_breaks_is_looked_into_and_stays_what_it_is(watch):
-    alone = graphs_of(Broken)
+@pytest.mark.parametrize("cls", [Broken, Wrapped, WrappedTwice, WrappedObject, WrappedByObject, WrappedInPart])
+def test_a_graph_below_a_call_that_breaks_is_looked_into_and_stays_what_it_is(watch, cls):
+    alone = graphs_of(cls)
     watched = watch(watch=GRADIENTS)
-    assert graphs_of(Broken) == alone
+    assert graphs_of(cls) == alone
     watched.hooks.settle()
     assert {("block.up", "output"), ("block.act", "output"), ("head", "output")} <= set(watched.rows("forward"))
     assert {("block.up", "grad output"), ("block.act", "grad output")} <= set(watched.rows("backward"))
     assert watched.of(NotLookedInto) == []
+    assert watched.faults == []
+
+
+def test_a_backward_in_compiled_code_compiles_nothing_of_ours(watch, way):
+    """Dynamo breaks there, and looks at all Python that the backward calls."""
+
+    def graphs_of_steps():
+        torch.compiler.reset()
+        counters.clear()
+        model = Plain()
+
+        @torch.compile(backend="aot_eager")
+        def step(x):
+            model(x).sum().backward()
+
+        for _ in range(3):
+            step(torch.ones(4, 16))
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    alone = graphs_of_steps()
+    watched = watch(watch=GRADIENTS)
+    assert graphs_of_steps() == alone
+    watched.hooks.settle()
     assert watched.faults == []
 
 

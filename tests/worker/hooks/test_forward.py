@@ -916,6 +916,36 @@ def test_other_memory_is_seen_on_a_device_too(watch, late, monkeypatch, native):
     assert watched.row("proj", "output").finite
 
 
+class TakesMemoryOver(nn.Module):
+    """A tensor leaves its memory, as by `x.data = ...`, and the next result lies there, as an allocator may have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(3, 3)
+        self.next = Fills()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.proj(x)
+        self.next.free = x.data
+        x.data = torch.zeros(2, 3)
+        return self.next(x)
+
+
+class Fills(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.free.numpy().fill(math.inf)
+        return self.free
+
+
+def test_memory_that_a_tensor_has_left_is_not_known_by_its_numbers(watch, way):
+    watched = watch(on_overflow="continue")
+    with torch.no_grad():
+        TakesMemoryOver()(torch.ones(2, 3))
+    watched.hooks.settle()
+    assert [(anomaly.module, anomaly.inputs_finite) for anomaly in watched.anomalies][:1] == [("next", True)]
+    assert watched.faults == []
+
+
 def test_calls_of_another_thread_within_a_forward_are_told_by_the_second_look(watch):
     class Branch(torch.nn.Module):
         def forward(self, x):
