@@ -29,11 +29,23 @@ static void run_operation(Operation *self, int device) {
     if (compute) compute(number, self->is_captured, device);
 }
 /* Issues an operation of torch. 1 if a graph took it, which may ask for it many times. */
-EXPORT int stand_in_issue(void *stream, long number) {
+EXPORT int stand_in_issue(int device, void *stream, long number) {
+    int before = current_device;
     count(OPERATIONS);
-    return put(stream_of((cudaStream_t)stream), operation(run_operation, &number, sizeof number));
+    current_device = device;  /* the default stream is that of the current device */
+    enter(__func__);
+    int is_captured = put(stream_of((cudaStream_t)stream), operation(run_operation, &number, sizeof number));
+    current_device = before;
+    return is_captured;
 }
-EXPORT void stand_in_wait(void *stream) { wait_for(stream_of((cudaStream_t)stream)); }
+EXPORT void stand_in_wait(int device, void *stream) {
+    int before = current_device;
+    count(HOST_WAITS);
+    current_device = device;
+    enter(__func__);
+    wait_for(stream_of((cudaStream_t)stream));
+    current_device = before;
+}
 
 /* -- kernels of Triton ------------------------------------------------------------------------------------------------ */
 
