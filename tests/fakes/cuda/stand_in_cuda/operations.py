@@ -76,6 +76,7 @@ class Operation:
     def __init__(self, base: str, overload: str, schema: Any) -> None:
         self._base, self._overload = base, overload or "default"
         self._names = [argument.name for argument in schema.arguments]
+        self._tensors = [argument.name for argument in schema.arguments if str(argument.type) == "Tensor"]
         self._written = [
             argument.name
             for argument in schema.arguments
@@ -101,6 +102,9 @@ class Operation:
 
     def _run(self, given: dict[str, Any]) -> Any:
         device = _device_of(given)
+        for name in self._tensors:
+            if isinstance(given.get(name), (bool, int, float, complex)):
+                given[name] = _tensor_of_number(given[name], given)
         cpu = {name: each(value, _seen) for name, value in given.items()}
         if self._is_random and (generator := cpu_generator(given.get("generator"), device)) is not None:
             cpu["generator"] = generator
@@ -236,6 +240,16 @@ def _seen(value: Any) -> Any:
     if isinstance(value, torch.device):
         return torch.device("cpu")
     return None if isinstance(value, torch.Generator) else value
+
+
+def _tensor_of_number(number: Any, given: dict[str, Any]) -> torch.Tensor:
+    """torch hands a number of Python over as such where the operation wants a tensor: of a type that promotes nothing."""
+    first = next(value for value in given.values() if isinstance(value, torch.Tensor))
+    dtype = torch.result_type(first, number)
+    if not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool:
+        limits = torch.iinfo(dtype)
+        dtype = dtype if limits.min <= number <= limits.max else torch.int64
+    return torch.tensor(number, dtype=dtype, device="cpu")
 
 
 def _cpu_tensor(value: Any) -> Any:
