@@ -35,7 +35,8 @@ def build(folder: Path, packages: Path) -> Path:
     link = folder / "libcuda.so"
     link.unlink(missing_ok=True)
     link.symlink_to(library.name)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), str(_NVML)], check=True)
+    nvml = [str(_NVML), str(HERE / "library" / "nvml" / "for_torch.c")]
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(folder / "libnvidia-ml.so.1"), *nvml], check=True)
     return library
 
 
