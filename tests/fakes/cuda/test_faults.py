@@ -75,7 +75,7 @@ def test_a_host_that_waits_sleeps_or_spins(alone, spins, state):
 def test_what_nobody_computes_says_so_and_harms_nothing(capfd):
     refused = library().stand_in_count(14)
     with pytest.raises(RuntimeError, match="operation not supported"):
-        torch.quantize_per_tensor(torch.ones(3, device="cuda"), 0.1, 0, torch.qint8)
-    assert "quantize_tensor_per_tensor_affine" in capfd.readouterr().err
+        torch.nn.LSTMCell(3, 3, device="cuda")(torch.ones(1, 3, device="cuda"))
+    assert "lstm_cell_forward" in capfd.readouterr().err
     assert library().stand_in_count(14) > refused
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -29,7 +29,6 @@ def test_new_memory_is_nan_and_freed_memory_is_poison(block):
     assert bytes_at(block.value) == {0x6B}
     assert library().cudaFree(block) == INVALID_VALUE
     assert library().cudaGetLastError() == INVALID_VALUE
-    assert torch.empty(1000, device="cuda", dtype=torch.bfloat16).isnan().any()
 
 
 def test_memory_runs_out_and_torch_goes_on():

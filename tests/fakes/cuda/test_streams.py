@@ -49,6 +49,7 @@ def test_a_busy_stream_holds_up_no_other_until_it_is_told_to_wait():
     quick.wait_event(done)
     with torch.cuda.stream(quick):
         late = x.clone()
+    quick.synchronize()
     assert (early.tolist(), late.tolist()) == ([0, 0, 0], [1, 1, 1])
 
 

@@ -28,15 +28,15 @@ static void run_operation(Operation *self, int device) {
     memcpy(&number, self->data, sizeof number);
     if (compute) compute(number, self->is_captured, device);
 }
-/* Issues an operation of torch. 1 if a graph took it, which may ask for it many times. */
+/* Issues an operation of torch. Returns the error that a launch on this device answers. */
 EXPORT int stand_in_issue(int device, void *stream, long number) {
     int before = current_device;
-    count(OPERATIONS);
     current_device = device;  /* the default stream is that of the current device */
-    enter(__func__);
-    int is_captured = put(stream_of((cudaStream_t)stream), operation(run_operation, &number, sizeof number));
+    cudaError_t error = enter(__func__);
+    count(OPERATIONS);
+    if (!error) put(stream_of((cudaStream_t)stream), operation(run_operation, &number, sizeof number));
     current_device = before;
-    return is_captured;
+    return error;
 }
 EXPORT void stand_in_wait(int device, void *stream) {
     int before = current_device;

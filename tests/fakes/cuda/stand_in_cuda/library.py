@@ -42,6 +42,14 @@ def fail(device: int, error: int = ASSERTED) -> None:
     library().stand_in_fail(device, error)
 
 
+def _raise_of(device: int) -> None:
+    """Torch's own exception for the error of a device."""
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.is_current_stream_capturing()
+
+
 class Callbacks:
     """What a stream calls when an operation or a kernel is due. It calls with the GIL, from a thread of its own."""
 
@@ -57,7 +65,9 @@ class Callbacks:
         """Have `compute` called when the stream gets there; a graph that is captured keeps it."""
         self._number += 1
         self._pending[self._number] = compute
-        library().stand_in_issue(device, stream, self._number)
+        if library().stand_in_issue(device, stream, self._number):
+            del self._pending[self._number]
+            _raise_of(device)
 
     def _operation(self, number: int, is_captured: int, device: int) -> None:
         compute = self._pending[number] if is_captured else self._pending.pop(number)

@@ -23,12 +23,15 @@ _NATIVE = {  # torch's own code: it allocates, describes, or calls the driver
     *("_local_scalar_dense", "_pin_memory", "_fused_sdp_choice", "_resize_output_", "_efficientzerotensor"),
     *("_use_cudnn_ctc_loss", "_use_miopen_ctc_loss", "_cudnn_init_dropout_state"),
 }
+_CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 _MORE = ("convolution", "convolution_backward", "convolution_overrideable", "copy_")
 """Registered for all devices by torch: its code for CUDA lies below."""
 _WAITING = {  # the size of what comes out depends on numbers
     *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "equal"),
     *("repeat_interleave", "bincount", "_embedding_bag", "histc", "nonzero_static"),
 }
+_NORMS = ("native_layer_norm_backward", "native_group_norm_backward")
+_STATISTICS = ("mean", "rstd")
 _MASKS = (torch.bool, torch.uint8)
 _INFERRED: dict[Any, Any] = {}
 """Key of a call -> sizes, strides and dtypes of what comes out"""
@@ -49,7 +52,9 @@ def install() -> None:
     for name in names:
         _, _, short = name.partition("::")
         base, _, overload = short.partition(".")
-        if short in _MORE or (registered(name, "CUDA") and base not in _NATIVE and short not in _NATIVE):
+        is_known = any(registered(name, key) for key in _CPU_KEYS)  # else torch's own kernel is refused, by its name
+        ours_to_do = registered(name, "CUDA") and base not in _NATIVE and short not in _NATIVE and is_known
+        if short in _MORE or ours_to_do:
             schema = torch._C._get_schema(name.partition(".")[0], overload)
             if not _is_view(schema):
                 ours.impl(short, _kernel(base, overload, schema), "CUDA", allow_override=True)
@@ -131,7 +136,10 @@ class Operation:
         return [given[name] for name in self._written][: len(self._returns)] if self._returns else None
 
     def _compute(self, cpu: dict[str, Any], targets: Any) -> None:
-        results = self.call(**{name: each(value, _cpu_tensor) for name, value in cpu.items()})
+        given = {name: each(value, _cpu_tensor) for name, value in cpu.items()}
+        if self._base in _NORMS:
+            _with_statistics_of_the_cpu(given)
+        results = self.call(**given)
         if targets is not None:
             _write(targets, [results] if len(self._returns) == 1 else list(results))
 
@@ -179,7 +187,18 @@ class Operation:
             return [_shape(given[name]) for name in self._outs] if self._outs else None
         if self._outs:
             return [_shape(meta[name]) for name in self._outs]
+        if isinstance(results, torch.Tensor) and results.is_quantized:
+            raise NotImplementedError(f"{self._base}: the stand-in for CUDA has no quantized tensors")
         return each([results] if len(self._returns) == 1 else list(results), _shape)
+
+
+def _with_statistics_of_the_cpu(given: dict[str, Any]) -> None:
+    """CUDA keeps the statistics of 16-bit numbers in 32 bits, and the CPU, whose numbers they are, in 16."""
+    weight, first = given.get("weight"), given["input"]
+    if weight is None or weight.dtype == first.dtype:
+        for name in _STATISTICS:
+            if given.get(name) is not None:
+                given[name] = given[name].to(first.dtype)
 
 
 def issue(device: int, compute: Callable[[], None]) -> None:

@@ -7,3 +7,4 @@ EXPORT int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { ret
 EXPORT int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *number, void *processes) { return NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return NOT_SUPPORTED; }
 EXPORT int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return NOT_SUPPORTED; }
+EXPORT int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; return 0; }
