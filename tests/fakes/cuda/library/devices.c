@@ -29,7 +29,7 @@ EXPORT cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; retur
 
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
     memset(properties, 0, sizeof *properties);
-    snprintf(properties->name, sizeof properties->name, "NVIDIA H100 (a stand-in)");
+    snprintf(properties->name, sizeof properties->name, "NVIDIA H100 80GB HBM3");
     static const unsigned char tail[10] = {0xaa, 0xaa, 0xbb, 0xbb, 0xcc, 0xcc, 0, 0, 0, 0};
     memset(properties->uuid.bytes, device < 2 ? uuids[device] : device, 16);
     memcpy(properties->uuid.bytes + 4, tail, 6);
@@ -84,7 +84,7 @@ EXPORT CUresult cuInit(unsigned flags) { return device_count() ? 0 : CUDA_ERROR_
 EXPORT CUresult cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 EXPORT CUresult cuDeviceGet(CUdevice *device, int index) { *device = index; return index < device_count() ? 0 : CUDA_ERROR_INVALID_DEVICE; }
 EXPORT CUresult cuDeviceGetCount(int *number) { *number = device_count(); return 0; }
-EXPORT CUresult cuDeviceGetName(char *name, int size, CUdevice device) { snprintf(name, size, "NVIDIA H100 (a stand-in)"); return 0; }
+EXPORT CUresult cuDeviceGetName(char *name, int size, CUdevice device) { snprintf(name, size, "NVIDIA H100 80GB HBM3"); return 0; }
 EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
 }
