@@ -14,6 +14,12 @@ collect_ignore_glob = [] if os.environ.get("STAND_IN_CUDA") else ["test_*.py"]
 LIMIT_S = 300
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if __file__.rpartition("/")[0] in str(item.path):
+            item.add_marker("stand_in")
+
+
 @pytest.fixture
 def alone() -> Any:
     """Runs code in a process of its own, with more of the environment; what its last line says, as JSON."""

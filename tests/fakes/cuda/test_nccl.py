@@ -30,9 +30,7 @@ os._exit(0)
 
 def torchrun(script, *options, **environment):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options, script]
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=250
-    )
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=250)
     return done.returncode, sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")), done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Two ranks on two devices: each collective over ProcessGroupNCCL against the same over gloo on the CPU. Under torchrun."""
+"""Two ranks on two devices: each collective over NCCL against the same over gloo on the CPU. Run under torchrun."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Installs the stand-in in a process as soon as it has imported torch, and gpuwatch's kernels as soon as Triton is there.
+"""Installs the stand-in in a process once it has imported torch, and gpuwatch's kernels once Triton is there.
 
 A file `stand_in_cuda.pth` in the environment's site-packages imports this module at the start of each Python. It does
 nothing unless STAND_IN_CUDA is set.

@@ -147,7 +147,7 @@ class Operation:
         """As torch's own code does it: the host waits for the stream, and then knows."""
         _tell_of_wait()
         library().stand_in_wait(device, torch._C._cuda_getCurrentRawStream(device))
-        outs = {name: None for name in self._outs}
+        outs = dict.fromkeys(self._outs)
         for name in outs:
             cpu[name] = torch.empty(0, dtype=given[name].dtype)
         results = self.call(**{name: each(value, _cpu_tensor) for name, value in cpu.items()})
@@ -164,7 +164,7 @@ class Operation:
         found = each(results, lambda tensor: _like(tensor, device))
         return _returned(found, len(self._returns))
 
-    # -- shapes, by torch's own kernels for "meta" ----------------------------------------------------------------------
+    # -- shapes, by torch's own kernels for "meta" -------------------------------------------------------------------
 
     def _shapes(self, given: dict[str, Any], device: int) -> Any:
         """Of each result, or of each `out`; None if torch cannot tell without numbers."""
@@ -218,7 +218,7 @@ def issue(device: int, compute: Callable[[], None]) -> None:
 
 
 def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """torch's own code where it calls the driver: between host and device, and where the bytes lie as they shall lie."""
+    """torch's own code where it calls the driver: between host and device, and where the layout is the same."""
     with torch._C.DisableTorchFunction():
         if to.is_cuda and source.is_cuda and to.device != source.device and not _is_same_layout(to, source):
             here = torch.empty(to.shape, dtype=to.dtype, device=source.device)
@@ -262,7 +262,7 @@ def _seen(value: Any) -> Any:
 
 
 def _tensor_of_number(number: Any, given: dict[str, Any]) -> torch.Tensor:
-    """torch hands a number of Python over as such where the operation wants a tensor: of a type that promotes nothing."""
+    """torch passes a number of Python where the operation wants a tensor. Its type promotes nothing."""
     first = next(value for value in given.values() if isinstance(value, torch.Tensor))
     dtype = torch.result_type(first, number)
     if not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool:

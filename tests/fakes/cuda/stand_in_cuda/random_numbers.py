@@ -1,4 +1,4 @@
-"""Random numbers of a device: a seed and an offset, as torch's generator for CUDA has them, make a generator of the CPU."""
+"""Random numbers of a device: the seed and offset of torch's generator for CUDA make a generator of the CPU."""
 
 from __future__ import annotations
 

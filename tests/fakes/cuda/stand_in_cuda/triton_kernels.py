@@ -1,8 +1,8 @@
 """gpuwatch's three Triton kernels, computed when the stream gets to their launch.
 
-Triton compiles them for sm_90 and launches them as ever; what it loads is described to the library, so that the library
-knows the bytes of its arguments. The numbers of a row come from gpuwatch's other reader (`TorchReader`), which the tests
-of worker/stats hold equal to the kernels. A kernel of anybody else is not described, and its launch is refused.
+Triton compiles them for sm_90 and launches them as ever. What it loads is described to the library, so that the library
+knows the bytes of its arguments. The numbers of a row come from gpuwatch's other reader (`TorchReader`): the tests of
+worker/stats hold it equal to the kernels. A kernel of anybody else is not described, and its launch is refused.
 """
 
 from __future__ import annotations
