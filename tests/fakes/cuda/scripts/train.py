@@ -42,11 +42,21 @@ def parse():
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--fault", choices=["none", "forward", "backward", "optimizer"], default="none")
+    parser.add_argument("--wrap", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--step", choices=["sgd", "adamw"], default="sgd")
     return parser.parse_args()
+
+
+def wrapped(net, how):
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(net)
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(net.block)
+    return fully_shard(net)
 
 
 def train(args, rank, world_size):
@@ -57,7 +67,7 @@ def train(args, rank, world_size):
         dist.init_process_group(args.backend)
     torch.manual_seed(0)
     net = Net().to(device)
-    model = nn.parallel.DistributedDataParallel(net) if world_size > 1 else net
+    model = wrapped(net, args.wrap) if world_size > 1 else net
     optimizer = (
         torch.optim.SGD(net.parameters(), lr=1e-3)
         if args.step == "sgd"
@@ -77,10 +87,11 @@ def train(args, rank, world_size):
             for group in optimizer.param_groups:
                 group["lr"] = 3e38
             for weight in net.parameters():
-                weight.grad.fill_(100.0)
+                weight.grad.mul_(0).add_(100.0)
         optimizer.step()
         print(f"rank {rank} batch {batch} loss {loss.item()!r}", flush=True)
-    weights = b"".join(weight.detach().cpu().numpy().tobytes() for weight in net.parameters())
+    own = [getattr(weight.detach(), "_local_tensor", weight.detach()) for weight in net.parameters()]
+    weights = b"".join(weight.cpu().numpy().tobytes() for weight in own)
     print(f"rank {rank} weights {hashlib.sha256(weights).hexdigest()[:16]}", flush=True)
     if world_size > 1:
         del model, optimizer
