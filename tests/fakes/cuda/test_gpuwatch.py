@@ -39,6 +39,17 @@ def of_the_cpu(tmp_path_factory):
     return lambda nproc, fault: on_the_cpu(folder, nproc, fault)
 
 
+@pytest.mark.parametrize(("fault", "place"), [("none", None), ("forward", (1, "block.widen", "+inf", 2))])
+def test_fsdp2_over_nccl_is_watched(tmp_path, fault, place):
+    verdict, _, _ = launch(tmp_path / "cuda", 2, "cuda", "nccl", "--wrap", "fsdp2", "--fault", fault, "--rank", "1")
+
+    assert verdict["certainty"] == "established"
+    if place is None:
+        assert verdict["kind"] == "clean"
+    else:
+        assert tuple(verdict[key] for key in ("rank", "module", "value", "batch")) == place
+
+
 @pytest.mark.parametrize("fault", ["none", "forward", "backward", "optimizer"])
 @pytest.mark.parametrize(("nproc", "backend"), [(1, "gloo"), (2, "gloo"), (2, "nccl")])
 def test_the_verdict_is_that_of_the_cpu(tmp_path, of_the_cpu, nproc, backend, fault):

@@ -87,7 +87,9 @@ class Operation:
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        self._outs = [argument.name for argument in schema.arguments if argument.is_out]
+        self._outs = [  # that may have to grow; those in a list have their size already
+            argument.name for argument in schema.arguments if argument.is_out and str(argument.type) == "Tensor"
+        ]
         self._returns = schema.returns
         self._is_in_place = all(result.alias_info is not None for result in schema.returns)
         self._answers = bool(schema.returns) and not any("Tensor" in str(result.type) for result in schema.returns)
