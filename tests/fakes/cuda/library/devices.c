@@ -3,7 +3,8 @@
 #include <dlfcn.h>
 
 static unsigned long contexts;
-static const char uuids[2] = {0x00, 0x11}; /* as the stand-in for NVML has them */
+static const char uuids[2] = {0x00, 0x11}; /* these, names and buses are as the stand-in for NVML has them */
+enum { FIRST_BUS = 0x1b };
 
 int device_count(void) {
     long number = setting("STAND_IN_CUDA_DEVICES", 2);
@@ -27,12 +28,15 @@ EXPORT cudaError_t cudaSetDevice(int device) {
 EXPORT cudaError_t cudaDriverGetVersion(int *version) { *version = 13000; return 0; }
 EXPORT cudaError_t cudaRuntimeGetVersion(int *version) { *version = 13000; return 0; }
 
+static void set_uuid(char *bytes, int device) {
+    static const unsigned char middle[6] = {0xaa, 0xaa, 0xbb, 0xbb, 0xcc, 0xcc};
+    memset(bytes, device < 2 ? uuids[device] : device, 16);
+    memcpy(bytes + 4, middle, sizeof middle);
+}
 EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
     memset(properties, 0, sizeof *properties);
     snprintf(properties->name, sizeof properties->name, "NVIDIA H100 80GB HBM3");
-    static const unsigned char tail[10] = {0xaa, 0xaa, 0xbb, 0xbb, 0xcc, 0xcc, 0, 0, 0, 0};
-    memset(properties->uuid.bytes, device < 2 ? uuids[device] : device, 16);
-    memcpy(properties->uuid.bytes + 4, tail, 6);
+    set_uuid(properties->uuid.bytes, device);
     properties->major = 9;
     properties->multiProcessorCount = 132;
     properties->totalGlobalMem = (size_t)setting("STAND_IN_CUDA_MEMORY_MIB", 4096) << 20;
@@ -50,7 +54,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, in
     properties->maxGridSize[1] = properties->maxGridSize[2] = 65535;
     properties->l2CacheSize = 50 << 20;
     properties->unifiedAddressing = properties->concurrentManagedAccess = 1;
-    properties->pciBusID = device + 1;
+    properties->pciBusID = FIRST_BUS + device;
     return 0;
 }
 EXPORT cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
@@ -70,7 +74,7 @@ EXPORT cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *ca
 EXPORT cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return 0; }
 EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 EXPORT cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
-    snprintf(text, size, "0000:%02x:00.0", device + 1);
+    snprintf(text, size, "0000:%02x:00.0", FIRST_BUS + device);
     return 0;
 }
 EXPORT cudaError_t cudaProfilerStart(void) { return 0; }
@@ -87,6 +91,10 @@ EXPORT CUresult cuDeviceGetCount(int *number) { *number = device_count(); return
 EXPORT CUresult cuDeviceGetName(char *name, int size, CUdevice device) { snprintf(name, size, "NVIDIA H100 80GB HBM3"); return 0; }
 EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, CUdevice device) {
     return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)attribute, device);
+}
+EXPORT CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
+    set_uuid(uuid->bytes, device);
+    return 0;
 }
 EXPORT CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {
     *flags = 0;
