@@ -13,10 +13,10 @@ TURN ?= $(SEED)
 export PYTHONDONTWRITEBYTECODE =
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --seed $(SEED) --turn $(TURN)
 
-.PHONY: help demo test slow soak matrix fuzz gpu lint typecheck docs check clean
+.PHONY: help demo test slow soak matrix fuzz gpu cuda-stub lint typecheck docs check clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 # The constraints pin torch: without them pip would take a newer one, with gigabytes of CUDA libraries.
 $(READY): pyproject.toml constraints.txt
@@ -57,6 +57,11 @@ fuzz: $(READY)  ## what reads bytes, each reader for ten minutes (FUZZ_S), guide
 # It needs no install: it runs with the torch that is there.
 gpu:  ## on a machine with GPUs: the tests marked gpu, then what is measured there (docs/gpu.md)
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_acceptance.py
+
+# It makes a virtual environment of its own, of 5.5 GB: torch's build for CUDA. SAMPLE=--sample: one test of each kind.
+SAMPLE ?=
+cuda-stub:  ## without a GPU: torch's build for CUDA on a stand-in for the driver (tests/fakes/cuda); a quarter of an hour
+	$(PYTHON) tests/fakes/cuda/run.py --jobs $(JOBS) $(SAMPLE)
 
 lint: $(READY)  ## formatting and lint rules
 	$(BIN)/ruff format --check .

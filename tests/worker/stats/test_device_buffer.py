@@ -48,9 +48,22 @@ def no_gradients():
         yield
 
 
+@pytest.fixture(autouse=True)
+def the_driver_lets_go_of_each_file():
+    """Else the next file may be mapped to addresses that are registered already."""
+    yield
+    while _on_cuda:
+        _on_cuda.pop().close()
+
+
+_on_cuda = []
+
+
 def device_buffer(recorder, device, **more):
-    current = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    return OneByOne(recorder, current, **more)
+    if device != "cuda":
+        return OneByOne(recorder, torch.device("cpu"), **more)
+    _on_cuda.append(OneByOne(recorder, torch.device("cuda", torch.cuda.current_device()), **more))
+    return _on_cuda[-1]
 
 
 def values_of(recorder, number):
@@ -992,9 +1005,9 @@ def test_hooks_of_a_backward_run_on_autograds_thread(recorder):
         x = torch.ones(1000, device="cuda", requires_grad=True)
         y = x * 2
         y.register_hook(hook)
-        z = (y * 3e38).sum()
+        z = (y * 3e38).sum() * 10
     page = recorder.begin_page(0, 0, 0)
-    (z * 10).backward()
+    z.backward()
     recorder.end_page(page)
     assert threads != {threading.get_ident()}
     assert values_of(recorder, 0)[0].flags == NonFinite.POSINF

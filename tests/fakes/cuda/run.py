@@ -1,0 +1,100 @@
+"""Runs the tests that the stand-in can answer, on the real CUDA build of torch: `make cuda-stub`.
+
+    python3 tests/fakes/cuda/run.py                     all: a quarter of an hour on two quiet cores
+    python3 tests/fakes/cuda/run.py --sample            one of each kind
+    python3 tests/fakes/cuda/run.py -- tests/gpu -x     what pytest is told
+    python3 tests/fakes/cuda/run.py --shell             a shell in which `python` is on the stand-in
+
+The first run makes a virtual environment of its own in build/cuda-stub (5.5 GB; a minute or two).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[2]
+sys.path.insert(0, str(HERE))
+
+import build  # noqa: E402  # it lies beside this file
+
+FOLDER = CHECKOUT / "build" / "cuda-stub"
+PACKAGES = ["nvidia-cuda-crt==13.0.88", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers"]
+TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/stats", "tests/worker/api/test_look.py"]
+TESTS += ["tests/worker/preflight/stages", "tests/gpu/test_preflight.py"]
+SAMPLE = ["tests/fakes/cuda/test_memory.py", "tests/fakes/cuda/test_streams.py", "tests/fakes/cuda/test_counters.py"]
+SAMPLE += ["tests/fakes/cuda/test_costs.py", "tests/gpu/test_watch.py"]
+NOT_ANSWERED = {
+    "tests/worker/stats/test_kernel.py::test_more_elements_than_32_bits_count": "needs 4 GiB, read one by one",
+    "quantized": "the stand-in has no quantized tensors",
+    "test_reading_takes_no_memory": "needs 128 MiB, read one by one",
+    "test_the_local_stages_share_one_process_and_pass": "the load under which health is read takes too long here",
+    "test_a_rank_that_hangs_in_a_collective_of_nccl_is_named": "its deadline is a GPU's",
+}
+"""Part of a test's name -> why the stand-in cannot answer it."""
+
+
+def main() -> int:
+    """Make what is missing, and run pytest."""
+    options = parse()
+    python = environment_of(options.venv, options.torch)
+    packages = next((options.venv / "lib").glob("python*/site-packages"))
+    build.build(FOLDER / "lib", packages)
+    (packages / "stand_in_cuda.pth").write_text(f"{HERE}\nimport stand_in_cuda.hook\n")
+    link = FOLDER / "path" / "gpuwatch"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)
+    link.symlink_to(CHECKOUT)
+    environment = {**os.environ, **build.environment(FOLDER / "lib"), "PYTHONPATH": str(link.parent)}
+    environment["PATH"] = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    if options.shell:
+        return subprocess.run([os.environ.get("SHELL", "sh")], env=environment).returncode
+    tests = options.pytest or [*(SAMPLE if options.sample else TESTS)]
+    left_out = " or ".join(name.rpartition("::")[2] for name in NOT_ANSWERED)
+    command = [python, "-m", "pytest", "-q", "-m", "gpu or stand_in", "-k", f"not ({left_out})"]
+    command += ["-W", "ignore:Synchronization debug mode", "--numprocesses", str(options.jobs), "--dist", "loadfile"]
+    return subprocess.run([*command, *tests], cwd=CHECKOUT, env=environment).returncode
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--torch", default="2.14.1", help="the release of torch, of which the CUDA build is taken")
+    parser.add_argument("--venv", type=Path, default=FOLDER / "venv", help="the virtual environment")
+    parser.add_argument("--sample", action="store_true", help="one of each kind")
+    parser.add_argument("--shell", action="store_true", help="no tests: a shell with the stand-in")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("pytest", nargs="*", help="what pytest is told, in place of all tests")
+    return parser.parse_args()
+
+
+def environment_of(venv: Path, torch: str) -> Path:
+    """The Python of a virtual environment that has all packages."""
+    python, ready = venv / "bin" / "python", venv / ".ready-stand-in"
+    if ready.is_file():
+        return python
+    print(f"Installing torch {torch} for CUDA into {venv}; this takes a minute or two.", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    lines = (CHECKOUT / "constraints.txt").read_text().splitlines()
+    constraints = FOLDER / "constraints.txt"
+    constraints.parent.mkdir(parents=True, exist_ok=True)
+    constraints.write_text("\n".join(line for line in lines if not line.startswith(("torch", "triton", "-", "nvidia"))))
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, "-c", str(constraints), f"torch=={torch}", *PACKAGES, *dependencies()], check=True)
+    ready.touch()
+    return python
+
+
+def dependencies() -> list[str]:
+    """gpuwatch's own, without torch."""
+    text = (CHECKOUT / "pyproject.toml").read_text()
+    block = text.partition("\ndependencies = [")[2].partition("\n]")[0]
+    found = [line.strip().split('"')[1] for line in block.splitlines() if '"' in line]
+    return [package for package in found if not package.startswith("torch")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

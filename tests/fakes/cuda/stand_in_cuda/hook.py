@@ -1,0 +1,70 @@
+"""Installs the stand-in in a process once it has imported torch, and gpuwatch's kernels once Triton is there.
+
+A file `stand_in_cuda.pth` in the environment's site-packages imports this module at the start of each Python. It does
+nothing unless STAND_IN_CUDA is set.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+def _install_operations() -> None:
+    from . import operations
+
+    operations.install()
+
+
+def _install_kernels() -> None:
+    from . import triton_kernels
+
+    triton_kernels.install()
+
+
+def _make_the_preflight_small() -> None:
+    compute = sys.modules["gpuwatch.worker.preflight.stages.compute"]
+    compute.CUDA_SIZE, compute.CUDA_REPEATS = 256, 2  # type: ignore[attr-defined]  # a GPU's takes hours here
+
+
+_AFTER: dict[str, Callable[[], None]] = {
+    "torch": _install_operations,
+    "triton.compiler.compiler": _install_kernels,
+    "gpuwatch.worker.preflight.stages.compute": _make_the_preflight_small,
+}
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own loader, and then what is to follow."""
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader = loader
+        self._name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
+        self._loader.exec_module(module)
+        _AFTER[self._name]()
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _AFTER:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                spec.loader = _Loader(spec.loader, name)
+                return spec
+        return None
+
+
+if os.environ.get("STAND_IN_CUDA") and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    sys.meta_path.insert(0, _Finder())

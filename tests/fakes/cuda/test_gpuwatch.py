@@ -1,0 +1,64 @@
+"""gpuwatch on the stand-in: the verdicts and the bits of the CPU, through the device's path."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+OF_A_VERDICT = ("kind", "rank", "module", "class", "phase", "role", "value", "batch", "certainty", "dtype")
+
+
+def launch(folder, nproc, device, backend, *arguments):
+    """(verdict, what the ranks print, the report)"""
+    folder.mkdir()
+    command = [sys.executable, "-m", "gpuwatch.cli.main", "launch", "--standalone", "--nproc-per-node", str(nproc)]
+    command += [str(SCRIPT), "--device", device, "--backend", backend, *arguments]
+    done = subprocess.run(command, cwd=folder, env=dict(os.environ), capture_output=True, text=True, timeout=280)
+    file = folder / "gpuwatch-runs" / "latest" / "report.json"
+    assert file.is_file(), done.stderr
+    report = json.loads(file.read_text())
+    verdict = {key: report["verdict"].get(key) for key in OF_A_VERDICT}
+    return verdict, sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")), report
+
+
+@cache
+def on_the_cpu(folder, nproc, fault):
+    return launch(folder / f"cpu-{nproc}-{fault}", nproc, "cpu", "gloo", "--fault", fault, "--rank", str(nproc - 1))
+
+
+@pytest.fixture(scope="module")
+def of_the_cpu(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cpu")
+    return lambda nproc, fault: on_the_cpu(folder, nproc, fault)
+
+
+@pytest.mark.parametrize(("fault", "place"), [("none", None), ("forward", (1, "block.widen", "+inf", 2))])
+def test_fsdp2_over_nccl_is_watched(tmp_path, fault, place):
+    verdict, _, _ = launch(tmp_path / "cuda", 2, "cuda", "nccl", "--wrap", "fsdp2", "--fault", fault, "--rank", "1")
+
+    assert verdict["certainty"] == "established"
+    if place is None:
+        assert verdict["kind"] == "clean"
+    else:
+        assert tuple(verdict[key] for key in ("rank", "module", "value", "batch")) == place
+
+
+@pytest.mark.parametrize("fault", ["none", "forward", "backward", "optimizer"])
+@pytest.mark.parametrize(("nproc", "backend"), [(1, "gloo"), (2, "gloo"), (2, "nccl")])
+def test_the_verdict_is_that_of_the_cpu(tmp_path, of_the_cpu, nproc, backend, fault):
+    expected, lines, _ = of_the_cpu(nproc, fault)
+    verdict, found, report = launch(
+        tmp_path / "cuda", nproc, "cuda", backend, "--fault", fault, "--rank", str(nproc - 1)
+    )
+
+    assert verdict == expected
+    assert verdict["kind"] == ("clean" if fault == "none" else "overflow")
+    assert fault != "none" or found == lines  # losses and weights, bit by bit
+    assert [rank["device"] for rank in report["ranks"]] == [f"cuda:{rank}" for rank in range(nproc)]
