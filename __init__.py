@@ -12,17 +12,17 @@ from .core.errors import GpuwatchError, OverflowDetected
 
 if typing.TYPE_CHECKING:
     from .core.recorder.run_folder import env
-    from .worker.api.debug_underflow_overflow import DebugUnderflowOverflow
-    from .worker.api.detect_overflow import detect_overflow
-    from .worker.api.watch import watch
+    from .worker.debug_underflow_overflow import DebugUnderflowOverflow
+    from .worker.detect_overflow import detect_overflow
+    from .worker.watch import watch
 
 __all__ = ["DebugUnderflowOverflow", "GpuwatchError", "OverflowDetected", "detect_overflow", "env", "watch"]
 
 _HOME = {
-    "DebugUnderflowOverflow": ".worker.api.debug_underflow_overflow",
-    "detect_overflow": ".worker.api.detect_overflow",
+    "DebugUnderflowOverflow": ".worker.debug_underflow_overflow",
+    "detect_overflow": ".worker.detect_overflow",
     "env": ".core.recorder.run_folder",
-    "watch": ".worker.api.watch",
+    "watch": ".worker.watch",
 }
 """Public name -> the module that has it, and imports torch or what else takes long."""
 

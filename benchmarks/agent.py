@@ -15,15 +15,14 @@ import time
 from pathlib import Path
 
 import psutil
-from gpuwatch.collector.top.link import Link
+from gpuwatch.collector.live.top_link import Link
+from gpuwatch.core.events import ModuleDef, RootDef, ScriptExit, SlotDef, Where
 from gpuwatch.core.recorder.layout import NOTHING, Field, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import ModuleDef, RootDef, ScriptExit, SlotDef, Where
 from gpuwatch.core.values import Encoding
 from gpuwatch.core.wire.keys import derive_keys, random_secret
 from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, WorkersEnded, WorkersStarted
-from gpuwatch.launcher.head_collector import HeadCollector
-from gpuwatch.launcher.node_agent import NodeAgent
+from gpuwatch.launcher.children import HeadCollector, NodeAgent
 
 ONE = 0x3F800000
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gpuwatch.core.recorder.group_table import GroupField
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.hooks.collectives import Collectives
+from gpuwatch.worker.hooks.process_groups import Collectives
 from gpuwatch.worker.record.passed import PassedValues
 from gpuwatch.worker.record.progress import Progress
 from turns import in_turns, interval

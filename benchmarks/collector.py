@@ -39,13 +39,13 @@ from typing import IO, Any, cast
 import msgspec
 import psutil
 import zmq
-from gpuwatch.core.imports.own_imports import own_command
+from gpuwatch.core.own_imports import own_command
 from gpuwatch.core.settings import OnHang
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.pipe import AgentConfig, Bound, CollectorConfig, LaunchDone, read_from_collector, write_line
-from gpuwatch.launcher.node.agent import Agent
-from gpuwatch.launcher.node.gpus import GpuWatch
-from gpuwatch.launcher.node.ranks import RankWatch
+from gpuwatch.launcher.agent.agent import Agent
+from gpuwatch.launcher.agent.gpus import GpuWatch
+from gpuwatch.launcher.agent.rank_watch import RankWatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from simulated_ranks import Model, NoGpus, SimulatedRank

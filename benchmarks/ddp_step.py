@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.worker.hooks.collectives import Collectives
+from gpuwatch.worker.hooks.process_groups import Collectives
 from gpuwatch.worker.record.group_table import GroupTable
 from torch import multiprocessing, nn
 from turns import in_turns, interval

@@ -19,9 +19,8 @@ import numpy
 import torch
 import torch.nn.functional as F
 from gpuwatch.core.values import DTYPE_CODES
-from gpuwatch.launcher.node.forecast.forecasts import Forecasts, Told
-from gpuwatch.launcher.node.history import EVERY_BATCH
-from gpuwatch.launcher.node.thinning import thinned
+from gpuwatch.launcher.agent.forecast import Forecasts, Told
+from gpuwatch.launcher.agent.history import EVERY_BATCH, thinned
 from torch import Tensor, nn
 
 WIDTH = 32

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-from gpuwatch.core.records import GroupState, Issued, Where, WorkerExit
+from gpuwatch.core.events import GroupState, Issued, Where, WorkerExit
 from gpuwatch.core.wire.messages import AgentBody, Beat, EventMessage, RankState
 from gpuwatch.core.wire.pipe import LaunchDone
-from gpuwatch.launcher.node.agent import Agent
-from gpuwatch.launcher.node.stall.looks import LOOK_S
+from gpuwatch.launcher.agent.agent import Agent
+from gpuwatch.launcher.agent.stacks import LOOK_S
 from simulated_ranks import Model, SimulatedRank
 
 from collector import RANKS_PER_NODE, Collector, Nodes

@@ -14,9 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy
-from gpuwatch.core.frames import Phase, RowKind
-from gpuwatch.core.recorder import layout, tables
-from gpuwatch.core.records import (
+from gpuwatch.core.events import (
     Anomaly,
     Definition,
     ModuleDef,
@@ -27,8 +25,11 @@ from gpuwatch.core.records import (
     Where,
     WorkerExit,
 )
+from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder import page_tables as tables
 from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
-from gpuwatch.core.wire.history import pack
+from gpuwatch.core.wire.columns import pack
 from gpuwatch.core.wire.messages import (
     AgentBody,
     Beat,

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from gpuwatch.core.events import Fault
 from gpuwatch.core.frames import Page
-from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder.layout import Field
+from gpuwatch.core.recorder.pages import Names, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
-from gpuwatch.core.records import Fault
 
 V = TypeVar("V")
 

@@ -14,7 +14,7 @@ from ..core.wire.keys import others_may_read, read_secret
 
 def _metrics_address(ctx: click.Context, param: click.Parameter, text: str | None) -> str | None:
     """As gpuwatch launch has it."""
-    from ..launcher.arguments.parsers import metrics_address
+    from ..launcher.option_types import metrics_address
 
     try:
         return metrics_address(text) if text is not None else None

@@ -60,11 +60,10 @@ def command(
     """
     import msgspec
 
-    from ..collector.difference.difference import difference
-    from ..collector.difference.sides import Wish, choose
-    from ..collector.difference.text import render_difference
+    from ..collector.assemble.diff import Wish, choose, difference
+    from ..collector.assemble.diff_text import render_difference
     from ..collector.finish import fold_store
-    from ..collector.paths import RunPaths
+    from ..collector.runs import RunPaths
     from ..collector.store import RunStore
 
     alike = ranks.a == ranks.b and batches.a == batches.b

@@ -8,7 +8,7 @@ from .completion import handed_over
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ..launcher.arguments.options import get_parser
+    from ..launcher.options import get_parser
 
     return get_parser()
 

@@ -6,7 +6,7 @@ import sys
 from difflib import get_close_matches
 from importlib import import_module
 
-from ..core.imports.own_imports import theirs_last
+from ..core.own_imports import theirs_last
 
 theirs_last()
 
@@ -14,7 +14,7 @@ import click  # noqa: E402
 
 from ..core.errors import GpuwatchError, OutputLost  # noqa: E402
 from ..core.host import gpuwatch_version  # noqa: E402
-from ..core.text.tell import expect_answer, guard_streams, tell  # noqa: E402
+from ..core.tell import expect_answer, guard_streams, tell  # noqa: E402
 
 COMMANDS = {
     "launch": "Run a training script under torchrun and name the first rank and module to overflow.",

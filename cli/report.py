@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..collector.paths import RunPaths
+from ..collector.runs import RunPaths
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.spool import SUFFIX
 from .completion import complete_runs
@@ -138,7 +138,7 @@ def _of_batch(report: Report, batch: int, rank: int | None) -> Report:
 
 
 def _only_modules(report: Report, pattern: str) -> Report:
-    from ..collector.report.only_modules import only_modules
+    from ..collector.report.side_by_side import only_modules
 
     found = only_modules(report, pattern)
     if found is None:

@@ -8,7 +8,7 @@ from .completion import handed_over
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ..launcher.run.options import get_run_parser
+    from ..launcher.options import get_run_parser
 
     return get_run_parser()
 
@@ -16,6 +16,6 @@ def _parser() -> argparse.ArgumentParser:
 @handed_over("run", _parser)
 def command(arguments: tuple[str, ...]) -> int:
     """Run a command as it stands and watch what becomes a rank below it."""
-    from ..launcher.run.run import run
+    from ..launcher.run import run
 
     return run(list(arguments))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ..core.text.shown import shown
+from ..core.text import shown
 
 
 @click.command(name="runs")

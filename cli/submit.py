@@ -12,14 +12,12 @@ from typing import Literal
 
 import click
 
-from ..collector.paths import RunPaths
+from ..collector.runs import RunPaths
 from ..core.errors import UsageError
-from ..core.text.job_runs import runs_of_job
-from ..slurm.command_line import LaunchOptions, Submission, take_apart
-from ..slurm.render import RUNS_DIR, BatchScript, render
-from ..slurm.sbatch import Slurm
-from ..slurm.scheduler import JobTask
-from ..slurm.submit import Follower, batch_script, command_line_options
+from ..core.recorder.run_folder import runs_of_job
+from ..slurm.batch_script import RUNS_DIR, BatchScript, render
+from ..slurm.sbatch import JobTask, Slurm
+from ..slurm.submit import Follower, LaunchOptions, Submission, batch_script, command_line_options, take_apart
 
 Verb = Literal["launch", "check"]
 _REPORT_WAIT_S = 30
@@ -59,7 +57,7 @@ def command(arguments: tuple[str, ...]) -> int:
 
 def submit(arguments: list[str], verb: Verb) -> int:
     """Render, show or submit, and follow. Returns the exit code."""
-    from ..launcher.arguments.options import get_check_parser, get_parser
+    from ..launcher.options import get_check_parser, get_parser
 
     parser = get_parser() if verb == "launch" else get_check_parser()
     submission = take_apart(arguments, options_of(parser))
@@ -104,8 +102,8 @@ def options_of(parser: argparse.ArgumentParser) -> LaunchOptions:
 
 def _check(parser: argparse.ArgumentParser, submission: Submission, verb: Verb) -> None:
     """What would only be found wrong once the job runs, hours later."""
-    from ..launcher.arguments.prepare import expect_script
-    from ..launcher.arguments.watching_options import check_together
+    from ..launcher.launch import expect_script
+    from ..launcher.options import check_together
 
     if verb == "launch" and not submission.script:
         raise UsageError("expected a script to run, found none: gpuwatch submit [options] train.py")

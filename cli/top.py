@@ -14,7 +14,7 @@ from .completion import complete_runs
 from .report import find_run
 
 if TYPE_CHECKING:
-    from ..collector.top.link import Link
+    from ..collector.live.top_link import Link
 
 _PATIENCE_S = 15.0
 _MORE, _MORE_S = 3, 1.5
@@ -31,7 +31,7 @@ def command(run: str | None, runs_dir: str, once: bool) -> int:
 
     Without RUN: the latest one. It only looks: the job is not told of it, and does not wait for it. q ends it.
     """
-    from ..collector.top.link import Link
+    from ..collector.live.top_link import Link
 
     path = find_run(run, Path(runs_dir))
     link = Link(path)
@@ -49,7 +49,7 @@ def command(run: str | None, runs_dir: str, once: bool) -> int:
 
 
 def _print_once(link: Link, run: str) -> int:
-    from ..collector.top.model import Model, plain
+    from ..collector.live.top_model import Model, plain
 
     view = link.newest(_PATIENCE_S)
     if view is None:
@@ -75,7 +75,7 @@ def _watch(link: Link, run: str) -> int:
             "expected textual, which draws the screen, found it not installed; install it with: pip install "
             '"gpuwatch-cluster[top]", or print one picture: gpuwatch top --once'
         )
-    from ..collector.top.app import Top
+    from ..collector.live.top_app import Top
 
     for name in ("COLUMNS", "LINES"):  # where they are exported, textual believes them, and not the terminal
         os.environ.pop(name, None)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import zmq
 
-from ..core.errors import GpuwatchError, UsageError
-from ..core.exits import ExitCode
+from ..core.errors import ExitCode, GpuwatchError, UsageError
 from ..core.wire.pipe import Bound, CannotBind, CollectorConfig, Notice, read_config, write_line
 from .finish import fold_store, open_store
-from .paths import RunPaths, new_run
-from .protocol.run_protocol import RunProtocol
+from .protocol import RunProtocol
+from .runs import RunPaths, new_run
 from .server import ReportFailed, Server
 from .store import RunStore
 

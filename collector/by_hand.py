@@ -12,11 +12,11 @@ import zmq
 
 from ..core.errors import GpuwatchError, UsageError
 from ..core.wire.keys import derive_keys
-from .exit_code import exit_code
 from .finish import open_store
-from .paths import new_run
-from .protocol.run_protocol import RunProtocol
+from .protocol import RunProtocol
 from .report.text import render_text
+from .report_file import exit_code
+from .runs import new_run
 from .server import Server
 
 

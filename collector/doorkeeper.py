@@ -6,8 +6,8 @@ import time
 
 import zmq
 
+from .assemble.timeline import utc
 from .log import log
-from .report.make.timeline import utc
 
 
 class Doorkeeper:

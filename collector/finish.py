@@ -13,14 +13,13 @@ from typing import TypeVar
 import msgspec
 
 from ..core.wire.spool import agent_of, read_spool
-from .earlier import earlier_lives
-from .exit_code import exit_code
+from .assemble.build import build_report
+from .assemble.timeline import utc
 from .facts.fold import Fold, fold
-from .paths import RunPaths
-from .report.make.build import build_report
-from .report.make.timeline import utc
 from .report.model import EarlierLife, Report, to_json
 from .report.text import render_text
+from .report_file import earlier_lives, exit_code
+from .runs import RunPaths
 from .store import RunStore, Stored
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.text.tell import tell
+from ..core.tell import tell
 
 
 def log(line: str) -> None:

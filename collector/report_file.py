@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
-from ..core.errors import GpuwatchError
-from ..core.text.shown import shown_name
+from ..core.errors import EXIT_OF_KIND, ExitCode, GpuwatchError
+from ..core.recorder.run_folder import job_run, runs_of_job
+from ..core.text import shown_name
 from ..core.wire.regular_file import read_regular
-from .paths import RunPaths
-from .report.model import Report
-
-MOST_REPORT_BYTES = 1 << 30
+from .report.model import EarlierLife, Report
+from .runs import MOST_REPORT_BYTES, RunPaths
 
 
 def read_report(paths: RunPaths) -> Report:
@@ -28,3 +29,49 @@ def read_report(paths: RunPaths) -> Report:
             f"expected a report of schema 1, found something else in {paths.report_json}: {shown_name(str(error))}; "
             f"to make it again from the store: gpuwatch report --again {paths.run_id}"
         ) from error
+
+
+# From a verdict to the number that the launches exit with.
+
+
+def exit_code(report: Report) -> int:
+    """The exit code that a verdict stands for."""
+    verdict = report.verdict
+    if verdict.kind == "interrupted" and verdict.signal is not None:
+        number = verdict.signal.removeprefix("signal ")  # one without a name
+        return int(ExitCode.SIGNAL) + (int(number) if number.isdigit() else int(signal.Signals[verdict.signal]))
+    code = EXIT_OF_KIND.get(verdict.kind, ExitCode.SCRIPT_FAILED)
+    if report.run.check_only and code is not ExitCode.CLEAN:  # there is no script that could have failed by itself
+        code = ExitCode.PREFLIGHT_FAILED
+    return int(code)
+
+
+# How the earlier lives of a requeued job ended. Each has a run of its own, and the last report lists them.
+
+
+class _Verdict(msgspec.Struct):
+    kind: str
+    statement: str
+
+
+class _Report(msgspec.Struct):
+    verdict: _Verdict
+
+
+def earlier_lives(paths: RunPaths) -> list[EarlierLife]:
+    """The earlier lives of this run's job, the first one first; [] for a run without a job."""
+    run = job_run(paths.run_id)
+    if run is None or not run.restart:
+        return []
+    runs = runs_of_job((path.name for path in paths.folder.parent.iterdir()), run.job)
+    return [_life(RunPaths(paths.folder.parent / other.name)) for other in runs if other.restart < run.restart]
+
+
+def _life(paths: RunPaths) -> EarlierLife:
+    try:
+        verdict = msgspec.json.decode(read_regular(paths.report_json, MOST_REPORT_BYTES), type=_Report).verdict
+    except (OSError, msgspec.DecodeError):
+        return EarlierLife(
+            paths.run_id, "", f"It has left no report; to make one: gpuwatch report --again {paths.run_id}"
+        )
+    return EarlierLife(paths.run_id, verdict.kind, verdict.statement)

@@ -16,8 +16,8 @@ from msgspec import structs
 from msgspec.json import encode as to_json
 from zmq.auth.thread import ThreadAuthenticator
 
-from ..core.exits import ExitCode
-from ..core.own_clock import OwnClock
+from ..core.errors import ExitCode
+from ..core.host import OwnClock
 from ..core.threads import OneThread
 from ..core.wire.keys import KeyPair, agent_name
 from ..core.wire.messages import (
@@ -38,26 +38,26 @@ from ..core.wire.messages import (
 )
 from ..core.wire.pipe import Notice, PreflightOver, StageLine
 from ..core.wire.view import View
+from .assemble.stage_lines import StageLines
+from .assemble.timeline import utc
 from .doorkeeper import Doorkeeper
-from .exit_code import exit_code
 from .facts.fold import Fold
 from .finish import build, stamp, stored_fact, write_page, write_where_there_is_room
-from .live.live import Live
+from .live.own_numbers import OwnNumbers
+from .live.publisher import Publisher, publisher
+from .live.snapshot import view_of
+from .live.so_far import Live
 from .log import log
-from .metrics.own_numbers import OwnNumbers
-from .paths import RunPaths
-from .protocol.run_protocol import Action, Finish, Keep, LookAhead, RunProtocol, Send, Tell
-from .report.make.timeline import utc
+from .protocol import Action, Finish, Keep, LookAhead, RunProtocol, Send, Tell
 from .report.model import Report
-from .report.stage_lines import StageLines
 from .report.text import render_text
+from .report_file import exit_code
+from .runs import RunPaths
 from .store import RunStore
-from .view.publisher import Publisher, publisher
-from .view.snapshot import view_of
 from .waiting_pages import WaitingPages
 
 if TYPE_CHECKING:
-    from .metrics.metrics import Metrics  # without --metrics-port, none of it is imported
+    from .live.metrics import Metrics  # without --metrics-port, none of it is imported
 
 TICK_MS = 100
 _WRITING_TICK_MS = 5
@@ -144,7 +144,7 @@ class Server:
     def serve_metrics(self, address: str) -> None:
         """At `HOST:PORT`, from now on; "" is nowhere. Raises UsageError where it cannot."""
         if address:
-            from .metrics.metrics import Metrics
+            from .live.metrics import Metrics
 
             self.metrics = Metrics(address)
             self._looked_at = True

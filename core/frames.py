@@ -15,7 +15,7 @@ from enum import IntEnum, IntFlag
 import msgspec
 
 from .roles import GRADIENTS, Role, RoleKind, parse_role
-from .text.shown import shown_name
+from .text import shown_name
 from .values import NonFinite
 
 HEADER = f"{'abs min':8} {'abs max':8} metadata"
@@ -180,7 +180,7 @@ def is_inside(earlier: Frame, frame: Frame) -> bool:
 
 
 def module_text(module: str, cls: str | None) -> str:
-    """A module by name and class, for a sentence, safe to show (core/text/shown.py). The root has no name.
+    """A module by name and class, for a sentence, safe to show (core/text.py). The root has no name.
 
     >>> module_text("fc1", "Linear"), module_text("", "Net")
     ('`fc1` (Linear)', 'the root module (Net)')

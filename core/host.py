@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import signal
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -53,3 +57,41 @@ def has_part_in_c() -> bool:
     """Whether worker/native was compiled for this Python. Where there was no C compiler, Python does the same."""
     folder = Path(__file__).parents[1] / "worker" / "native"
     return any((folder / f"core{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+
+
+# Time as this process has lived it: a process that was stopped notices, and counts nobody's silence meanwhile.
+
+STEP_S = 1.0
+"""Who asks many times a second has lived no more than this between two questions, whatever other clocks say."""
+
+
+class OwnClock:
+    """Seconds since it was made, without those in which the process was stopped, or its machine slept.
+
+    Two clocks tell: the machine's goes on while a process is stopped, and the process asks for the time many times a
+    second while it is not. So of a step longer than `STEP_S` only that much is counted.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._now = 0.0
+
+    def now(self) -> float:
+        """To be asked many times a second."""
+        last, self._last = self._last, self._clock()
+        self._now += min(max(0.0, self._last - last), STEP_S)
+        return self._now
+
+
+# Child processes that end with their parent, however it ends.
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2), Linux"""
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends (on Linux): the thread that started it."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from .bad_values import NAMED_BY_SCRIPT as NAMED_BY_SCRIPT
 from .bad_values import BadValue, BadValues
+from .events import Anomaly, LookedAgain, Moment, OptimizerStep, Where
 from .frames import Frame, Mark, Page, Row
-from .records import Anomaly, LookedAgain, Moment, OptimizerStep, Where
 from .roles import GRADIENTS, RoleKind
 from .values import DTYPE_MAX, NonFinite, name_of
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from .wire.any_text import given_back, to_json
+from .any_text import given_back, to_json
 
 _NOT_ASCII = re.compile("[^\x00-\x7f]")
 VARIABLE = "GPUWATCH_WORKER"

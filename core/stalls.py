@@ -11,7 +11,7 @@ import signal
 import stat
 from collections.abc import Callable
 
-from .records import StackLine
+from .events import StackLine
 
 MOST_LINES = 40
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')

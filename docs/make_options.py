@@ -15,8 +15,7 @@ from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import HELP
 from gpuwatch.cli.top import command as top
-from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
-from gpuwatch.launcher.run.options import get_run_parser
+from gpuwatch.launcher.options import get_check_parser, get_parser, get_run_parser
 
 PAGE = Path(__file__).parent / "options.md"
 TOP = """\

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,13 +30,90 @@ from torch.distributed.launcher import api as launcher_api
 
 from ..core.errors import UsageError
 from ..core.host import host_name
-from ..core.imports.own_imports import OWN_START
+from ..core.own_imports import OWN_START
 from ..core.recorder.run_folder import error_text
 from ..core.settings import VARIABLE, WorkerSettings
 from ..core.wire.pipe import LaunchDone
-from .rounds import agree_on_attempt
 from .say import say
-from .stale_keys import purge_group_keys
+
+# Which attempt this is, agreed by all nodes of a rendezvous.
+#
+# torchrun's own restart count is local to a node: the node whose worker failed counts up, the others see a change of
+# membership and do not. So every node puts the number of its own starts into the rendezvous' store and takes the
+# largest, which is also what the next start counts from. On the occasion they tell each other their hosts, so that a
+# rank that never arrives can be given a place.
+
+
+class Store(Protocol):
+    """What is used of torch.distributed.Store."""
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+
+    def get(self, key: str) -> bytes:
+        """A value that is there."""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Until all keys are there; raises at the timeout."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set it if it is `expected` ("": not there); returns what it then is."""
+
+
+def agree_on_attempt(
+    store: Store,
+    starts: int,
+    node: int,
+    num_nodes: int,
+    *,
+    host: str = "",
+    prefix: str = "round",
+    timeout_s: float = 60.0,
+) -> tuple[int, str, list[str]]:
+    """(attempt, name of the round, hosts of all nodes), the same on all nodes.
+
+    `starts` is how often this node has started its ranks.
+
+    `prefix` tells rounds apart where the store does not: torchrun's c10d backend gives every round a store of its
+    own, its static backend one for the whole job. Raises what the store raises when a node does not answer in time.
+    """
+    prefix = f"gpuwatch/{prefix}"
+    store.set(f"{prefix}/starts/{node}", f"{starts} {host}")
+    keys = [f"{prefix}/starts/{other}" for other in range(num_nodes)]
+    store.wait(keys, timedelta(seconds=timeout_s))
+    told = [store.get(key).decode().split(" ", 1) for key in keys]
+    attempt = max(int(number) for number, _ in told)
+    name = store.compare_set(f"{prefix}/name", "", uuid.uuid4().hex[:12]).decode()
+    return attempt, f"{name}-{attempt}", [host for _, host in told]
+
+
+# Clears what the process groups of an earlier attempt left in torchrun's store.
+#
+# torchrun's agent keeps one store over elastic restarts (torch 2.13 still), so the ranks of a new attempt can read the
+# addresses of the old ones and then wait for each other until the process group's timeout, which is half an hour.
+
+_GROUP_KEYS = "default_pg/"
+_TIMEOUT = timedelta(seconds=20)
+
+
+def purge_group_keys(master_addr: str, master_port: int) -> int:
+    """Delete the keys of process groups that have ended; returns how many.
+
+    To be called when no rank of any node runs. Raises what the store raises when it cannot be reached. A torch whose
+    store cannot list its keys (2.5) keeps them.
+    """
+    import torch.distributed as dist
+
+    store: Any = dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
+        master_addr, master_port, world_size=None, is_master=False, timeout=_TIMEOUT, wait_for_workers=False
+    )
+    if not hasattr(store, "list_keys"):
+        return 0
+    stale = [key for key in store.list_keys() if key.removeprefix("/").startswith(_GROUP_KEYS)]
+    for key in stale:
+        store.delete_key(key.removeprefix("/"))
+    return len(stale)
+
 
 WORKER = (OWN_START, "-mgpuwatch.worker")
 """Words with a dash, so that torchrun takes the script for the entry point's name and its messages stay as they are."""

@@ -4,23 +4,51 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from ..core import host
+from ..core.any_text import plain_text
 from ..core.errors import UsageError
-from ..core.wire.any_text import plain_text
+from ..core.recorder.scratch import RESCUED
 from ..core.wire.keys import JobKeys
 from ..core.wire.pipe import AgentConfig, Bound, CollectorConfig, PreflightOver, StageLine, Verdict
-from .arguments.plan import Plan
-from .head_collector import HeadCollector
-from .meets import first_that_answers
-from .node_agent import NodeAgent
+from .children import HeadCollector, NodeAgent
+from .plan import Plan
 from .say import say
-from .scheduler.job import Job
-from .scratch import RESCUED
+from .schedulers.job import Job
+
+# Where the collector of a job is: the handshake of its encryption tells it from any other.
+
+_PATIENCE_MS = 5000
+
+
+def first_that_answers(addresses: Sequence[str], server_key: str, public_key: str, private_key: str) -> str | None:
+    """Where somebody has the private half of `server_key`: the first to answer. Waits some seconds at most."""
+    context = zmq.Context()
+    poller, probes = zmq.Poller(), {}
+    try:
+        for address in addresses:
+            probe = context.socket(zmq.DEALER)
+            probe.linger = 0
+            probe.ipv6 = True
+            probe.curve_serverkey = server_key.encode()
+            probe.curve_publickey, probe.curve_secretkey = public_key.encode(), private_key.encode()
+            monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            probes[monitor] = probe, address
+            poller.register(monitor, zmq.POLLIN)
+            probe.connect(address)
+        ready = [monitor for monitor, _ in poller.poll(_PATIENCE_MS)]
+        return next((address for monitor, (_, address) in probes.items() if monitor in ready), None)
+    finally:
+        for probe, _ in probes.values():
+            probe.disable_monitor()
+            probe.close(linger=0)
+        context.destroy(linger=0)
+
 
 _CHILD_END_S = 20.0
 _LAST_LINE_S = 2.0

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from shlex import quote
+
+import psutil
+
+from ..core.errors import RANK_OVERFLOW
+from ..core.events import Anomaly
+from ..core.frames import module_text
 from ..core.host import installed_torch
-from ..core.text.tell import tell
-from ..core.versions.notes import notes_on
+from ..core.recorder.layout import file_name
+from ..core.recorder.reader import NotReady, RecorderReader
+from ..core.settings import VARIABLE
+from ..core.tell import tell
+from ..core.text import ranks_text, shown_name
+from ..core.torch_notes import notes_on
+from ..core.wire.pipe import Verdict
 
 
 def say(text: str) -> None:
@@ -16,3 +31,87 @@ def tell_of_torch() -> None:
     """What is not seen with the torch of this environment, in a line; nothing where all is as usual."""
     for note in notes_on(installed_torch()):
         say(note)
+
+
+# What the ranks of this node say themselves of an overflow: the launch's own evidence, whatever becomes of its agent,
+# its collector and its disk.
+
+
+class Overflows:
+    """By (attempt, rank): the first anomaly, or None where a rank says no more than that there was one."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: dict[tuple[int, int], Anomaly | None] = {}
+
+    def look(self, attempt: int, codes: dict[int, int | None]) -> None:
+        """The ranks of this attempt have ended with these codes: look into their recorders."""
+        for rank, code in codes.items():
+            seen, first = _first_of(self._folder / file_name(rank, attempt))
+            if seen or (seen is None and code == RANK_OVERFLOW):  # a script may have that code of its own
+                self._seen[attempt, rank] = first
+
+    @property
+    def sentence(self) -> str:
+        """Who saw one, and the one of the earliest batch; "" where there is none. Which was first, it cannot tell."""
+        if not self._seen:
+            return ""
+        attempt = min(number for number, _ in self._seen)
+        ranks = [rank for number, rank in self._seen if number == attempt]
+        known = [found for (number, _), found in self._seen.items() if number == attempt and found is not None]
+        if not known:
+            return f"{ranks_text(ranks)} saw an overflow, and where is unknown"
+        first = min(known, key=lambda anomaly: (anomaly.where.batch, anomaly.where.collectives, anomaly.where.rank))
+        module = module_text(first.module, first.cls)
+        place = f"{first.value} in {shown_name(first.role)} of {module}, {first.phase} of batch {first.where.batch}"
+        if len(ranks) == 1:
+            return f"{ranks_text(ranks)} saw an overflow: {place}"
+        return f"{ranks_text(ranks)} saw an overflow; of the earliest batch, on rank {first.where.rank}: {place}"
+
+
+def where_it_is(verdict: Verdict | None) -> str:
+    """What has an overflow that the verdict knows nothing of."""
+    if verdict is not None and verdict.overflow_in:
+        return f"no report has it yet; make one of this node's spool with: gpuwatch report {quote(verdict.overflow_in)}"
+    return "no report has it: its event was lost on the way"
+
+
+def _first_of(recorder: Path) -> tuple[bool | None, Anomaly | None]:
+    """Whether a rank says that it saw an overflow, None without a recorder; and the first one, as far as it is read."""
+    with suppress(OSError, NotReady), closing(RecorderReader(recorder)) as reader:
+        return reader.overflow_seen, reader.first_anomaly()
+    return None, None
+
+
+# Processes that ranks have forked and that have outlived them, such as a data loader's worker that is stuck.
+#
+# They are told of, and left alone: one of them may be at work on a checkpoint.
+
+PATIENCE_S = 8.0
+"""torch's own workers look every five seconds whether their rank is still there."""
+_MOST = 8
+
+
+def left_behind(scratch: Path) -> list[psutil.Process]:
+    """What runs with the environment that this launch has given to its ranks. A copy of a process keeps that."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(scratch) in process.environ().get(VARIABLE, "") and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:  # it has ended, or is somebody else's
+            continue
+    return found
+
+
+def tell_left_behind(scratch: Path, say: Callable[[str], object], patience_s: float = PATIENCE_S) -> None:
+    """After all ranks have ended: say which processes they have left, and do not end with them soon."""
+    there = left_behind(scratch)
+    _, left = psutil.wait_procs(there, timeout=patience_s) if there else ([], [])
+    if left:
+        pids = ", ".join(str(process.pid) for process in left[:_MOST]) + (", ..." if len(left) > _MOST else "")
+        many = len(left) > 1
+        say(
+            f"{len(left)} process{'es' if many else ''} that a rank had started {'have' if many else 'has'} outlived "
+            f"it, such as a data loader's worker that is stuck, and may hold memory: kill {pids}"
+        )

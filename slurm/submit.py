@@ -2,16 +2,165 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from ..core.errors import UsageError
-from .command_line import Submission
-from .render import RUNS_DIR, BatchScript, Option, directive
-from .sbatch_options import OF_THE_SUBMISSION
-from .scheduler import JobTask, Scheduler
+from .batch_script import RUNS_DIR, BatchScript, Option, directive
+from .sbatch import OF_THE_SUBMISSION, REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE, JobTask, Scheduler
+
+# Whose option is whose: gpuwatch submit takes those of sbatch, of gpuwatch launch, and a few of its own. Pure.
+
+_OWN_FLAGS = frozenset({"print", "wait", "help"})
+_OWN_VALUES = frozenset({"exclude-bad", "program"})
+_NNODES = re.compile(r"([0-9]+)(?::([0-9]+))?")
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What `gpuwatch launch` (or `check`) takes, as typed: `--every`, `--nproc_per_node`, `-m`."""
+
+    with_value: frozenset[str]
+    without_value: frozenset[str]
+
+
+@dataclass
+class Submission:
+    """A command line, taken apart."""
+
+    sbatch: list[Option] = field(default_factory=list)
+    launch: list[str] = field(default_factory=list)
+    """Options of the launch, with their values."""
+    script: list[str] = field(default_factory=list)
+    """The script and its arguments."""
+    runs_dir: str | None = None
+    exclude_bad: list[str] = field(default_factory=list)
+    program: str | None = None
+    print_only: bool = False
+    wait: bool = False
+    help: bool = False
+
+    def value(self, name: str) -> str | None:
+        """Of an option of sbatch; of several the last one, as for sbatch itself."""
+        return next((option.value for option in reversed(self.sbatch) if option.name == name), None)
+
+
+def take_apart(arguments: list[str], options: LaunchOptions) -> Submission:
+    """Everything up to the script is options. Raises UsageError on one that nobody knows.
+
+    A name that sbatch and the launch both have (-t, -m): -m is the launch's, all others are sbatch's.
+    """
+    found = Submission()
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word.startswith("--"):
+            _long(word, rest, options, found)
+        else:
+            _short(word, rest, options, found)
+    found.script = rest
+    return found
+
+
+def _long(word: str, rest: list[str], options: LaunchOptions, found: Submission) -> None:
+    typed, equals, text = word.partition("=")
+    name, value = typed[2:], text if equals else None
+    dashed = name.replace("_", "-")
+    if dashed in _OWN_FLAGS:
+        _own_flag(dashed, value, found)
+    elif dashed in _OWN_VALUES:
+        _own_value(dashed, _value(typed, value, rest), found)
+    elif dashed == "nnodes":  # as torchrun has it
+        found.sbatch.append(Option("nodes", _nodes(_value(typed, value, rest))))
+    elif dashed == "runs-dir":
+        found.runs_dir = _value(typed, value, rest)
+    elif dashed == "run-name":
+        raise UsageError("--run-name: the runs of a job are named after it; drop it")
+    elif typed in options.with_value:
+        found.launch += [typed, _value(typed, value, rest)] if value is None else [word]
+    elif typed in options.without_value:
+        found.launch.append(word)
+    else:
+        _of_sbatch(name, value, rest, found, options)
+
+
+def _of_sbatch(name: str, value: str | None, rest: list[str], found: Submission, options: LaunchOptions) -> None:
+    if name in REFUSED:
+        raise UsageError(f"--{name}: {REFUSED[name]}")
+    if name in WITH_VALUE:
+        found.sbatch.append(Option(name, _value(f"--{name}", value, rest)))
+    elif name in WITHOUT_VALUE and value is not None:
+        raise UsageError(f"--{name}: expected no value, found {value!r}")
+    elif name in WITHOUT_VALUE | WITH_OR_WITHOUT or value is not None:
+        found.sbatch.append(Option(name, value))
+    else:
+        raise _unknown(f"--{name}", options)
+
+
+def _short(word: str, rest: list[str], options: LaunchOptions, found: Submission) -> None:
+    """`-N 2`, `-N2`, `-HO`, `-m`"""
+    letter, attached = word[1], word[2:]
+    flag = f"-{letter}"
+    if letter == "h":
+        found.help = True
+    elif letter == "W":
+        found.wait = True
+    elif letter in SHORT:
+        name = SHORT[letter]
+        takes = name in WITH_VALUE
+        _of_sbatch(name, attached if takes and attached else None, rest, found, options)
+        if attached and not takes:
+            _short(f"-{attached}", rest, options, found)
+    elif flag in options.with_value:
+        found.launch += [flag, attached or _value(flag, None, rest)]
+    elif flag in options.without_value and not attached:
+        found.launch.append(flag)
+    else:
+        raise _unknown(word, options)
+
+
+def _own_flag(name: str, value: str | None, found: Submission) -> None:
+    if value is not None:
+        raise UsageError(f"--{name}: expected no value, found {value!r}")
+    setattr(found, {"print": "print_only"}.get(name, name), True)
+
+
+def _own_value(name: str, value: str, found: Submission) -> None:
+    if name == "exclude-bad":
+        found.exclude_bad.append(value)
+    else:
+        found.program = value
+
+
+def _value(typed: str, value: str | None, rest: list[str]) -> str:
+    if value is not None:
+        return value
+    if not rest:
+        raise UsageError(f"{typed}: expected a value after it, found the end of the line")
+    return rest.pop(0)
+
+
+def _nodes(text: str) -> str:
+    match = _NNODES.fullmatch(text)
+    if match is None:
+        raise UsageError(f"--nnodes: expected a number of nodes or MIN:MAX, found {text!r}")
+    return text.replace(":", "-")
+
+
+def _unknown(word: str, options: LaunchOptions) -> UsageError:
+    known = {f"--{name}" for name in WITH_VALUE | WITHOUT_VALUE | WITH_OR_WITHOUT | _OWN_FLAGS | _OWN_VALUES}
+    close = difflib.get_close_matches(word, sorted(known | options.with_value | options.without_value), n=1)
+    hint = f"did you mean {close[0]}? If it is" if close else "if it is"
+    return UsageError(
+        f"{word} is an option of neither sbatch nor gpuwatch launch; {hint} one of your site, write it as {word}=VALUE"
+    )
+
 
 _FIRST_LOOK_S = 1.0
 _LATER_LOOKS_S = 10.0

@@ -96,7 +96,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 
 class StandInNvml:
-    """A libnvidia-ml.so.1 of two H100s that says what a file tells it to say (core/gpu_health/stand_in.c)."""
+    """A libnvidia-ml.so.1 of two H100s that says what a file tells it to say (core/gpu/stand_in.c)."""
 
     gpus = ("GPU-00000000-aaaa-bbbb-cccc-000000000000", "GPU-11111111-aaaa-bbbb-cccc-111111111111")
     migs = ("MIG-00000000-aaaa-bbbb-cccc-000000000000", "MIG-01000000-aaaa-bbbb-cccc-000000000000")
@@ -125,7 +125,7 @@ def stand_in_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc to build the stand-in for NVML with")
-    source = Path(__file__).parent / "core" / "gpu_health" / "stand_in.c"
+    source = Path(__file__).parent / "core" / "gpu" / "stand_in.c"
     libraries = {}
     for kind in ("", "OLD", "ANCIENT"):
         library = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"

@@ -34,7 +34,7 @@ OTHER_PYTHONS = {"python3.10": "2.14.1", **dict.fromkeys(("python3.12", "python3
 
 NEEDS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "setuptools>=77", "wheel", "jsonschema", "pyyaml")
 QUICK = "not slow and not soak and not gpu"
-OWN_PACKAGES = ("tests/worker/api/test_debug_underflow_overflow.py", "tests/worker/api/test_detect_overflow.py")
+OWN_PACKAGES = ("tests/worker/test_debug_underflow_overflow.py", "tests/worker/test_detect_overflow.py")
 """They import transformers, which has its own idea of the oldest torch."""
 ALL = (
     ("tests/core", "tests/worker", *(f"--ignore={path}" for path in OWN_PACKAGES), "-m", QUICK),
@@ -51,7 +51,7 @@ ALL = (
 )
 SHORT = (
     (
-        "tests/core/versions",
+        "tests/core",
         "tests/worker/hooks/test_global_hooks.py",
         "tests/worker/hooks/test_forward.py",
         "tests/worker/hooks/test_collectives.py",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.versions.notes import release_of
-from gpuwatch.core.versions.torch_names import NAMES, NEWEST
+from gpuwatch.core.torch_names import NAMES, NEWEST
+from gpuwatch.core.torch_notes import release_of
 
 RELEASE = release_of(torch.__version__) or NEWEST
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATES = ("report.html.jinja", "macros.html.jinja", "report.css", "report.js")
 DATA = ["gpuwatch/py.typed", "gpuwatch/slurm/gpuwatch.sbatch", "gpuwatch/slurm/gpuwatch.sbatch.jinja"]
-DATA += ["gpuwatch/collector/metrics/dashboard.json"]
+DATA += ["gpuwatch/collector/live/dashboard.json"]
 DATA += [f"gpuwatch/collector/report/html/templates/{name}" for name in TEMPLATES]
 pytestmark = pytest.mark.xdist_group("packaging")  # one wheel for all of them
 NOT_SHIPPED = {"tests", "docs", "examples", "benchmarks", "build", "dist"}
@@ -122,7 +122,7 @@ def test_it_runs_where_it_was_installed(installed, tmp_path):
     help_text = run("-m", "gpuwatch", "--help", **elsewhere)
     assert "gpuwatch launch --nproc-per-node 8 train.py" in help_text
     assert "Exit codes" in help_text
-    rendered = "from gpuwatch.slurm.render import BatchScript, render; print(render(BatchScript()), end='')"
+    rendered = "from gpuwatch.slurm.batch_script import BatchScript, render; print(render(BatchScript()), end='')"
     assert run("-c", rendered, **elsewhere) == (installed / "gpuwatch" / "slurm" / "gpuwatch.sbatch").read_text()
     script = installed / "bin" / "gpuwatch"
     assert run(str(script), "--version", **elsewhere).startswith("gpuwatch, version ")

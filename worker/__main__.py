@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..core.exits import ExitCode
-from ..core.imports.own_imports import path_as_given
+from ..core.errors import ExitCode
+from ..core.identity import Identity
+from ..core.own_imports import path_as_given
 from ..core.recorder.layout import RankPhase, file_name
 from ..core.recorder.own_files import standard_streams_taken
 from ..core.settings import VARIABLE, WorkerSettings
-from ..core.text.tell import tell
-from .identity import Identity
+from ..core.tell import tell
 from .imports import after_import
 from .preflight.run import preflight_or_exit
 from .script import Target, run

@@ -17,10 +17,9 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from ..core.errors import JobEnded, OverflowDetected
-from ..core.exits import RANK_OVERFLOW
-from ..core.imports.own_imports import give_way_to_script
-from ..core.text.tell import flush_streams, tell
+from ..core.errors import RANK_OVERFLOW, JobEnded, OverflowDetected
+from ..core.own_imports import give_way_to_script
+from ..core.tell import flush_streams, tell
 from .recursion import first_frame
 
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.imports.own_imports import own_imports
+from ..core.events import Fault, ScriptError, ScriptExit, Where
+from ..core.identity import is_from_peer_failure
+from ..core.own_imports import own_imports
 from ..core.recorder.layout import Field, HooksState, RankPhase, seal
 from ..core.recorder.writer import RecorderWriter
-from ..core.records import Fault, ScriptError, ScriptExit, Where
 from ..core.settings import WorkerSettings
-from ..core.versions.notes import release_of
-from ..core.versions.torch_names import NEWEST, missing
+from ..core.torch_names import NEWEST, missing
+from ..core.torch_notes import release_of
 from .children import wait_for_training, watch_children
 from .own_ends import Undo, hear_of_ends
-from .peer_failures import is_from_peer_failure
 from .record.collectives import issued, moment
 from .stack_file import answer_with_stacks
 
@@ -215,7 +215,7 @@ class Session:
             self.recorder.append(Fault(self.where(), "attach", f"{type(error).__name__}: {error}"))
 
     def _tell_what_torch_lacks(self) -> None:
-        """A name that is gone, though this release should have it, turns one view off: see core/versions."""
+        """A name that is gone, though this release should have it, turns one view off: see core/torch_names.py."""
         version = str(sys.modules["torch"].__version__)
         gone: dict[str, list[str]] = {}
         for one in missing(release_of(version) or NEWEST):

@@ -85,10 +85,10 @@ def _register(name: str, folder: Path, *, must: bool) -> Row:
 
 def _holds(name: str, folder: Path, device: torch.device) -> Row:
     """gpuwatch with its recorder there: an overflow is found, and no launch of the user's raises."""
-    import gpuwatch.worker.api.watch as module
+    import gpuwatch.worker.watch as module
 
     if not hasattr(module, "_shared_memory"):
-        raise AttributeError("gpuwatch.worker.api.watch has no _shared_memory any more: mend this line")
+        raise AttributeError("gpuwatch.worker.watch has no _shared_memory any more: mend this line")
     before = module._shared_memory
     module._shared_memory = lambda: str(folder)
     try:

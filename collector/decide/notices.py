@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...core.events import Ignored, Warned
 from ...core.frames import format_number
-from ...core.records import Ignored, Warned
+from ..report.notices_text import share_text
 
 if TYPE_CHECKING:
     from ..facts.facts import RankFacts
@@ -44,15 +45,6 @@ def amount_text(warned: Warned) -> str:
     if warned.zeros:
         shares.append(f"{share_text(warned.zeros)} zeros")
     return f"{', '.join(shares) or 'lost precision'} in {warned.dtype}"
-
-
-def share_text(share: float) -> str:
-    """`12%`. A share above zero is never written as 0%.
-
-    >>> share_text(0.0004)
-    '<1%'
-    """
-    return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
 def warnings_of(rank: RankFacts) -> list[dict[str, Any]]:

@@ -5,85 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from ...core.preflight import STAGES, Finding, InventoryFacts
+from ...core.preflight import STAGES, Finding
+from ..report.model import GRADES, BandwidthSize, NodeRow, PreflightReport, RankInventory, StageCell, StageColumn
 
 if TYPE_CHECKING:
     from ..facts.facts import RankFacts, RunFacts
-
-GRADES = ("ok", "victim", "unknown", "warn", "fail")
-"""From good to bad. A `victim` failed only because others did. `""` is a stage that was not reached."""
-
-
-class StageCell(msgspec.Struct, frozen=True):
-    """One stage on one node."""
-
-    grade: str
-    ranks: int
-    """How many of its ranks have ended it."""
-    seconds: float = 0.0
-    """Of the slowest of them."""
-    rank: int | None = None
-    """The slowest of them; of a failed stage, the first rank that has failed in it."""
-    detail: str = ""
-    """What that rank says of it."""
-
-
-class NodeRow(msgspec.Struct, frozen=True):
-    """One node."""
-
-    host: str
-    ranks: list[int]
-    grade: str
-    stages: dict[str, StageCell]
-
-
-class StageColumn(msgspec.Struct, frozen=True):
-    """One stage over all nodes."""
-
-    stage: str
-    grade: str
-    ranks: int
-    seconds: float = 0.0
-    rank: int | None = None
-    host: str = ""
-
-
-class BandwidthSize(msgspec.Struct, frozen=True):
-    """One size of the bandwidth test, over all ranks; defined as in nccl-tests."""
-
-    size_bytes: int
-    ranks: int
-    time_us: float
-    """Of the slowest rank, as the bandwidths are."""
-    algbw_gbs: float
-    busbw_gbs: float
-    rank: int
-    host: str
-    best_busbw_gbs: float
-
-
-class RankInventory(msgspec.Struct, frozen=True):
-    """What a rank runs on."""
-
-    rank: int
-    facts: InventoryFacts
-
-
-class PreflightReport(msgspec.Struct, frozen=True):
-    """report.json's `preflight`."""
-
-    outcome: str = "off"
-    """off, ok, skipped, victim or failed"""
-    seconds: float = 0.0
-    """Of the slowest rank, all stages together."""
-    stages: list[StageColumn] = []
-    nodes: list[NodeRow] = []
-    findings: list[Finding] = []
-    """The worst first, without those that are `ok`."""
-    bandwidth: list[BandwidthSize] = []
-    inventory: list[RankInventory] = []
 
 
 def preflight_report(facts: RunFacts, attempt: int) -> PreflightReport:

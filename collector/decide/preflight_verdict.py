@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...core.preflight import Finding
-from ...core.text.ranks_text import ranks_text
+from ...core.text import ranks_text
 from ..facts.facts import RankFacts, RunFacts
+from ..report.model import Cascade, Verdict
 from .preflight_table import findings_of, seconds_of, stage_order
-from .verdict_model import Cascade, Verdict
 from .words import local_rank_of, node_name, unfinished_stage
 
 _MAX_LINES = 12

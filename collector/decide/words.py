@@ -6,14 +6,13 @@ import signal
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ...core.events import RankLook, ScriptError, WorkerExit
 from ...core.frames import module_text
-from ...core.recorder.lone_process import is_rank, rank_name
-from ...core.records import RankLook, ScriptError, WorkerExit
-from ...core.text.ranks_text import ranks_text as text_of_many
-from .verdict_model import Cascade, SeenIn
+from ...core.lone_process import rank_name
+from ..report.model import Cascade, SeenIn
 
 if TYPE_CHECKING:
-    from ..diagnose.local_diagnosis import LocalDiagnosis
+    from ..facts.diagnosis import LocalDiagnosis
     from ..facts.facts import NodeFacts, RankFacts, RunFacts
 
 _COMPILED = (
@@ -23,8 +22,6 @@ _COMPILED = (
 _NOT_WITH_THIS_TORCH = (
     "To have a module inside of the compiled code named, use a torch from 2.8 to 2.15, or run without torch.compile."
 )
-_MOST_NAMED = 16
-"""So many ranks are named one by one."""
 
 
 def unseen_texts(ranks: Iterable[RankFacts]) -> list[str]:
@@ -170,21 +167,6 @@ def found_text(diagnosis: LocalDiagnosis) -> str:
 def seen_in(diagnosis: LocalDiagnosis) -> SeenIn | None:
     """The row of another module in which the value was first seen; None if it is the named module's own."""
     return SeenIn(*diagnosis.at) if diagnosis.own_role is None else None
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """`rank 3`, or `ranks 0, 1 and 2`; of many ranks `ranks 0-41, 43-1023`."""
-    if len(ranks) > _MOST_NAMED or (len(ranks) > 1 and not all(map(is_rank, ranks))):
-        return text_of_many(ranks)
-    if len(ranks) == 1:
-        return rank_name(ranks[0])
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def one_on(number: int, host: str = "") -> str:
-    """`Rank 3 on node7`, to begin a sentence."""
-    name = rank_name(number)
-    return f"{name[0].upper()}{name[1:]}{f' on {host}' if host else ''}"
 
 
 def signal_name(number: int) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...core.recorder.lone_process import is_rank
-from ...core.records import (
+from ...core.events import (
     Absorbed,
     Anomaly,
     Bandwidth,
@@ -35,16 +35,51 @@ from ...core.records import (
     WorkerExit,
     Xid,
 )
-from ...core.wire.messages import (
-    Bye,
-    Hello,
-    RankState,
-    Telemetry,
-)
-from ..diagnose.local_diagnosis import LocalDiagnosis
+from ...core.lone_process import is_rank
+from ...core.wire.messages import Bye, Hello, RankState, Telemetry
+from .diagnosis import LocalDiagnosis
 from .kept_history import KeptHistory
 from .kept_pages import KeptPage
-from .rank_pages import RankPages
+
+# The pages of one rank, found by their number, their optimizer step or their batch, however many there are.
+
+
+class RankPages(dict[int, KeptPage]):
+    """Number -> page. `of_step` and `of_batch` give the pages in the order in which they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.suspicious: dict[int, KeptPage] = {}
+        """Those that may hold an alarm, by number: few, if any."""
+        self.any_backward = False
+        """A backward of the rank was seen."""
+        self._of_step: dict[int, list[KeptPage]] = {}
+        self._of_batch: dict[int, list[KeptPage]] = {}
+
+    def __setitem__(self, number: int, page: KeptPage) -> None:
+        """Keep a page in place of the copy that is there."""
+        self._forget(number)
+        super().__setitem__(number, page)
+        self._of_step.setdefault(page.step, []).append(page)
+        self._of_batch.setdefault(page.batch, []).append(page)
+        self.any_backward |= page.has_backward
+        if page.may_hold_alarm:
+            self.suspicious[number] = page
+
+    def _forget(self, number: int) -> None:
+        page = self.pop(number, None)
+        if page is not None:
+            for pages in (self._of_step[page.step], self._of_batch[page.batch]):
+                pages[:] = [found for found in pages if found is not page]
+            self.suspicious.pop(number, None)
+
+    def of_step(self, step: int) -> Sequence[KeptPage]:
+        """The pages of this optimizer step."""
+        return self._of_step.get(step, ())
+
+    def of_batch(self, batch: int) -> Sequence[KeptPage]:
+        """The pages of this batch."""
+        return self._of_batch.get(batch, ())
 
 
 @dataclass

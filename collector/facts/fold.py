@@ -6,13 +6,12 @@ A page is looked at once, when it comes. What is found in it stays in memory, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
-from ...core.judge import anomaly_of, first_alarm
-from ...core.recorder.lone_process import is_rank
-from ...core.records import (
+from ...core.events import (
     Absorbed,
     Anomaly,
     Bandwidth,
@@ -34,6 +33,7 @@ from ...core.records import (
     PreflightResult,
     PreflightStage,
     RankLook,
+    RootDef,
     ScalerSkip,
     ScriptError,
     ScriptExit,
@@ -42,7 +42,11 @@ from ...core.records import (
     Where,
     WorkerExit,
     Xid,
+    split_label,
 )
+from ...core.judge import anomaly_of, first_alarm
+from ...core.lone_process import is_rank
+from ...core.text import is_shown, shown, shown_lines, shown_name
 from ...core.wire.messages import (
     AgentBody,
     Beat,
@@ -56,12 +60,70 @@ from ...core.wire.messages import (
     Telemetry,
     node_of,
 )
-from ..diagnose.diagnose import diagnose
+from .diagnose import diagnose
 from .facts import NodeFacts, RankFacts, RunFacts
 from .heard import HeardNumbers
 from .kept_history import KeptHistory
 from .kept_pages import KeptPage, RankNames, Shelf
-from .shown_body import shown_body
+
+# A message with all its text made safe to show (core/text.py), before anything is made of it. Pure.
+#
+# A script chooses the names of its modules, classes and arguments, the messages of its exceptions and its command line.
+# What is safe here is safe in the verdict, the text, report.json and every later rendering. Names in definitions are
+# made safe where they are given to pages (core/recorder/pages.py).
+
+_NAMES = frozenset({"module", "cls", "role", "pattern", "error", "host", "node", "device", "dtype", "part", "stage"})
+_SEVERAL_LINES = frozenset({"traceback", "message"})
+"""Of an exception: shown line by line."""
+
+_PLAIN = frozenset({int, float, bool, bytes, type(None)})
+
+T = TypeVar("T")
+
+
+def shown_body(body: T) -> T:
+    """The same message; the very same object if all its text is safe."""
+    result: T = _safe(body, "", type(body).__name__)
+    return result
+
+
+def _safe(value: Any, field: str, owner: str) -> Any:
+    if isinstance(value, str):
+        return value if is_shown(value) else _text(value, field, owner)
+    if isinstance(value, msgspec.Struct):
+        name = type(value).__name__
+        changed = {}
+        for (
+            key
+        ) in value.__struct_fields__:  # of eight thousand ranks twice a second: so what holds no text is passed by
+            old = getattr(value, key)
+            if type(old) not in _PLAIN and (safe := _safe(old, key, name)) is not old:
+                changed[key] = safe
+        return msgspec.structs.replace(value, **changed) if changed else value
+    if isinstance(value, list):
+        items = [_safe(item, field, owner) for item in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    if isinstance(value, dict):
+        entries = {_safe(key, "", owner): _safe(item, field, owner) for key, item in value.items()}
+        same = all(new is old for new, old in zip(entries.values(), value.values(), strict=False))
+        return value if same and entries.keys() == value.keys() else entries
+    return value
+
+
+def _text(text: str, field: str, owner: str) -> str:
+    if field in _SEVERAL_LINES and owner == "ScriptError":
+        return text if text.isprintable() else shown_lines(text)
+    if field == "root":
+        return _root(text)
+    return shown_name(text) if field in _NAMES else shown(text)
+
+
+def _root(label: str) -> str:
+    """A root's label, as it is made of the definition's class."""
+    cls, ordinal = split_label(label)
+    known = RootDef(0, cls, ordinal).label == label
+    return RootDef(0, shown_name(cls), ordinal).label if known else shown_name(label)
+
 
 _EARLIER_PAGES = 3
 """Of a rank, so many pages from before its first anomaly are looked at."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy
 
 from ...core.values import DTYPE_NAMES
-from ...core.wire.history import NO_NUMBER, unpack
+from ...core.wire.columns import NO_NUMBER, unpack
 from ...core.wire.messages import History
 from .kept_pages import RankNames, Shelf
 

@@ -18,8 +18,7 @@ import numpy
 from ...core.recorder.step_table import PARTS
 from ...core.wire.messages import AgentBody, Beat, RankState
 from ...core.wire.view import SlowRank
-from ..decide.step_report import PART_TEXT
-from ..decide.stragglers import LEAST_STEPS, LOUD, WARM_UP, SlowNow, find_slow_now
+from ..assemble.stragglers import LEAST_STEPS, LOUD, PART_TEXT, WARM_UP, SlowNow, find_slow_now
 from ..facts.fold import Fold
 
 LEAST_S = 10.0

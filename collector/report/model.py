@@ -5,20 +5,236 @@ Numbers that are non-finite are null in JSON; `nan`, `posinf` and `neginf` besid
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from ...core.events import GpuHealth, Xid
 from ...core.frames import Frame, Page
-from ...core.gpu_health.difference import GpuSincePreflight
-from ...core.recorder.lone_process import is_rank, pid_of_number, rank_name
-from ...core.records import GpuHealth, Xid
-from ..decide.insights.growth import ModuleForecast
-from ..decide.insights.insight import Insight
-from ..decide.preflight_table import PreflightReport
-from ..decide.step_model import StepReport
-from ..decide.telemetry.model import TelemetryReport
-from ..decide.verdict_model import SeenIn, Verdict
+from ...core.gpu.counters import GpuSincePreflight
+from ...core.lone_process import is_rank, pid_of_number, rank_name
+from ...core.preflight import Finding, InventoryFacts
+from ...core.text import ranks_text
+
+# The verdict as a value: report.json's `verdict`.
+
+
+class SeenIn(msgspec.Struct, frozen=True):
+    """The row that first shows a value, where that is not a row of the module that made it."""
+
+    module: str
+    cls: str = msgspec.field(name="class")
+    role: str
+
+
+class Concurrent(msgspec.Struct, frozen=True):
+    """Another origin, which nothing puts before or after the verdict's."""
+
+    rank: int
+    module: str
+    cls: str = msgspec.field(name="class")
+    role: str | None
+    """As in the verdict."""
+    value: str
+    host: str = ""
+    text: str = ""
+    """What was found and where, in words."""
+    seen_in: SeenIn | None = None
+
+
+class Cascade(msgspec.Struct, frozen=True):
+    """A rank that ended because the verdict's rank did."""
+
+    rank: int
+    how: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """report.json's `verdict`; what does not apply is null."""
+
+    kind: str
+    statement: str
+    certainty: str
+    rank: int | None = None
+    host: str | None = None
+    device: str | None = None
+    module: str | None = None
+    cls: str | None = msgspec.field(name="class", default=None)
+    root: str | None = None
+    phase: str | None = None
+    role: str | None = None
+    value: str | None = None
+    dtype: str | None = None
+    attempt: int | None = None
+    step: int | None = None
+    batch: int | None = None
+    between: tuple[str | None, str | None] | None = None
+    evidence: list[str] = []
+    next: list[str] = []
+    concurrent: list[Concurrent] = []
+    cascade: list[Cascade] = []
+    signal: str | None = None
+    stage: str | None = None
+    bad_nodes: list[str] = []
+    """Nodes that it blames, as the scheduler calls them."""
+    seen_in: SeenIn | None = None
+    """Where the value was first seen, if that is no row of `module`'s own; `role` is null then."""
+    pid: int | None = None
+    """Of a process that is no rank: then `rank` is null."""
+    missing: list[str] = []
+    """What keeps a verdict `unknown` from `clean`."""
+
+
+# report.json's `steps`: where the ranks' time goes, and a rank that the others wait for.
+
+
+class RankSteps(msgspec.Struct, frozen=True):
+    """One rank: how many steps were timed, and the seconds of all of them in each part."""
+
+    rank: int
+    timed: int
+    seconds: dict[str, float]
+
+
+class Straggler(msgspec.Struct, frozen=True):
+    """A rank that the others wait for."""
+
+    rank: int
+    host: str
+    device: str | None
+    cost: float
+    """Share of the job's time."""
+    loud: bool
+    """It is a large share."""
+    how: str
+    """`constantly` or `now and then`"""
+    part: str
+    """outside, forward, backward, optimizer; "" if it is in no part alone"""
+    text: str
+    """One sentence or several."""
+    beside: list[str] = []
+    """How its host and its GPU did over the run, and what is known of its GPU since the preflight."""
+
+
+class StepReport(msgspec.Struct, frozen=True):
+    """report.json's `steps`."""
+
+    ranks: list[RankSteps]
+    compared: int = 0
+    """Steps of all ranks that were compared; 0: too few."""
+    step_s: float | None = None
+    """Mean of those."""
+    stragglers: list[Straggler] = []
+    trouble: str = ""
+    """Why it could not be told; "" where it could."""
+
+
+# report.json's `telemetry`: how the nodes did around the event.
+
+
+class Notable(msgspec.Struct, frozen=True):
+    """A figure that stands out."""
+
+    host: str
+    of: str
+    """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
+    what: str
+    """A key of METRICS (core/metrics.py)."""
+    value: float
+    unit: str
+    at_s: float
+    """When it was so at the worst, in seconds after the event."""
+    text: str
+    """`gpu-2: 5 new errors of its InfiniBand port mlx5_0/1, 35 s before the overflow`"""
+    alike: int = 0
+    """On so many other nodes the same figure stands out."""
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One figure over time."""
+
+    of: str
+    """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
+    what: str
+    """A key of METRICS (core/metrics.py)."""
+    text: str
+    """What that is, in words."""
+    unit: str
+    values: list[float | None]
+    """At the node's `at_s`; null where it was not read."""
+
+
+class NodeFigures(msgspec.Struct, frozen=True):
+    """How one node did."""
+
+    host: str
+    at_s: list[float]
+    """Seconds after the event; without one, before the end of the record."""
+    figures: list[Figure]
+    troubles: list[str] = []
+    """What could not be read, and why."""
+
+
+class TelemetryReport(msgspec.Struct, frozen=True):
+    """The figures of the nodes."""
+
+    event: str = ""
+    """What the times are measured from: `the overflow`; "" where nothing happened."""
+    event_time: str | None = None
+    """ISO 8601, by the collector's clock."""
+    notable: list[Notable] = []
+    """What stands out around the event, the verdict's node first; of many nodes alike, the first few."""
+    nodes: list[NodeFigures] = []
+    """The verdict's node, those where something stands out, then others."""
+    nodes_left_out: int = 0
+    """Whose figures are in the store alone."""
+    trouble: str = ""
+    """Why it could not be told; "" where it could."""
+
+
+# An insight: report.json's `insights`.
+
+
+class Insight(msgspec.Struct, frozen=True):
+    """One finding over ranks, modules and batches. It is no verdict: nothing of it has to be wrong."""
+
+    kind: str
+    """no_scaler, scaler_collapsing, scaler_too_small, growth, near_overflow, underflow, dead_module, replica_drift,
+    rank_unlike; unknown: one of them could not be told"""
+    text: str
+    """One sentence without its full stop."""
+    next: str
+    """The mend, as a sentence."""
+    ranks: list[int]
+    modules: list[str]
+    since: int | None = None
+    """The first batch in which it was seen."""
+
+
+def where_text(ranks: Iterable[int], all_ranks: Sequence[int]) -> str:
+    """`on all 8 ranks`, `on rank 3`.
+
+    >>> where_text([0, 1], [0, 1]), where_text([3], [0, 1, 2, 3]), where_text([0], [0])
+    ('on both ranks', 'on rank 3', 'on rank 0')
+    """
+    found = sorted(set(ranks))
+    if len(found) > 1 and len(found) == len(set(all_ranks)):
+        return "on both ranks" if len(found) == 2 else f"on all {len(found)} ranks"
+    return f"on {ranks_text(found)}"
+
+
+def modules_text(modules: Sequence[str]) -> str:
+    """`41 modules`; a few by their names.
+
+    >>> modules_text(["fc1"]), modules_text(["fc1", ""]), modules_text(["a", "b", "c", "d"])
+    ('`fc1`', '`fc1` and the root', '4 modules (`a`, `b`, ...)')
+    """
+    names = [f"`{module}`" if module else "the root" for module in modules]
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{len(names)} modules ({names[0]}, {names[1]}, ...)"
+
 
 SCHEMA = 1
 
@@ -281,3 +497,101 @@ class Report(msgspec.Struct, frozen=True):
 def to_json(report: Report) -> bytes:
     """Indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=1)
+
+
+class ModuleForecast(msgspec.Struct, frozen=True):
+    """report.json's `forecasts`: one module, as the first rank told it. Batches are as that rank counts them."""
+
+    module: str
+    cls: str = msgspec.field(name="class")
+    dtype: str
+    limit: float
+    ranks: list[int]
+    """All that told it."""
+    rank: int
+    """The first of them."""
+    batch: int
+    """In which it was told."""
+    abs_max: float
+    """In that batch."""
+    after: int
+    """The limit is passed in so many batches from there,"""
+    earliest: int
+    latest: int
+    """and between these."""
+    since: int
+    """The first batch that it was told from."""
+
+
+GRADES = ("ok", "victim", "unknown", "warn", "fail")
+"""From good to bad. A `victim` failed only because others did. `""` is a stage that was not reached."""
+
+
+class StageCell(msgspec.Struct, frozen=True):
+    """One stage on one node."""
+
+    grade: str
+    ranks: int
+    """How many of its ranks have ended it."""
+    seconds: float = 0.0
+    """Of the slowest of them."""
+    rank: int | None = None
+    """The slowest of them; of a failed stage, the first rank that has failed in it."""
+    detail: str = ""
+    """What that rank says of it."""
+
+
+class NodeRow(msgspec.Struct, frozen=True):
+    """One node."""
+
+    host: str
+    ranks: list[int]
+    grade: str
+    stages: dict[str, StageCell]
+
+
+class StageColumn(msgspec.Struct, frozen=True):
+    """One stage over all nodes."""
+
+    stage: str
+    grade: str
+    ranks: int
+    seconds: float = 0.0
+    rank: int | None = None
+    host: str = ""
+
+
+class BandwidthSize(msgspec.Struct, frozen=True):
+    """One size of the bandwidth test, over all ranks; defined as in nccl-tests."""
+
+    size_bytes: int
+    ranks: int
+    time_us: float
+    """Of the slowest rank, as the bandwidths are."""
+    algbw_gbs: float
+    busbw_gbs: float
+    rank: int
+    host: str
+    best_busbw_gbs: float
+
+
+class RankInventory(msgspec.Struct, frozen=True):
+    """What a rank runs on."""
+
+    rank: int
+    facts: InventoryFacts
+
+
+class PreflightReport(msgspec.Struct, frozen=True):
+    """report.json's `preflight`."""
+
+    outcome: str = "off"
+    """off, ok, skipped, victim or failed"""
+    seconds: float = 0.0
+    """Of the slowest rank, all stages together."""
+    stages: list[StageColumn] = []
+    nodes: list[NodeRow] = []
+    findings: list[Finding] = []
+    """The worst first, without those that are `ok`."""
+    bandwidth: list[BandwidthSize] = []
+    inventory: list[RankInventory] = []

@@ -9,10 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.frames import format_number, module_text
-from ...core.text.shown import shown_name
-from ..decide.notices import share_text
-from ..decide.words import ranks_text
+from ...core.text import shown_name
 from .model import RankReport, Report
+from .rank_words import ranks_text
 
 _MAX_WARNINGS = 8
 _MAX_INSIGHTS = 6
@@ -232,3 +231,12 @@ def _cost(ranks: list[RankReport]) -> list[str]:
         f"Watching cost {cost['ratio']:.2f}x (median of {cost['watched_batches']} watched batches against "
         f"{cost['plain_batches']} plain ones, rank {worst.rank}, the slowest)"
     ]
+
+
+def share_text(share: float) -> str:
+    """`12%`. A share above zero is never written as 0%.
+
+    >>> share_text(0.0004)
+    '<1%'
+    """
+    return f"{share:.0%}" if share >= 0.005 else "<1%"

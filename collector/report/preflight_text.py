@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.preflight import Finding
-from ...core.text.ranks_text import ranks_text
-from ..decide.preflight_table import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
+from ...core.text import ranks_text
+from .model import GRADES, BandwidthSize, NodeRow, PreflightReport, StageCell
 
 _STYLES = {"ok": "green", "victim": "yellow", "unknown": "yellow", "warn": "yellow", "fail": "bold red"}
 _MOST_ROWS = 8

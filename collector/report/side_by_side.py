@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ...core.frames import Frame, format_number
 from .model import RankReport, Report
@@ -93,3 +96,25 @@ def cell_of(frame: Frame | None) -> Cell:
             return Cell(name, True)
     largest = max(rows, key=lambda row: row.abs_max or 0.0)
     return Cell(format_number(largest.abs_max or 0.0), False, largest.abs_max or 0.0, largest.headroom)
+
+
+# A report with the frames of some modules only.
+
+
+def only_modules(report: Report, pattern: str) -> Report | None:
+    """`pattern` is a shell's: `*.wo` fits `block.0.wo`. The root's name is empty. None if no frame fits."""
+
+    def chosen(frames: list[Frame]) -> list[Frame]:
+        return [frame for frame in frames if fnmatchcase(frame.module, pattern)]
+
+    ranks = [
+        replace(
+            rank,
+            frames=chosen(rank.frames),
+            traces=[replace(page, frames=frames) for page in rank.traces if (frames := chosen(page.frames))],
+        )
+        for rank in report.ranks
+    ]
+    if not any(rank.frames or rank.traces for rank in ranks):
+        return None
+    return replace(report, ranks=ranks)

@@ -5,36 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ...core.records import ThreadSeen
+from ...core.events import ThreadSeen
 from ...core.stalls import is_users
-from ...core.text.ranks_text import ranks_text
+from ...core.text import ranks_text
 
 if TYPE_CHECKING:
-    from ..facts.facts import RankFacts
     from .model import RankReport
 
 _MOST_THREADS = 6
 MOST_LINES = 12
 """Of each stack, in the text. report.json has more."""
-
-
-def stack_of(rank: RankFacts) -> list[str]:
-    """The rank's last stack, innermost call first: `/home/me/train.py:41 in main: dist.all_reduce(loss)`.
-
-    Of one that did not answer itself: native calls first, and where nothing could be had, what the kernel says of it.
-    """
-    if not rank.looks:
-        return []
-    look = rank.looks[-1]
-    if look.stack:
-        return [*(f"{line.short}, native" for line in look.native), *(line.shown for line in look.stack)]
-    return [thread_text(thread) for thread in look.threads]
-
-
-def threads_of(rank: RankFacts) -> list[str]:
-    """Threads of it besides the main one that Python has, as far as they were seen: `loader, at data.py:7 in load`."""
-    threads = rank.looks[-1].threads if rank.looks and rank.looks[-1].stack else []
-    return [thread_text(thread) for thread in threads if thread.at]
 
 
 def thread_text(thread: ThreadSeen) -> str:

@@ -3,20 +3,150 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.text.console import TextConsole
-from ..decide.words import one_on
-from .frames_text import frames_text
-from .lines import attempt_lines, cascade_lines, concurrent_lines, earlier_lines, first_text, trouble_lines
-from .model import RankReport, Report
-from .notices_text import print_notices
+from ...core.frames import HEADER, NAME_INDENT, Frame, Row, format_row, module_text
+from ...core.lone_process import rank_name
+from ...core.text import TextConsole, ranks_text
+from ...core.torch_notes import notes_on
+from .model import Cascade, Concurrent, FirstAnomaly, RankReport, Report
+from .notices_text import print_notices, share_text
 from .preflight_text import print_findings, print_stages
+from .rank_words import one_on
 from .side_by_side import rank_to_show, side_by_side
 from .stacks import stacks_text
+
+# Frames as a report prints them: the 21-frame table, with the gradients of one module under one title.
+#
+# abs min  abs max  metadata
+# encoder.fc1 Linear
+# 3.82e-08 2.17e+00 weight
+# 8.11e-02 4.10e+01 output
+# encoder.fc1 Linear (backward)
+# 0.00e+00 6.10e-05 grad output zeros 12% subnormal 3%
+# 0.00e+00      inf grad weight
+
+
+def frames_text(frames: list[Frame]) -> str:
+    """The table of several frames under its header."""
+    lines = [HEADER]
+    before: tuple[str, str] | None = None
+    for frame in frames:
+        if (
+            frame.module,
+            frame.phase,
+        ) != before or frame.phase == "forward":  # each call of a forward has its own title
+            lines.append(f"{NAME_INDENT} {title_of(frame)}")
+        before = (frame.module, frame.phase)
+        lines += [row_text(row) for row in frame.rows]
+    return "\n".join(lines)
+
+
+def title_of(frame: Frame) -> str:
+    """Name and class, and the phase if that is not the forward."""
+    return frame.title if frame.phase == "forward" else f"{frame.title} ({frame.phase})"
+
+
+def row_text(row: Row) -> str:
+    """A row as a line, with the shares of zeros and subnormals where they were counted."""
+    shares = [f"{name} {share_text(share)}" for name, share in _shares(row) if share]
+    return " ".join([format_row(row), *shares])
+
+
+def _shares(row: Row) -> list[tuple[str, float | None]]:
+    return [("zeros", row.zeros), ("subnormal", row.subnormals)]
+
+
+# Lines of the report that the text and the page have in common. A line has no markup.
+
+_MAX_CASCADE = 8
+_MAX_ATTEMPTS = 8
+_CLOCK_OFF_S = 1.0
+_TURNED_AWAY = {
+    "refused": "clients with another key or of another run",
+    "from_viewers": "messages of viewers",
+    "replayed": "hellos that were heard before",
+    "disbelieved": "messages about another node's ranks",
+    "malformed": "messages that could not be read",
+}
+
+
+def concurrent_lines(concurrent: list[Concurrent]) -> list[str]:
+    """Ranks that met the same share a line, because there can be hundreds."""
+    alike: dict[str, list[Concurrent]] = {}
+    for other in concurrent:
+        found = other.text or f"{other.value} in {other.role} of {module_text(other.module, other.cls)}"
+        alike.setdefault(found, []).append(other)
+    return [
+        f"{rank_name(others[0].rank)} on {others[0].host}: {found}"
+        if len(others) == 1
+        else f"{ranks_text([other.rank for other in others])}: {found}"
+        for found, others in alike.items()
+    ]
+
+
+def attempt_lines(report: Report) -> list[str]:
+    """The last ones; there can be hundreds."""
+    left = max(0, len(report.attempts) - _MAX_ATTEMPTS)
+    lines = [f"attempt {other.attempt}: {other.statement}" for other in report.attempts[left:]]
+    return [*([f"{left} more in report.json"] if left else []), *lines]
+
+
+def earlier_lines(report: Report) -> list[str]:
+    """How the earlier lives of a requeued job ended."""
+    return [f"{life.run}{f', {life.kind}' if life.kind else ''}: {life.statement}" for life in report.run.earlier]
+
+
+def cascade_lines(cascade: list[Cascade]) -> list[str]:
+    """Ranks that ended in the same way share a line, because there can be hundreds."""
+    alike: dict[str, list[int]] = {}
+    for entry in cascade:
+        alike.setdefault(entry.how, []).append(entry.rank)
+    lines = [f"{ranks_text(ranks)} {how if len(ranks) == 1 else _plural(how)}" for how, ranks in alike.items()]
+    left = sum(map(len, list(alike.values())[_MAX_CASCADE:]))
+    return [*lines[:_MAX_CASCADE], *([f"and {left} more ranks"] if left else [])]
+
+
+def _plural(how: str) -> str:
+    for one, many in (("is a victim", "are victims"), ("was stopped", "were stopped")):
+        if how.startswith(one):
+            return many + how.removeprefix(one)
+    return how
+
+
+def first_text(first: FirstAnomaly | None) -> str:
+    """`batch 7: nan, fc1 output`: the row in which the first non-finite value was seen."""
+    if first is None:
+        return "-"
+    at = first.seen_in
+    module, cls, role = (at.module, at.cls, at.role) if at is not None else (first.module, first.cls, first.role)
+    return f"batch {first.batch}: {first.value}, {module or f'(root) {cls}'} {role}"
+
+
+def trouble_lines(report: Report) -> Iterator[str]:
+    """What of gpuwatch itself went wrong or did not reach this report, and clocks that are too far apart to compare."""
+    for node in report.nodes:
+        if node.clock_offset_ns is not None and abs(node.clock_offset_ns) > _CLOCK_OFF_S * 1e9:
+            off = -node.clock_offset_ns / 1e9
+            yield f"the clock of {node.host} is {off:+.1f} s off the collector's: mind it in logs"
+    yield from notes_on(report.run.versions.get("torch", ""))
+    for rank in report.everyone:
+        for fault in rank.faults:
+            yield f"gpuwatch's own fault on {rank_name(rank.rank)}: {fault}"
+    untold = report.collector.get("metrics_faults", 0)
+    if untold:
+        yield f"gpuwatch's own fault in the collector: the metrics could not be told, {untold} times (its log says why)"
+    unwritten = report.collector.get("unwritten", 0)
+    if unwritten:
+        yield f"{unwritten} messages could not be written to the run store (is the disk full?)"
+    found = [f"{report.collector[key]} {what}" for key, what in _TURNED_AWAY.items() if report.collector.get(key)]
+    if found:
+        yield f"the collector turned away: {', '.join(found)}"
+
 
 _COLORS = {"clean": "bold green", "interrupted": "bold yellow", "unknown": "bold yellow"}
 _MAX_COLUMNS = 8

@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-from ..records import GroupState, Issued
+from ..events import GroupState, Issued
 from ..values import DTYPE_NAMES
 from .layout import GROUP_BYTES, GROUPS
 

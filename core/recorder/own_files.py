@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ..text.tell import STANDARD_STREAMS, take_standard_streams
+from ..tell import STANDARD_STREAMS, take_standard_streams
 
 _HIGHEST = 1 << 14
 """A higher number makes the kernel's table of descriptors large, which each fork copies."""

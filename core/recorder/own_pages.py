@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 
 from ..frames import Frame
-from ..pages import decode_frame
 from ..values import Value
 from . import layout
 from .layout import SegmentField
+from .pages import decode_frame
 from .writer import OpenPage, RecorderWriter
 
 _FRAMES, _VALUES = int(SegmentField.FRAMES), int(SegmentField.VALUES)

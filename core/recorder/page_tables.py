@@ -14,10 +14,32 @@ from typing import Any, cast
 import numpy
 
 from ..frames import Frame, Phase, Row, RowKind
-from ..pages import Names, decode_frame, decode_row, frames_lost
 from ..values import Encoding, Value
 from ..wire.messages import PageMessage
-from . import layout, tables
+from . import layout
+from .pages import Names, decode_frame, decode_row, frames_lost
+
+# The tables of a recorder as NumPy records: all rows of a page can be looked at at once. The bytes are layout.py's.
+
+FRAMES = numpy.dtype(
+    [
+        ("module", "<u4"),
+        ("parent", "<u4"),
+        ("depth", "<i2"),
+        ("phase", "u1"),
+        ("collectives", "u1"),
+        ("seq", "<i8"),
+        ("first", "<u4"),
+        ("count", "<u4"),
+        ("index", "<u4"),
+    ]
+)
+ROWS = numpy.dtype(
+    [("slot", "<u4"), ("value", "<u4"), ("shape", "<u4"), ("dtype", "u1"), ("kind", "u1"), ("mark", "<u2")]
+)
+VALUES = numpy.dtype([("low", "<i8"), ("high", "<i8"), ("meta", "<i8")])
+assert (FRAMES.itemsize, ROWS.itemsize, VALUES.itemsize) == (layout.FRAME.size, layout.ROW.size, layout.VALUE.size)
+
 
 _MOST_BITS = numpy.full(256, (1 << 64) - 1, numpy.uint64)
 """By encoding: the largest integer that stands for a number."""
@@ -37,9 +59,9 @@ class PageTables:
         """Raises ValueError, or another error, for bytes that no recorder holds."""
         segments = message.segments
         self.batch = message.batch
-        self.frames = _joined([segment.frames for segment in segments], tables.FRAMES)
-        self.rows = _joined([segment.rows for segment in segments], tables.ROWS)
-        self.values = _joined([segment.values for segment in segments], tables.VALUES)
+        self.frames = _joined([segment.frames for segment in segments], FRAMES)
+        self.rows = _joined([segment.rows for segment in segments], ROWS)
+        self.values = _joined([segment.values for segment in segments], VALUES)
         self._segments = segments
         if len(self.frames) and self.frames["phase"].max() > _LAST_PHASE:
             raise ValueError("a frame is of no known phase")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..records import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
+from ..events import Anomaly, Definition, GroupState, LogEntry, ModuleDef, RootDef, ShapeDef, SlotDef, WorkerEvent
 from ..wire.messages import HooksText, PageMessage, RankState, Segment
 from . import layout
 from .group_table import progress_of, read_groups

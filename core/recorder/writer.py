@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from ..pages import Names
-from ..records import Anomaly, Definition, Fault, LogEntry
+from ..events import Anomaly, Definition, Fault, LogEntry
 from . import layout
 from .faults import costs_frames
 from .layout import Closed, Field, FirstAnomaly, HooksState, RankPhase, SegmentField
 from .own_files import RecorderMap
+from .pages import Names
 
 _EVENT_RESERVE = 256 << 10
 """Bytes of the log that names may not take, so that an event always finds room."""

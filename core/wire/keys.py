@@ -18,10 +18,14 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
+from ..any_text import from_json, to_json
 from ..errors import UsageError
+from ..settings import WorkerSettings
+from .pipe import AgentConfig
 
 SECRET_VARIABLE = "GPUWATCH_SECRET"
 MIN_SECRET_CHARACTERS = 16
@@ -109,3 +113,43 @@ def others_may_read(secret_file: str | None) -> str:
         return ""
     mend = f"chmod 600 {quote(secret_file)}"
     return f"--secret-file: other users may read {secret_file} (mode {mode:04o}): {mend}" if mode & 0o077 else ""
+
+
+# What lets ranks of other hosts join a run: a file of the run's folder, for its user alone. It has the job's keys.
+
+NAME = "join.json"
+
+
+class Join(msgspec.Struct, frozen=True):
+    """`addresses` are those of the collector: a host takes one at which it answers."""
+
+    addresses: list[str]
+    agent: AgentConfig
+    """Of the run's own agent. Another host has another collector's address and other folders in it."""
+    settings: WorkerSettings
+    meeting_key: str = ""
+    """What the ranks seal the values of their preflight with."""
+
+
+def write_join(folder: Path, join: Join) -> Path:
+    """Whole, or not at all. Returns its path. Raises OSError."""
+    path = folder / NAME
+    new = folder / f".{NAME}"
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(to_json(join))
+    new.replace(path)
+    return path
+
+
+def read_join(path: Path) -> Join:
+    """Raises UsageError with what there is instead."""
+    try:
+        return from_json(path.read_bytes(), Join)
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be read here ({error.strerror}): the run is over, or its folder is not shared with this "
+            "host; share it, or copy that file here"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise UsageError(f"{path} is of another version of gpuwatch: {error}") from error

@@ -8,15 +8,51 @@ dropped, oldest first; how many is in every beat. Beats are not numbered: the ne
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from ..any_text import carried, given_back
 from ..errors import GpuwatchError
-from ..records import Definition, Event, GpuCounters, GpuHealth, NodeSignal, Xid
-from .any_text import carried, given_back
-from .scheduler_job import SchedulerJob
+from ..events import Definition, Event, GpuCounters, GpuHealth, NodeSignal, Xid
+
+# The job of a batch scheduler that a node runs in, in the scheduler's own words. The launcher's module for that
+# scheduler fills it in; who reads it knows no scheduler by name.
+
+_BLANK = re.compile(r"\{(nodes|reason)\}")
+
+
+class SchedulerJob(msgspec.Struct, frozen=True):
+    """Of one node. The two command texts have `{nodes}` and `{reason}` where those are to be put."""
+
+    scheduler: str
+    """What users call it: `SLURM`."""
+    job: str
+    """The job's id."""
+    node: str = ""
+    """What the scheduler calls this node; "" if it does not say."""
+    nodes: list[str] = []
+    """What it calls the nodes of the job, in its order."""
+    drain: str = ""
+    """The command that takes nodes out of service: `scontrol update nodename={nodes} state=drain reason={reason}`."""
+    exclude: str = ""
+    """The option of a next submission that leaves nodes out: `--exclude={nodes}`."""
+    daemon: str = ""
+    """Its process on a node: `slurmd`."""
+
+
+def fill_command(text: str, nodes: list[str], reason: str) -> str:
+    """A command text with its blanks filled, quoted for a shell.
+
+    >>> fill_command("--exclude={nodes}", ["gpu-1", "gpu-2"], "")
+    '--exclude=gpu-1,gpu-2'
+    """
+    values = {"nodes": shlex.quote(",".join(nodes)), "reason": shlex.quote(reason)}
+    return _BLANK.sub(lambda blank: values[blank[1]], text)
+
 
 SCHEMA = 1
 MAX_MESSAGE_BYTES = 32 << 20
@@ -94,7 +130,7 @@ class PageMessage(msgspec.Struct, frozen=True, tag="page"):
 
 
 class History(msgspec.Struct, frozen=True, tag="history"):
-    """abs max of what the modules below one root of one rank returned, over its batches (core/wire/history.py).
+    """abs max of what the modules below one root of one rank returned, over its batches (core/wire/columns.py).
 
     Sent once, when the rank has ended. It decides nothing.
     """
@@ -119,11 +155,11 @@ class SeriesName(msgspec.Struct, frozen=True):
     of: str
     """A GPU's UUID, `rank 3`, `mlx5_0/1`, `runs-dir`; "" is the host itself."""
     what: str
-    """A key of METRICS (core/telemetry/metrics.py)."""
+    """A key of METRICS (core/metrics.py)."""
 
 
 class Telemetry(msgspec.Struct, frozen=True, tag="telemetry"):
-    """How a node has done since its agent began: samples, the older, the further apart (launcher/node/telemetry).
+    """How a node has done since its agent began: samples, the older, the further apart (launcher/agent/telemetry.py).
 
     Sent when a rank stalls, when one meets an overflow, and when the run ends; a later one has all of those before it.
     It decides nothing.
@@ -138,7 +174,7 @@ class Telemetry(msgspec.Struct, frozen=True, tag="telemetry"):
     """Between the newest samples."""
     series: list[SeriesName]
     samples: bytes
-    """By series, packed (core/telemetry/packing.py)."""
+    """By series, packed (core/wire/columns.py)."""
     troubles: list[str] = []
     """What could not be read, and why: a sentence each."""
 

@@ -7,9 +7,9 @@ from typing import IO, TypeVar
 
 import msgspec
 
+from ..any_text import from_json, given_back, to_json
 from ..settings import OnHang
-from .any_text import from_json, given_back, to_json
-from .scheduler_job import SchedulerJob
+from .messages import SchedulerJob
 
 
 class AgentConfig(msgspec.Struct, frozen=True, tag="config"):

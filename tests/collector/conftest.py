@@ -10,12 +10,7 @@ import msgspec
 import numpy
 import pytest
 from gpuwatch.collector.facts.kept_pages import KeptPage, RankNames, Shelf
-from gpuwatch.core.frames import Mark, Phase, RowKind
-from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
-from gpuwatch.core.pages import Names, decode_page
-from gpuwatch.core.preflight import Finding
-from gpuwatch.core.recorder import layout
-from gpuwatch.core.records import (
+from gpuwatch.core.events import (
     Anomaly,
     Definition,
     Inventory,
@@ -31,8 +26,13 @@ from gpuwatch.core.records import (
     Where,
     WorkerExit,
 )
-from gpuwatch.core.telemetry.packing import pack_samples
+from gpuwatch.core.frames import Mark, Phase, RowKind
+from gpuwatch.core.judge import anomaly_of, first_expected_gradient, judge
+from gpuwatch.core.preflight import Finding
+from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder.pages import Names, decode_page
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, SHARE, Encoding, NonFinite
+from gpuwatch.core.wire.columns import pack_samples
 from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import (
     AgentBody,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.assemble.stage_lines import StageLines
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.protocol.run_protocol import Keep, RunProtocol
-from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.protocol import Keep, RunProtocol
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.records import (
+from gpuwatch.core.events import (
     Bandwidth,
     Cost,
     Fault,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.verdict_model import Verdict
-from gpuwatch.collector.earlier import earlier_lives
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
-from gpuwatch.collector.paths import RunPaths, new_run
-from gpuwatch.collector.report.make.build import build_report
-from gpuwatch.collector.report.model import EarlierLife
+from gpuwatch.collector.report.model import EarlierLife, Verdict
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.collector.report_file import read_report
+from gpuwatch.collector.report_file import earlier_lives, read_report
+from gpuwatch.collector.runs import RunPaths, new_run
 from msgspec.structs import replace
 
 FIRST, SECOND, THIRD = (

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.decide.verdict_model import Verdict
+from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.make.build import build_report
-from gpuwatch.collector.report.model import to_json
+from gpuwatch.collector.report.model import Verdict, to_json
 from gpuwatch.collector.store import RunStore, Stored
 from gpuwatch.core.errors import GpuwatchError
 from gpuwatch.core.recorder import layout

@@ -13,12 +13,12 @@ import gpuwatch.collector.server as server_module
 import msgspec
 import pytest
 import zmq
-from gpuwatch.collector.exit_code import exit_code
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.paths import new_run
-from gpuwatch.collector.protocol.run_protocol import RunProtocol
-from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.protocol import RunProtocol
 from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report_file import exit_code
+from gpuwatch.collector.runs import new_run
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.wire.keys import agent_name, derive_keys

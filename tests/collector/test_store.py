@@ -7,12 +7,21 @@ import time
 
 import pytest
 from gpuwatch.collector.finish import report_from_store
-from gpuwatch.collector.paths import RunPaths
 from gpuwatch.collector.report.model import to_json
+from gpuwatch.collector.runs import RunPaths
 from gpuwatch.collector.store import SCHEMA, RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.records import ModuleDef, NodeSignal, RootDef, ShapeDef
-from gpuwatch.core.wire.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, PageMessage, Segment, encode
+from gpuwatch.core.events import ModuleDef, NodeSignal, RootDef, ShapeDef
+from gpuwatch.core.wire.messages import (
+    AgentMessage,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    PageMessage,
+    Segment,
+    encode,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

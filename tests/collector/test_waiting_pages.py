@@ -6,12 +6,12 @@ import gpuwatch.collector.server as server_module
 import pytest
 import zmq
 from gpuwatch.collector.facts.fold import Fold
-from gpuwatch.collector.paths import new_run
-from gpuwatch.collector.protocol.run_protocol import RunProtocol
+from gpuwatch.collector.protocol import RunProtocol
+from gpuwatch.collector.runs import new_run
 from gpuwatch.collector.server import Server
 from gpuwatch.collector.store import RunStore
 from gpuwatch.collector.waiting_pages import WaitingPages
-from gpuwatch.core.records import Anomaly, Where
+from gpuwatch.core.events import Anomaly, Where
 from gpuwatch.core.wire.keys import derive_keys
 from gpuwatch.core.wire.messages import AgentMessage, Bye, EventMessage, Hello, PageMessage, Segment, encode
 

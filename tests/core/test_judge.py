@@ -6,6 +6,7 @@ import itertools
 
 import msgspec
 import pytest
+from gpuwatch.core.events import Anomaly, Where
 from gpuwatch.core.frames import Frame, Mark, Page, Row
 from gpuwatch.core.judge import (
     Limits,
@@ -17,7 +18,6 @@ from gpuwatch.core.judge import (
     first_expected_gradient,
     judge,
 )
-from gpuwatch.core.records import Anomaly, Where
 from gpuwatch.core.values import NonFinite
 
 NAN, POSINF, NEGINF, INF = NonFinite.NAN, NonFinite.POSINF, NonFinite.NEGINF, NonFinite.INF

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gpuwatch.core.own_clock import STEP_S, OwnClock
+from gpuwatch.core.host import STEP_S, OwnClock
 
 
 def test_it_goes_as_the_machines_clock_while_it_is_asked_often():

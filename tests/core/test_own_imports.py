@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from gpuwatch.core.imports.own_imports import OWN_START
+from gpuwatch.core.own_imports import OWN_START
 
 PROGRAM = """
 import sys
 started_with = frozenset(sys.modules)
 own_path = list(sys.path[1:])
-from gpuwatch.core.imports import own_imports
+from gpuwatch.core import own_imports
 own_imports.began(None, own_path, started_with)
 with own_imports.own_imports():
     import sched, xml.dom

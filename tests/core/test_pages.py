@@ -3,10 +3,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
 from gpuwatch.core.frames import Mark, Phase, RowKind
-from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.records import ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.recorder.pages import Names, decode_page
 from gpuwatch.core.values import COUNTED, DTYPE_CODES, PENDING, SHARE, Encoding, NonFinite, Value
 from gpuwatch.core.wire.messages import PageMessage, Segment
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.core.records import StackLine
+from gpuwatch.core.events import StackLine
 from gpuwatch.core.stalls import parse_fatal, parse_stack, takes_long
 
 ASKED = """Current thread 0x00007f01 (most recent call first):

@@ -17,13 +17,11 @@ from gpuwatch.cli.report import command as report
 from gpuwatch.cli.runs import command as runs
 from gpuwatch.cli.submit import arguments_of, options_of
 from gpuwatch.cli.top import command as top
-from gpuwatch.collector.decide.verdict_model import Verdict
-from gpuwatch.collector.export.rows import ExportRow
-from gpuwatch.collector.report.model import RankReport, Report, RunInfo
-from gpuwatch.core.exits import EXIT_OF_KIND, ExitCode
-from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
-from gpuwatch.launcher.run.options import parse_run
-from gpuwatch.slurm.command_line import take_apart
+from gpuwatch.collector.assemble.export import ExportRow
+from gpuwatch.collector.report.model import RankReport, Report, RunInfo, Verdict
+from gpuwatch.core.errors import EXIT_OF_KIND, ExitCode
+from gpuwatch.launcher.options import get_check_parser, get_parser, parse_run
+from gpuwatch.slurm.submit import take_apart
 from msgspec.structs import fields
 
 ROOT = Path(__file__).parents[2]

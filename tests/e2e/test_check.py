@@ -110,7 +110,7 @@ def test_a_node_that_never_comes_is_waited_for_and_then_missed(bench, port, wher
     assert "Traceback" not in run.stderr
 
 
-AGENT, COLLECTOR = "gpuwatch.launcher.node.agent", "gpuwatch.collector"
+AGENT, COLLECTOR = "gpuwatch.launcher.agent.agent", "gpuwatch.collector"
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def test_a_killed_launch_leaves_its_report_and_nothing_else(bench):
 
 @pytest.mark.slow  # tests/launcher/test_delivery.py kills them under recorders, which is quick
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("helper", ["gpuwatch.collector", "gpuwatch.launcher.node.agent"])
+@pytest.mark.parametrize("helper", ["gpuwatch.collector", "gpuwatch.launcher.agent.agent"])
 def test_a_helper_that_is_killed_in_the_middle_costs_nothing(bench, helper):
     options = ("--rank", "1", "--batch", "40", "--batches", "100000")
     process = bench.start(

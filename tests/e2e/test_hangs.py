@@ -7,9 +7,9 @@ import time
 import psutil
 import pytest
 from gpuwatch.collector.store import RunStore
-from gpuwatch.core.records import Stalled
+from gpuwatch.core.events import Stalled
 from gpuwatch.core.wire.messages import EventMessage
-from gpuwatch.launcher.node.stall.hang_limit import LEAST_S, UNTIL_KNOWN_S
+from gpuwatch.launcher.agent.step_times import LEAST_S, UNTIL_KNOWN_S
 
 pytestmark = pytest.mark.slow
 TOLD = ("--hang-timeout", "10", "--preflight", "off")

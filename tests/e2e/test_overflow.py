@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from gpuwatch.core.exits import RANK_OVERFLOW
+from gpuwatch.core.errors import RANK_OVERFLOW
 
 pytestmark = pytest.mark.sample(2, of="an overflow")  # of those without a mark of their own
 

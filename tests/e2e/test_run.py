@@ -12,7 +12,7 @@ from pathlib import Path
 import gpuwatch
 import pytest
 from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
-from gpuwatch.launcher.run.command import PATH_FOLDER
+from gpuwatch.launcher.command import PATH_FOLDER
 
 pytestmark = pytest.mark.sample(3, of="gpuwatch run")  # of those without a mark of their own
 
@@ -329,7 +329,7 @@ def test_the_sitecustomize_that_was_there_runs(tmp_path):
 
 
 def test_the_variable_has_one_name():
-    source = Path(gpuwatch.__file__).parent / "worker" / "inject" / "path" / "sitecustomize.py"
+    source = Path(gpuwatch.__file__).parent / "worker" / "path" / "sitecustomize.py"
     assert f'_VARIABLE = "{RUN_VARIABLE}"' in source.read_text()
 
 

@@ -10,7 +10,7 @@ from gpuwatch.core.recorder.run_folder import RUN_VARIABLE
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
-HELPERS = {"agent": "gpuwatch.launcher.node.agent", "collector": "gpuwatch.collector"}
+HELPERS = {"agent": "gpuwatch.launcher.agent.agent", "collector": "gpuwatch.collector"}
 
 
 class Watched:

@@ -9,8 +9,8 @@ import time
 import urllib.request
 
 import pytest
-from gpuwatch.collector.top.link import Link
-from gpuwatch.collector.top.model import Model
+from gpuwatch.collector.live.top_link import Link
+from gpuwatch.collector.live.top_model import Model
 from gpuwatch.core.host import host_name
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -19,19 +19,19 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["gpuwatch"]):
+    from gpuwatch.collector.assemble.build import build_report
     from gpuwatch.collector.facts.fold import fold
     from gpuwatch.collector.finish import merged_report, report_from_store
-    from gpuwatch.collector.paths import RunPaths
-    from gpuwatch.collector.protocol.run_protocol import Keep, RunProtocol
-    from gpuwatch.collector.report.make.build import build_report
+    from gpuwatch.collector.protocol import Keep, RunProtocol
     from gpuwatch.collector.report.model import to_json
     from gpuwatch.collector.report.text import render_text
     from gpuwatch.collector.report_file import read_report
+    from gpuwatch.collector.runs import RunPaths
     from gpuwatch.collector.store import RunStore
     from gpuwatch.core.errors import GpuwatchError
+    from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where
     from gpuwatch.core.recorder.layout import NOTHING, file_name
     from gpuwatch.core.recorder.writer import RecorderWriter
-    from gpuwatch.core.records import Anomaly, ModuleDef, RootDef, ScriptExit, ShapeDef, SlotDef, Where
     from gpuwatch.core.values import Encoding
     from gpuwatch.core.wire.messages import (
         AgentBody,
@@ -44,7 +44,7 @@ with atheris.instrument_imports(include=["gpuwatch"]):
         encode,
     )
     from gpuwatch.core.wire.spool import SpoolWriter
-    from gpuwatch.launcher.node.ranks import RankWatch
+    from gpuwatch.launcher.agent.rank_watch import RankWatch
 
 LOG_BYTES, SEGMENTS = 1 << 14, 4
 MOST_JSON = 4 << 20

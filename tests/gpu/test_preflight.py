@@ -18,8 +18,8 @@ BAD_PROBE = str(Path(__file__).parents[1] / "e2e" / "scripts" / "bad_probe")
 LOCAL = """
 import json, os
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.identity import Identity
-from gpuwatch.worker.preflight.deadlines import Deadlines
+from gpuwatch.core.identity import Identity
+from gpuwatch.worker.preflight.steps import Deadlines
 from gpuwatch.worker.preflight.parts import Parts
 
 fork, forks = os.fork, []
@@ -34,8 +34,8 @@ print(json.dumps({"kinds": kinds, "device": device, "uuid": uuid, "forks": len(f
 NCCL = """
 import json, time
 import torch, torch.distributed as dist
-from gpuwatch.worker.preflight.stages.bandwidth import _Meter
-from gpuwatch.worker.preflight.stages.collectives import join
+from gpuwatch.worker.preflight.bandwidth import _Meter
+from gpuwatch.worker.preflight.group import join
 
 device, deadline = torch.device("cuda", 0), time.monotonic() + 100
 group = join(dist.HashStore(), device, "nccl", [0], 0, deadline, lambda step: None)

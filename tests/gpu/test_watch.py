@@ -6,7 +6,7 @@ import ctypes
 import warnings
 
 import gpuwatch
-import gpuwatch.worker.api.watch as watch_module
+import gpuwatch.worker.watch as watch_module
 import pytest
 import torch
 from torch import nn

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpuwatch.core.events import ModuleDef, RootDef, ScriptExit, SlotDef, Where
 from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import ModuleDef, RootDef, ScriptExit, SlotDef, Where
 from gpuwatch.core.values import Encoding
 from gpuwatch.core.wire.keys import JobKeys, derive_keys
 from gpuwatch.core.wire.pipe import (
@@ -26,8 +26,7 @@ from gpuwatch.core.wire.pipe import (
     WorkersEnded,
     WorkersStarted,
 )
-from gpuwatch.launcher.head_collector import HeadCollector
-from gpuwatch.launcher.node_agent import NodeAgent
+from gpuwatch.launcher.children import HeadCollector, NodeAgent
 
 from ..ports import ports_of_this_test
 

@@ -6,11 +6,11 @@ import signal
 
 import psutil
 import pytest
+from gpuwatch.core.events import Anomaly, Where
 from gpuwatch.core.recorder.layout import FRAMES_PER_SEGMENT
-from gpuwatch.core.records import Anomaly, Where
 from gpuwatch.core.values import Encoding
 from gpuwatch.core.wire.messages import EventMessage, PageMessage
-from gpuwatch.launcher.node.outbox import PAGE_BYTES
+from gpuwatch.launcher.agent.outbox import PAGE_BYTES
 
 from .conftest import Rank, until
 from .test_delivery import kill, report_of, stored

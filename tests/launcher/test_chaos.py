@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from gpuwatch.core.records import Anomaly, Where
+from gpuwatch.core.events import Anomaly, Where
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded
 
 DISTURBED_S = 12.0

@@ -19,10 +19,10 @@ from click.testing import CliRunner
 from gpuwatch.cli.report import command as report_command
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.records import Anomaly, Warned, Where
+from gpuwatch.core.events import Anomaly, Warned, Where
+from gpuwatch.core.recorder.scratch import keep_rescued
 from gpuwatch.core.wire.messages import VERDICT_PATIENCE_S, Bye, Definitions, EventMessage, Hello
 from gpuwatch.core.wire.pipe import LaunchDone, WorkersEnded, WorkersStarted
-from gpuwatch.launcher.scratch import keep_rescued
 
 from .conftest import Rank, until
 

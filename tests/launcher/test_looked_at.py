@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+from gpuwatch.collector.live.top_link import Link
 from gpuwatch.collector.store import RunStore
-from gpuwatch.collector.top.link import Link
 from gpuwatch.core.wire.messages import Beat, unpack_hot
 
 from .conftest import until

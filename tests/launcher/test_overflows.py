@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.core.exits import RANK_OVERFLOW
+from gpuwatch.core.errors import RANK_OVERFLOW
+from gpuwatch.core.events import Anomaly, Where
 from gpuwatch.core.recorder.layout import Field, FirstAnomaly, file_name
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Anomaly, Where
-from gpuwatch.launcher.overflows import Overflows
+from gpuwatch.launcher.say import Overflows
 
 ANOMALY = Anomaly(Where(1, 0, 3, 3, "Net", 3), 2, "fc", "Linear", "forward", "output", "+inf", "float32")
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from gpuwatch.launcher.rounds import agree_on_attempt
+from gpuwatch.launcher.elastic import agree_on_attempt
 
 
 @pytest.fixture(scope="module")

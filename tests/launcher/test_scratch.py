@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from gpuwatch.core.host import host_name
+from gpuwatch.core.recorder import scratch
 from gpuwatch.core.recorder.layout import file_bytes
-from gpuwatch.launcher import scratch
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_folder_of_a_live_process_stays_when_the_clock_is_set(bases, tmp_path)
     boot = next(line for line in text.splitlines() if line.startswith("btime "))
     stat_file.write_text(text.replace(boot, f"btime {int(boot.split()[1]) - 3600}"))
     code = (
-        "import psutil, tempfile; from pathlib import Path; from gpuwatch.launcher import scratch\n"
+        "import psutil, tempfile; from pathlib import Path; from gpuwatch.core.recorder import scratch\n"
         f"scratch._SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
         f"print(psutil.Process({os.getpid()}).create_time())\n"
         "scratch.make_scratch(1)"
@@ -209,7 +209,7 @@ def test_whatever_somebody_has_put_in_place_of_an_owner_file_a_launch_goes_on(ba
     else:
         owner.write_bytes(b"1" * 10_000_000 if what == "long" else b"\xff\xfe \0")
     code = (
-        "import tempfile; from pathlib import Path; from gpuwatch.launcher import scratch\n"
+        "import tempfile; from pathlib import Path; from gpuwatch.core.recorder import scratch\n"
         f"scratch._SHARED_MEMORY = Path({str(bases[0])!r}); tempfile.tempdir = {str(bases[1])!r}\n"
         "scratch.remove_stale()"
     )

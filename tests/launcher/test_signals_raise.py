@@ -6,8 +6,8 @@ import signal
 import threading
 
 import pytest
-from gpuwatch.launcher import signals_raise as module
-from gpuwatch.launcher.signals_raise import TimeLimitNear, signals_raise
+from gpuwatch.launcher import signals as module
+from gpuwatch.launcher.signals import TimeLimitNear, signals_raise
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 EARLY = [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch.distributed as dist
-from gpuwatch.launcher.stale_keys import purge_group_keys
+from gpuwatch.launcher.elastic import purge_group_keys
 
 
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="this torch cannot list a store's keys")

@@ -6,7 +6,7 @@ Nor is a rank named in which nothing was bad. `python -m pytest tests/simulation
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.verdict_model import Verdict
+from gpuwatch.collector.report.model import Verdict
 
 from .oracle import Oracle
 from .schedule import AROUND, AT_THE_START, HARMLESS, IN_A_CALL, Schedule, is_drawn

@@ -9,10 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpuwatch.core.recorder import layout
-from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name, seal
-from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import (
+from gpuwatch.core.events import (
     Anomaly,
     Fault,
     ModuleDef,
@@ -24,6 +21,9 @@ from gpuwatch.core.records import (
     Warned,
     Where,
 )
+from gpuwatch.core.recorder import layout
+from gpuwatch.core.recorder.layout import Field, HooksState, RankPhase, file_name, seal
+from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import PENDING, Encoding, NonFinite
 
 from .oracle import Call, Oracle

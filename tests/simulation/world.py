@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
-from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.decide.verdict_model import Verdict
+from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import Fold, fold
-from gpuwatch.collector.protocol.run_protocol import Finish, Keep, RunProtocol, Send
+from gpuwatch.collector.protocol import Finish, Keep, RunProtocol, Send
+from gpuwatch.collector.report.model import Verdict
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.wire.keys import agent_name
 from gpuwatch.core.wire.messages import Ack, AgentBody, EventMessage, LookAtRanks, decode_agent, encode
 from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
-from gpuwatch.launcher.node.agent import Agent, Forgotten
+from gpuwatch.launcher.agent.agent import Agent, Forgotten
 
 from .network import Context, NoGpus
 from .oracle import Oracle

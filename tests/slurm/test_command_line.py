@@ -5,11 +5,10 @@ import re
 import pytest
 from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
-from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
-from gpuwatch.slurm.command_line import Submission, take_apart
-from gpuwatch.slurm.render import Option
-from gpuwatch.slurm.sbatch_options import REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE
-from gpuwatch.slurm.submit import batch_script, command_line_options
+from gpuwatch.launcher.options import get_check_parser, get_parser
+from gpuwatch.slurm.batch_script import Option
+from gpuwatch.slurm.sbatch import REFUSED, SHORT, WITH_OR_WITHOUT, WITH_VALUE, WITHOUT_VALUE
+from gpuwatch.slurm.submit import Submission, batch_script, command_line_options, take_apart
 from hypothesis import given
 from hypothesis import strategies as st
 

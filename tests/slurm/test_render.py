@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 from gpuwatch.cli.submit import options_of
 from gpuwatch.core.errors import UsageError
-from gpuwatch.core.text.job_runs import job_run
-from gpuwatch.launcher.arguments.options import get_check_parser, get_parser
-from gpuwatch.slurm.command_line import take_apart
-from gpuwatch.slurm.render import BatchScript, Option, directive, render
-from gpuwatch.slurm.submit import batch_script
+from gpuwatch.core.recorder.run_folder import job_run
+from gpuwatch.launcher.options import get_check_parser, get_parser
+from gpuwatch.slurm.batch_script import BatchScript, Option, directive, render
+from gpuwatch.slurm.submit import batch_script, take_apart
 
 GOLDEN = Path(__file__).parent / "golden"
 ACCEPT = "GPUWATCH_TESTS_ACCEPT"

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pytest
 from gpuwatch.cli.main import main
-from gpuwatch.collector.decide.verdict_model import Verdict
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.make.build import build_report
-from gpuwatch.collector.report.model import to_json
+from gpuwatch.collector.report.model import Verdict, to_json
 from gpuwatch.core.errors import UsageError
-from gpuwatch.slurm.sbatch import Slurm, exit_code_of, read_tasks
-from gpuwatch.slurm.scheduler import JobTask
+from gpuwatch.slurm.sbatch import JobTask, Slurm, exit_code_of, read_tasks
 from gpuwatch.slurm.submit import Follower
 from msgspec.structs import replace
 

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import psutil
-from gpuwatch.launcher.scratch import remove_stale
+from gpuwatch.core.recorder.scratch import remove_stale
 
 HERE = Path(__file__).parent
 LIGHT_RANK = HERE.parent / "sweep" / "light_rank.py"

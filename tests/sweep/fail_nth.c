@@ -66,7 +66,7 @@ static enum Role role_of_this_process(void) {
     if (fd >= 0) syscall(SYS_close, fd);
     for (long at = 0; at < size; at += (long)strlen(words + at) + 1) {
         const char *word = words + at;
-        if (!strcmp(word, "gpuwatch.launcher.node.agent")) return AGENT;
+        if (!strcmp(word, "gpuwatch.launcher.agent.agent")) return AGENT;
         if (!strcmp(word, "gpuwatch.collector")) return COLLECTOR;
         if (!strcmp(word, "-mgpuwatch.worker")) return RECORDER;
         if (!strcmp(word, "gpuwatch.cli.main")) return LAUNCHER;

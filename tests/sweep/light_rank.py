@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import Anomaly, ModuleDef, RootDef, ShapeDef, SlotDef, Where
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder.layout import NOTHING, Field, HooksState
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Anomaly, ModuleDef, RootDef, ShapeDef, SlotDef, Where
 from gpuwatch.core.values import DTYPE_CODES, Encoding, NonFinite
 from gpuwatch.worker import session as sessions
 

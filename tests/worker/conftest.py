@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.decide.verdict_model import Verdict
+from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.report.model import Verdict
+from gpuwatch.core.events import Anomaly, Fault, WorkerEvent
 from gpuwatch.core.frames import Frame, Page, Row
-from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder.layout import file_name
+from gpuwatch.core.recorder.pages import Names, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Anomaly, Fault, WorkerEvent
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.core.wire.messages import AgentBody, Bye, Hello
-from gpuwatch.launcher.node.ranks import RankWatch
+from gpuwatch.launcher.agent.rank_watch import RankWatch
 from gpuwatch.worker.session import Session
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every tensor that is looked at, kept alive so that none is taken for another. The compiled way shows none."""
-    from gpuwatch.worker.hooks import native_writer as native_writer
+    from gpuwatch.worker.hooks import native_writer
     from gpuwatch.worker.record import rows
 
     seen: list[Any] = []

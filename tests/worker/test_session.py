@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch.distributed
+from gpuwatch.core.events import ScriptError, ScriptExit
 from gpuwatch.core.recorder.layout import RankPhase
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import ScriptError, ScriptExit
 from gpuwatch.core.settings import WorkerSettings
 from gpuwatch.worker.session import Session
 

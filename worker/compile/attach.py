@@ -6,38 +6,25 @@ gpuwatch does not import it first: the import takes most of a second and reads s
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...core.frames import Phase
 from ...core.recorder.layout import NOTHING
-from ..alarms.frames import Frames
 from ..imports import after_import
+from ..record.alarm_frames import Frames
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo, Roots
 from ..record.rows import Row, Rows
 from . import traced_hooks as traced
+from .kinds import Opened
 from .views import CompiledViews, compiled_views
 
 if TYPE_CHECKING:
     import torch
 
-    from .region import Region
-    from .region_frames import RegionPages
-    from .regions import Regions
+    from .frames import RegionPages
+    from .regions import Region, Regions
     from .untraced import Untraced
-
-
-class Opened(Enum):
-    """Whether a graph is recorded."""
-
-    NO = auto()
-    BY_OWNER = auto()
-    """Hooks see the call of the module whose method it is: they tell for which module of a class it runs."""
-    ALONE = auto()
-    """Hooks see the calls of wrappers alone. It runs for the module that it was traced for."""
-    UNSEEN = auto()
-    """Hooks see no call around it: not when it begins, and so not that it runs twice before its backward."""
 
 
 class GradientHooks(Protocol):
@@ -141,7 +128,7 @@ class Graphs:
         self._regions.attach()
 
     def _trace_calls(self, views: CompiledViews) -> None:
-        from .region_frames import RegionPages
+        from .frames import RegionPages
         from .regions import Regions
         from .trace import traced_after, traced_before
         from .untraced import leave_alone

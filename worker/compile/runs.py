@@ -11,11 +11,10 @@ import torch
 
 from ..record.roots import ModuleInfo, RootInfo
 from ..stats.tensor_stats import Seen
-from .attach import Opened
 from .dynamo import is_for_inductor, is_split_by_ddp, uses_cuda_graphs
 from .graph_op import SEEN
+from .kinds import Opened, RegionFrame, RegionGradient
 from .places import forget, on_device, renewed
-from .traced_calls import RegionFrame, RegionGradient
 
 _MOST_UNTAKEN = 64
 _OWN = -1

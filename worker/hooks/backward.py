@@ -18,17 +18,16 @@ from torch.nn.parameter import is_lazy
 from ...core.frames import Mark, Phase
 from ...core.recorder.layout import RankPhase
 from ...core.recorder.writer import OpenPage
-from ..alarms.frames import Frames
-from ..alarms.judging import Judging
-from ..record.graph_calls import Graph, GraphCalls, running_graph
-from ..record.graph_hold import GraphHold
+from ..record.alarm_frames import Frames
+from ..record.autograd_graph import Graph, GraphCalls, GraphHold, running_graph
+from ..record.judging import Judging
 from ..record.leaves import OUTPUTS, outputs_of
 from ..record.left_gradients import LeftGradients
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo
 from ..record.rows import Rows
 from ..stats.tensor_stats import version_of
-from ..without_modes import without_modes
+from ..stats.without_modes import without_modes
 
 _is_compiling = torch.compiler.is_compiling
 _MOST_GRAPHS = 64

@@ -20,11 +20,7 @@ import msgspec
 import torch
 
 from ...core.errors import JobEnded
-from ...core.frames import Mark, Phase, format_number, module_text
-from ...core.judge import Limits
-from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase, seal
-from ...core.recorder.writer import RecorderWriter
-from ...core.records import (
+from ...core.events import (
     BadWeight,
     BatchInputs,
     CompiledUnseen,
@@ -35,48 +31,49 @@ from ...core.records import (
     OwnCode,
     Where,
 )
+from ...core.frames import Mark, Phase, format_number, module_text
+from ...core.judge import Limits
+from ...core.recorder.layout import NOTHING, Field, HooksState, RankPhase, seal
+from ...core.recorder.writer import RecorderWriter
 from ...core.roles import RoleKind, parse_role, role_of_parameter
 from ...core.settings import WorkerSettings
-from ...core.text.tell import tell
+from ...core.tell import tell
+from ...core.torch_names import name_in_torch
 from ...core.values import NonFinite, decode, name_of
-from ...core.versions.torch_names import name_in_torch
-from ..alarms.batch_digest import batch_digest
-from ..alarms.closed_rows import LateMasks, closed_marked
-from ..alarms.frames import Frames
-from ..alarms.graph_sources import explaining_row, shown_in, sources_later, sources_now
-from ..alarms.graph_users import Output, graph_users
-from ..alarms.held import NonFiniteRow
-from ..alarms.judging import Judging
-from ..alarms.late_passed import LatePassed
-from ..alarms.look_again import look_again
-from ..alarms.trained import Trained
 from ..compile import traced_hooks as traced
 from ..compile.apart import apart_from_dynamo
-from ..compile.attach import Graphs, Opened
+from ..compile.attach import Graphs
+from ..compile.kinds import Opened
 from ..compile.views import CompiledViews
+from ..record.alarm_frames import Frames
+from ..record.autograd_graph import GraphCalls, next_node
+from ..record.closed_rows import LateMasks, closed_marked
 from ..record.collectives import issued
-from ..record.cost import CostMeter
-from ..record.graph_calls import GraphCalls, next_node
+from ..record.graph_sources import explaining_row, shown_in, sources_later, sources_now
+from ..record.held_alarms import NonFiniteRow
+from ..record.judging import Judging
+from ..record.late_passed import LatePassed
 from ..record.leaves import inputs_of, outputs_of
-from ..record.names import class_of, unwrap
+from ..record.names import Selection, class_of, unwrap
 from ..record.passed import PassedValues
-from ..record.progress import Progress
+from ..record.progress import CostMeter, Progress
 from ..record.roots import ModuleInfo, Roots
 from ..record.rows import Row, Rows
-from ..record.selection import Selection
+from ..record.trained import Trained
 from ..recursion import call_begins, call_ends, work_begins, work_ends
 from ..stack_file import look_at_stack_file
 from ..stats.device import is_on_device
 from ..stats.notable import Notable
 from ..stats.tensor_stats import FLOATS, TensorStats, measure, version_of
-from ..without_modes import without_modes
+from ..stats.without_modes import without_modes
 from .backward import Gradients
-from .collectives import Collectives
 from .export import Exports
 from .global_hooks import GlobalHooks
 from .grad_scaler import Scalers
 from .native_writer import called_by_native_hooks, native_writer_of
 from .optimizer import Steps
+from .process_groups import Collectives
+from .second_look import Output, batch_digest, graph_users, look_again
 
 _MAX_FAULTS = 20
 _MOST_CHANGED = 4

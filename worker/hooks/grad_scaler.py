@@ -11,10 +11,10 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from ...core.recorder.layout import Field
-from ..alarms.judging import Judging
+from ..record.judging import Judging
 from ..record.progress import Progress
-from ..stats.to_host import ToHost, to_host
-from ..without_modes import without_modes
+from ..stats.device import ToHost, to_host
+from ..stats.without_modes import without_modes
 from .backward import Gradients
 from .optimizer import Steps
 

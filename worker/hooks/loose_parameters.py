@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from ...core.events import LooseParameters
 from ...core.frames import Phase
-from ...core.records import LooseParameters
 from ...core.roles import param_group
-from ..alarms.frames import Frames
+from ..record.alarm_frames import Frames
 from ..record.progress import Progress
 from ..record.roots import Roots
 from ..record.rows import Rows

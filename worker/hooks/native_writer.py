@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ...core.events import Fault
 from ...core.frames import Mark, Phase, RowKind
 from ...core.recorder import group_table, layout
 from ...core.recorder.group_table import GroupField, GroupPhase
 from ...core.recorder.layout import Field, RankPhase, SegmentField
-from ...core.records import Fault
 from ...core.values import DTYPE_CODES, INF_BITS, Encoding
 from ..record.collectives import issued
 from ..record.group_table import GroupCall

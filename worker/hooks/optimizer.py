@@ -8,26 +8,26 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.events import OptimizerStep
 from ...core.frames import Frame, Mark, Phase
 from ...core.recorder.layout import NOTHING, Field, RankPhase
 from ...core.recorder.writer import OpenPage
-from ...core.records import OptimizerStep
 from ...core.roles import param_group, parse_role
-from ..alarms.frames import Frames
-from ..alarms.held import NonFiniteRow
-from ..alarms.judging import Judging
-from ..alarms.optimizer_steps import OptimizerSteps
+from ..record.alarm_frames import Frames
 from ..record.collectives import ranks
+from ..record.held_alarms import NonFiniteRow
+from ..record.judging import Judging
 from ..record.progress import Progress
 from ..record.roots import ModuleInfo, RootInfo, Roots
 from ..record.rows import Row, Rows
 from ..stats.device import is_on_device
 from ..stats.tensor_stats import measure
-from ..without_modes import without_modes
+from ..stats.without_modes import without_modes
 from .backward import Gradients
 from .loose_parameters import Loose, LooseReader
 from .low_precision_state import LowPrecisionState, low_precision_states
 from .rpc_optimizer import RpcOptimizers, ScriptedOptimizer
+from .second_look import OptimizerSteps
 
 _Parameters = dict[ModuleInfo, list[tuple[str, torch.Tensor]]]
 

@@ -13,7 +13,7 @@ static char *borrow_segment(FrameWriter *self, Py_buffer *memory, int64_t *at)
     const int64_t *cell = self->cell.buf;
     *at = cell[0];
     if (*at < 0 || (cell[1] != 0 && (uint64_t)cell[1] != (uint64_t)PyThread_get_thread_ident()))
-        return NULL; /* Python writes, in another thread: worker/record/recorder_lock.py */
+        return NULL; /* Python writes, in another thread: worker/record/progress.py */
     if (PyObject_GetBuffer(self->memory, memory, PyBUF_WRITABLE) < 0) {
         PyErr_Clear();
         return NULL;

@@ -19,12 +19,12 @@ from typing import NoReturn
 
 import msgspec
 
-from ...core.imports.own_imports import path_as_given
+from ...core.host import die_with_parent
+from ...core.identity import Identity
+from ...core.own_imports import path_as_given
 from ...core.settings import WorkerSettings
-from ..identity import Identity
-from ..orphan import die_with_parent
-from .deadlines import Deadlines
-from .lines import Line, StageBegan
+from .messages import Line, StageBegan
+from .steps import Deadlines
 
 
 def say(line: Line) -> None:

@@ -12,28 +12,30 @@ import msgspec
 from msgspec.structs import replace
 
 from ...core.host import host_name
+from ...core.identity import Identity
 from ...core.preflight import Finding, Grade
 from ...core.recorder.run_folder import read_meeting_key
 from ...core.settings import WorkerSettings
-from ..identity import Identity
-from .deadlines import DEPUTY_S, Deadlines
-from .decide.conclude import Heard, Terms, conclude_softly, foreign_finding
-from .lines import (
+from .blame.conclude import Heard, Terms, conclude_softly, foreign_finding
+from .meeting import LEADER, ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
+from .messages import (
     At,
+    Attendance,
     BandwidthLine,
     Concluded,
+    Conclusion,
     FaultLine,
     InventoryLine,
     Line,
     RankOutcome,
+    Report,
+    Roster,
     StageBegan,
     StageEnded,
     Waits,
 )
-from .meeting import LEADER, ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
 from .parts import Parts
-from .reports import Attendance, Conclusion, Report, Roster
-from .steps import is_local, stage_of
+from .steps import DEPUTY_S, Deadlines, is_local, stage_of
 
 STORE_S = 20.0
 """Timeout to connect to the store."""

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ...core.identity import Identity
 from ...core.wire.seal import Seal, SealBroken
-from ..identity import Identity
 
 LEADER = 0
 

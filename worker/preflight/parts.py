@@ -15,22 +15,19 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from ...core.gpu_health.whose import gpu_of_rank
+from ...core.gpu.counters import gpu_of_rank
+from ...core.identity import Identity, is_peer_failure
 from ...core.preflight import Finding, Grade, InventoryFacts
 from ...core.settings import WorkerSettings
-from ...core.text.amount import parse_amount
-from ..identity import Identity
-from ..peer_failures import is_peer_failure
-from .deadlines import Deadlines
-from .decide.nccl_log import explain
-from .reports import ComputeResult, Measured, Report
-from .stages.allocation import Allocated
-from .stages.child import Child, Ending, Say
-from .stages.device_facts import DeviceFacts, with_device
-from .stages.health import HealthResult
-from .stages.inventory import gather
-from .stages.requests import Allocate, CheckHealth, Compute, InGroup, LookAtDevice, Request, perform
-from .steps import stage_of
+from ...core.text import parse_amount
+from .allocation import Allocated
+from .blame.known_errors import explain
+from .child import Child, Ending, Say
+from .health import HealthResult
+from .inventory import DeviceFacts, gather, with_device
+from .messages import ComputeResult, Measured, Report
+from .requests import Allocate, CheckHealth, Compute, InGroup, LookAtDevice, Request, perform
+from .steps import Deadlines, stage_of
 
 _HEALTH_SHARE = 0.8
 """The share of the stage's deadline for NVML's answer. The rest is for the start, and to report a missing answer."""

@@ -14,18 +14,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from ...core.exits import ExitCode
+from ...core.errors import ExitCode
+from ...core.events import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
 from ...core.host import host_name
-from ...core.imports.own_imports import own_command
+from ...core.identity import Identity
+from ...core.own_imports import own_command
 from ...core.preflight import Finding
 from ...core.recorder.layout import Field, RankPhase, seal
-from ...core.records import Bandwidth, Fault, Inventory, PeerOutcome, PreflightBegan, PreflightResult, PreflightStage
 from ...core.settings import VARIABLE
-from ...core.text.tell import tell
-from ..identity import Identity
+from ...core.tell import tell
 from ..session import Session
-from .deadlines import Deadlines
-from .lines import (
+from .messages import (
     At,
     BandwidthLine,
     Concluded,
@@ -38,6 +37,7 @@ from .lines import (
     Waits,
     parse,
 )
+from .steps import Deadlines
 
 _MARGIN_S = 5.0
 """Time for a coordinator to notice that one of its tests has hung, and to kill it."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from ...core.records import Moment
+from ...core.events import Moment
 
 if TYPE_CHECKING:
     from .group_table import GroupTable

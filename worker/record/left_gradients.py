@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..stats.tensor_stats import version_of
-from ..without_modes import without_modes
+from ..stats.without_modes import without_modes
 
 
 class _Left(NamedTuple):

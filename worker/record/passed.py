@@ -1,7 +1,7 @@
 """What passes between ranks and is not finite: what goes into collectives, sends and receives, and what comes out.
 
 Tensors are looked at when the operation begins and when somebody has waited for it: those in host memory by worker/
-native/group_look.c, or `look_at`; others by worker/alarms/late_passed.py. A finite tensor leaves nothing behind.
+native/group_look.c, or `look_at`; others by worker/record/late_passed.py. A finite tensor leaves nothing behind.
 What is told never raises an alarm.
 """
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.events import Passed, Where
 from ...core.frames import RowKind
 from ...core.recorder.group_table import OPERATIONS
-from ...core.records import Passed, Where
 from ...core.values import DTYPE_NAMES, NonFinite, decode, name_of
 from ..stats.device import is_on_device
 from ..stats.tensor_stats import CODES, FLOATS, Float, TensorStats, in_memory, measure

@@ -2,20 +2,129 @@
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
+from array import array
+from collections import deque
 
 import torch
 
+from ...core.events import Cost, Where
 from ...core.frames import Frame
-from ...core.recorder.layout import Field, RankPhase
+from ...core.recorder import step_table
+from ...core.recorder.layout import STEP_BYTES, STEPS, STEPS_AT, Field, RankPhase
 from ...core.recorder.writer import OpenPage, RecorderWriter
-from ...core.records import Where
 from ...core.settings import WorkerSettings
 from .collectives import issued, moment
 from .group_table import GroupTable
-from .recorder_lock import RecorderLock
 from .roots import RootInfo
-from .step_clock import StepClock
+
+# One thread at a time writes into the recorder. Autograd has a thread per device, and each runs gradient hooks.
+
+
+class RecorderLock:
+    """A lock for the Python code that writes; the thread that holds it may take it again.
+
+    The native writer takes no lock: it writes a frame without interruption, or notices another writer and gives up.
+    While another thread holds this lock it gives up at once, and its caller then waits here. `cursor` is that of the
+    RecorderWriter: the native writer finds the holder's thread there.
+    """
+
+    def __init__(self, cursor: array[int]) -> None:
+        self._lock = threading.RLock()
+        self._cursor = cursor
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        self._cursor[1] = threading.get_ident()
+
+    def comes_free(self, seconds: float) -> bool:
+        """Whether this thread could have it within so long."""
+        if not self._lock.acquire(timeout=seconds):
+            return False
+        self._lock.release()
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._cursor[1] = 0
+        self._lock.release()
+
+
+# How long the parts of each optimizer step take on the host: see core/recorder/step_table.py.
+#
+# The hooks say where a part ends. A step is written only if all its parts were seen: a forward, and the end of the
+# backward before and after torch has waited for the gradients of other ranks. Nothing here waits for a device.
+
+_now = time.monotonic_ns
+_pack = step_table.ENTRY.pack_into
+_WAITED, _TIMED = int(Field.WAITED_NS), int(Field.STEPS_TIMED)
+_OUTSIDE, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER = range(len(step_table.PARTS))
+
+
+class StepClock:
+    """Of one rank. Time that it has waited in calls of Python (`Field.WAITED_NS`) is waiting, in whichever part."""
+
+    def __init__(self, recorder: RecorderWriter) -> None:
+        self._view = recorder.view
+        self._fields = recorder.fields
+        self._spent = [0] * len(step_table.PARTS)
+        self._since = _now()
+        self._waited = 0
+        """WAITED_NS at `_since`."""
+        self._forwards = False
+        self._reduced = False
+        """Whether the forward, and the end of a backward, were seen in this step."""
+        self._is_forward_over = False
+        """The forward has ended, and its backward has not."""
+
+    def forward_begins(self) -> None:
+        """A root's forward begins. What came before it was outside: the end of a step, or of another forward."""
+        self._spend(_OUTSIDE)
+        self._forwards = True
+
+    def forward_ends(self) -> None:
+        """A root's forward has ended."""
+        self._spend(_FORWARD)
+        self._is_forward_over = True
+
+    def backward_ends(self) -> None:
+        """All local gradients are there."""
+        self._spend(_BACKWARD)
+        self._is_forward_over = False
+
+    def reduction_ends(self) -> None:
+        """What torch does at the end of a backward is over: DDP has waited for the gradients of all ranks."""
+        self._spend(_WAITING)
+        self._reduced = True
+
+    def optimizer_begins(self) -> None:
+        """The optimizer's step begins. Between a backward and this a script clips gradients."""
+        self._spend(_BACKWARD if self._is_forward_over else _OPTIMIZER)
+
+    def step_ends(self, number: int) -> None:
+        """The optimizer's step has ended, the `number`th one."""
+        self._spend(_OPTIMIZER)
+        spent = self._spent
+        if self._forwards and self._reduced:
+            count = self._fields[_TIMED] + 1
+            _pack(self._view, STEPS_AT + count % STEPS * STEP_BYTES, count, number, *spent, count)
+            self._fields[_TIMED] = count
+        spent[:] = (0, 0, 0, 0, 0)
+        self._forwards = self._reduced = self._is_forward_over = False
+
+    def _spend(self, part: int) -> None:
+        now, waited = _now(), self._fields[_WAITED]
+        spent, others = self._spent, waited - self._waited
+        if others:
+            spent[_WAITING] += others
+            self._waited = waited
+        spent[part] += now - self._since - others
+        self._since = now
 
 
 class Progress:
@@ -96,3 +205,34 @@ class Progress:
         """Publish what this rank is doing, for the agent."""
         self.fields[Field.PHASE] = phase
         self.fields[Field.MODULE] = module
+
+
+# What watching costs, measured in the run itself: every second batch is skipped, and the two kinds are compared.
+
+_WARM_UP = 4
+_KEPT = 10_000
+
+
+class CostMeter:
+    """Times skipped and watched batches, each from its beginning to the beginning of the next."""
+
+    def __init__(self) -> None:
+        self._began = 0
+        self._skipped = False
+        self._batches = 0
+        self._times: dict[bool, deque[int]] = {True: deque(maxlen=_KEPT), False: deque(maxlen=_KEPT)}
+
+    def batch_begins(self, skipped: bool) -> None:
+        """A batch of the main model begins."""
+        now = time.perf_counter_ns()
+        if self._batches > _WARM_UP:  # the batch that ends now came after the warm-up
+            self._times[self._skipped].append(now - self._began)
+        self._batches += 1
+        self._began, self._skipped = now, skipped
+
+    def result(self, where: Where) -> Cost | None:
+        """Medians in nanoseconds; None if there was no batch of one kind."""
+        skipped, watched = self._times[True], self._times[False]
+        if not skipped or not watched:
+            return None
+        return Cost(where, int(statistics.median(skipped)), int(statistics.median(watched)), len(skipped), len(watched))

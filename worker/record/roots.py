@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...core.bad_values import NAMED_BY_SCRIPT
+from ...core.events import ModuleDef, RootDef
 from ...core.recorder.writer import OpenPage, RecorderWriter
-from ...core.records import ModuleDef, RootDef
 from ...core.roles import role_of_parameter
-from .names import class_of, unwrap, walk, wrapped_child
-from .selection import Selection
+from .names import Selection, class_of, unwrap, walk, wrapped_child
 
 if TYPE_CHECKING:
     import torch

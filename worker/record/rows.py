@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from ...core.events import ShapeDef, SlotDef
 from ...core.frames import Mark, RowKind
 from ...core.recorder.layout import NOTHING
 from ...core.recorder.writer import OpenPage, RecorderWriter, RowTuple
-from ...core.records import ShapeDef, SlotDef
 from ...core.roles import RoleKind, parse_role
 from ...core.values import PENDING
 from ..stats.device import device_for, has_reader, is_on_device, late_device
@@ -31,12 +31,12 @@ from ..stats.tensor_stats import (
     stats_in_memory,
     version_of,
 )
-from ..without_modes import without_modes
+from ..stats.without_modes import without_modes
 from .collectives import issued
 from .leaves import inputs_of
-from .recorder_lock import RecorderLock
+from .names import Selection
+from .progress import RecorderLock
 from .roots import ModuleInfo
-from .selection import Selection
 
 _FEW = 256
 """Entries of freed weights are purged only when there are more entries than this."""

@@ -30,26 +30,16 @@ from ...core.recorder import layout
 from ...core.recorder.layout import Field, SegmentField
 from ...core.recorder.writer import RecorderWriter
 from ...core.values import PENDING
-from ..without_modes import without_modes
 from .device import device_for
 from .device_interface import Device, StreamKey
-from .device_reader import (
-    KnownWeight,
-    Packed,
-    Reader,
-    Source,
-    TorchReader,
-    Waiting,
-    dense,
-    fresh_rows,
-    source_of,
-)
 from .notable import Notable
 from .passed_readings import PassedReadings
 from .stream_buffer import Block, Copy, StreamBuffer, remember, runs
 from .stream_buffer import DeviceRow as DeviceRow
 from .tensor_stats import version_of
+from .torch_reader import KnownWeight, Packed, Reader, Source, TorchReader, Waiting, dense, fresh_rows, source_of
 from .triton_reader import TritonReader
+from .without_modes import without_modes
 
 _CAPACITY = layout.VALUES_PER_SEGMENT
 
@@ -129,7 +119,7 @@ class DeviceStatsBuffer:
             refusal = _first_line(error)
         self._registered = not refusal
         if refusal:
-            from .file_system import file_system_of  # psutil is imported where it is needed alone
+            from .device import file_system_of  # psutil is imported where it is needed alone
 
             self._add_note(
                 f"the driver does not take the recorder's memory ({refusal}; {self._recorder.path} is on "

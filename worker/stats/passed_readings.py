@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..without_modes import without_modes
 from .device_interface import Device, StreamKey
-from .device_reader import Readings, Source, Waiting, fresh_rows, source_of
+from .torch_reader import Readings, Source, Waiting, fresh_rows, source_of
+from .without_modes import without_modes
 
 _CAPACITY = 256
 """Rows of a stream between two copies: as many as one launch may read (kernel.py)."""

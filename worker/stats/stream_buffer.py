@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .device_interface import StreamKey
-from .device_reader import Earlier, Packed, Readings, Waiting
+from .torch_reader import Earlier, Packed, Readings, Waiting
 
 
 class DeviceRow:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ...core.frames import RowKind
+from ...core.torch_names import name_in_torch
 from ...core.values import COUNTED, DTYPE_CODES, INF_BITS, MIN_NORMAL_BITS, SHARE, SIGN_MASK, Encoding, NonFinite
-from ...core.versions.torch_names import name_in_torch
 from .host_reduce import below, extremes
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from ..without_modes import without_modes
-from .device_reader import DTYPES, ENTRY, KINDS, Kind, Readings, Source
 from .tensor_stats import LOW_PRECISION
+from .torch_reader import DTYPES, ENTRY, KINDS, Kind, Readings, Source
+from .without_modes import without_modes
 
 try:
     from ..native.core import tables as _native_tables

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ....core.text.ranks_text import ranks_text
+from ....core.text import ranks_text
 from ....core.values import headroom
-from ....core.wire.history import NO_NUMBER
+from ....core.wire.columns import NO_NUMBER
 from ..model import ModulesByRanks, Report
 from ..side_by_side import Cell, rank_to_show, side_by_side
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ....core.recorder.lone_process import rank_name
+from ....core.lone_process import rank_name
 from ..model import Report, TimelineEntry
 
 _MOST_LANES = 24

@@ -12,20 +12,28 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ....core.frames import format_number
-from ....core.text.ranks_text import ranks_text
-from ..frames_text import frames_text, title_of
-from ..lines import attempt_lines, cascade_lines, concurrent_lines, earlier_lines, first_text, trouble_lines
+from ....core.text import ranks_text
 from ..model import RankReport, Report
 from ..notices_text import notice_lines
 from ..preflight_text import bytes_text
 from ..side_by_side import frame_key, rank_to_show
 from ..stacks import stacks_text
+from ..text import (
+    attempt_lines,
+    cascade_lines,
+    concurrent_lines,
+    earlier_lines,
+    first_text,
+    frames_text,
+    title_of,
+    trouble_lines,
+)
+from .chart import SPARK_HEIGHT as SPARK_HEIGHT
+from .chart import SPARK_WIDTH as SPARK_WIDTH
+from .chart import sparklines
 from .heat_map import heat_map
 from .lanes import lanes
 from .pictures import picture_of, stage_grid
-from .sparklines import HEIGHT as SPARK_HEIGHT
-from .sparklines import WIDTH as SPARK_WIDTH
-from .sparklines import sparklines
 
 MOST_EVENTS = 400
 """Of the timeline."""

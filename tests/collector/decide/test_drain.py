@@ -6,16 +6,15 @@ import shlex
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.drain import advice
-from gpuwatch.collector.decide.verdict import decide
+from gpuwatch.collector.decide.decide import decide
+from gpuwatch.collector.decide.node_advice import advice
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.gpu_health.xids import XIDS
+from gpuwatch.core.events import GpuCounters, Inventory, NodeSignal, Xid
+from gpuwatch.core.gpu.xids import XIDS
 from gpuwatch.core.preflight import InventoryFacts
-from gpuwatch.core.records import GpuCounters, Inventory, NodeSignal, Xid
-from gpuwatch.core.wire.messages import Bye, EventMessage
-from gpuwatch.core.wire.scheduler_job import SchedulerJob
-from gpuwatch.launcher.scheduler.job import Job
-from gpuwatch.launcher.scheduler.slurm import SLURM
+from gpuwatch.core.wire.messages import Bye, EventMessage, SchedulerJob
+from gpuwatch.launcher.schedulers.job import Job
+from gpuwatch.launcher.schedulers.slurm_variables import SLURM
 
 NODES = ["gpu-1", "gpu-2", "gpu-3"]
 

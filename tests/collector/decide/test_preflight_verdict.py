@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.verdict import decide
-from gpuwatch.collector.decide.verdict_model import Verdict
-from gpuwatch.collector.exit_code import exit_code
+from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.report.model import Verdict
+from gpuwatch.collector.report_file import exit_code
+from gpuwatch.core.events import GpuCounters, GpuHealth, Inventory, NodeSignal, Xid
 from gpuwatch.core.preflight import InventoryFacts
-from gpuwatch.core.records import GpuCounters, GpuHealth, Inventory, NodeSignal, Xid
 from gpuwatch.core.wire.messages import EventMessage
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.decide.overflow.same_point import page_at_same_point
+from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.decide.replicas import page_at_same_point
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.text import render_text
 
 

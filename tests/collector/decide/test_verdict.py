@@ -6,10 +6,9 @@ import random
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.verdict import decide
+from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.core.recorder.lone_process import number_of_process
-from gpuwatch.core.records import (
+from gpuwatch.core.events import (
     Fault,
     GroupState,
     LeftGroup,
@@ -19,6 +18,7 @@ from gpuwatch.core.records import (
     ScriptExit,
     Where,
 )
+from gpuwatch.core.lone_process import number_of_process
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,10 +6,10 @@ import random
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.verdict import decide
+from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.events import Fault, LookedAgain, NotLookedInto, OptimizerStep
 from gpuwatch.core.frames import Mark
-from gpuwatch.core.records import Fault, LookedAgain, NotLookedInto, OptimizerStep
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage
 from hypothesis import given, settings
 from hypothesis import strategies as st

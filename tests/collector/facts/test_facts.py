@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from gpuwatch.collector.diagnose.diagnose import diagnose
+from gpuwatch.collector.facts.diagnose import diagnose
 from gpuwatch.collector.facts.fold import Fold, fold
 from gpuwatch.collector.facts.kept_pages import KeptPage
-from gpuwatch.core.records import Fault, NodeSignal, PeerOutcome, PreflightResult, PreflightStage
+from gpuwatch.core.events import Fault, NodeSignal, PeerOutcome, PreflightResult, PreflightStage
 from gpuwatch.core.wire.messages import Definitions, EventMessage, PageMessage, Segment
 
 

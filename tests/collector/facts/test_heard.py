@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from gpuwatch.collector.decide.verdict import decide
+from gpuwatch.collector.decide.decide import decide
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.facts.heard import HeardNumbers
 from gpuwatch.core.wire.messages import Definitions, PageMessage

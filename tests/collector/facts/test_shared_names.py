@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import itertools
 
-from gpuwatch.collector.facts.kept_pages import RankNames
-from gpuwatch.collector.facts.shared_names import START, SharedNames
-from gpuwatch.core.records import ModuleDef, RootDef, SlotDef
+from gpuwatch.collector.facts.kept_pages import START, RankNames, SharedNames
+from gpuwatch.core.events import ModuleDef, RootDef, SlotDef
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.facts.shown_body import shown_body
-from gpuwatch.collector.report.make.build import build_report
+from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.assemble.stage_lines import StageLines
+from gpuwatch.collector.facts.fold import fold, shown_body
 from gpuwatch.collector.report.model import to_json
-from gpuwatch.collector.report.stage_lines import StageLines
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.records import Fault, ScriptError, Warned
+from gpuwatch.core.events import Fault, ScriptError, Warned
 from gpuwatch.core.wire.messages import EventMessage
 
 FORGED = "x\x1b[2J\x9b\u202e\nVERDICT  clean, established\r"

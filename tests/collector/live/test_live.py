@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuwatch.collector.facts.fold import Fold
-from gpuwatch.collector.live.live import Live
+from gpuwatch.collector.live.so_far import Live
 
 from .test_live_verdict import overflow
 
@@ -16,7 +16,7 @@ def test_an_error_is_logged_once_and_the_rest_goes_on(make, monkeypatch):
     live = Live(folded, said.append, logged.append)
     messages = overflow(make, 0, seq=1).messages()
     with monkeypatch.context() as patch:
-        patch.setattr("gpuwatch.collector.live.verdict.overflow_verdict", broken)
+        patch.setattr("gpuwatch.collector.live.so_far.overflow_verdict", broken)
         for body in messages:
             folded.add("a0", 1, body)
             live.hear(body)

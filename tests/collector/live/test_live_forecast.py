@@ -6,14 +6,14 @@ import json
 import math
 
 import pytest
-from gpuwatch.collector.decide.insights.growth import forecasts_of
+from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.assemble.forecasts import forecasts_of
 from gpuwatch.collector.facts.fold import Fold, fold
-from gpuwatch.collector.live.forecast import LiveForecast
+from gpuwatch.collector.live.so_far import LiveForecast
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.records import Forecast
+from gpuwatch.core.events import Forecast
 from gpuwatch.core.wire.messages import EventMessage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.collector.facts.fold import Fold
-from gpuwatch.collector.live.verdict import LiveVerdict
+from gpuwatch.collector.live.so_far import LiveVerdict
 
 
 class Clock:

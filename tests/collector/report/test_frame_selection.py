@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.frames_text import frames_text
-from gpuwatch.collector.report.make.build import build_report
-from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.report.text import frames_text, render_text
 
 
 def trained(make, rank, bad=1.0, *, first="left"):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import numpy
 import pytest
+from gpuwatch.collector.assemble import history as limits
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import build, open_store, report_from_store, write_report
-from gpuwatch.collector.paths import RunPaths
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.make import history as limits
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report_file import read_report
+from gpuwatch.collector.runs import RunPaths
 from gpuwatch.core.values import DTYPE_CODES
-from gpuwatch.core.wire.history import ABSENT, pack
+from gpuwatch.core.wire.columns import ABSENT, pack
 from gpuwatch.core.wire.messages import AgentMessage, History, encode
 
 LAST = 7

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.main import cli
+from gpuwatch.collector.assemble import build as ranks_to_show
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import open_store, report_from_store, write_report
-from gpuwatch.collector.paths import RunPaths
-from gpuwatch.collector.report.make import ranks_to_show
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
+from gpuwatch.collector.runs import RunPaths
 from gpuwatch.core.wire.messages import AgentMessage, encode
 
 RANKS = 40

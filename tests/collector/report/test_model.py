@@ -8,21 +8,21 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from gpuwatch.cli.report import command
-from gpuwatch.collector.decide import step_report
+from gpuwatch.collector.assemble import stragglers as step_report
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.finish import merged_report, report_from_store, write_report
-from gpuwatch.collector.paths import RunPaths, new_run
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
 from gpuwatch.collector.report_file import read_report
+from gpuwatch.collector.runs import RunPaths, new_run
 from gpuwatch.collector.store import RunStore
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.records import Fault, NodeSignal, StepTimes
+from gpuwatch.core.events import Fault, NodeSignal, StepTimes
+from gpuwatch.core.wire.columns import pack_steps
 from gpuwatch.core.wire.messages import AgentMessage, EventMessage, encode
 from gpuwatch.core.wire.spool import SpoolWriter
-from gpuwatch.core.wire.step_times import pack_steps
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -6,11 +6,11 @@ import json
 import random
 
 import pytest
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.records import Absorbed, Cost, Ignored, ScalerSkip, Warned
+from gpuwatch.core.events import Absorbed, Cost, Ignored, ScalerSkip, Warned
 from gpuwatch.core.wire.messages import EventMessage
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.model import to_json
 from gpuwatch.collector.report.text import render_text
 

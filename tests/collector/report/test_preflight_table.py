@@ -7,13 +7,13 @@ import random
 
 import msgspec
 import pytest
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.decide.preflight_table import preflight_report
 from gpuwatch.collector.facts.fold import fold
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.model import Report, to_json
 from gpuwatch.collector.report.text import render_text
+from gpuwatch.core.events import Bandwidth, Inventory
 from gpuwatch.core.preflight import STAGES, BandwidthRow, InventoryFacts
-from gpuwatch.core.records import Bandwidth, Inventory
 from gpuwatch.core.wire.messages import EventMessage
 
 

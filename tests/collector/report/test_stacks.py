@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.make.build import build_report
 from gpuwatch.collector.report.stacks import thread_text
 from gpuwatch.collector.report.text import render_text
-from gpuwatch.core.records import RankLook, StackLine, ThreadSeen, WorkerExit
+from gpuwatch.core.events import RankLook, StackLine, ThreadSeen, WorkerExit
 from gpuwatch.core.wire.messages import EventMessage
 
 WAITS = [StackLine("/home/me/train.py", 41, "step", "dist.all_reduce(loss)")]

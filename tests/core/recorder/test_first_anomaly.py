@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from gpuwatch.core.events import Anomaly, Where
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import Field, FirstAnomaly
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Anomaly, Where
 
 FIRST = Anomaly(
     Where(1, 0, 3, 3, "Net", 3, 7, clock={"0": 7}), 2, "fc", "Linear", "forward", "output", "+inf", "float32", [2, 3]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from gpuwatch.core.events import ModuleDef, RootDef, ShapeDef, SlotDef
 from gpuwatch.core.frames import Mark, Phase, RowKind
-from gpuwatch.core.pages import Names, decode_page
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.page_tables import PageTables, whole
-from gpuwatch.core.records import ModuleDef, RootDef, ShapeDef, SlotDef
+from gpuwatch.core.recorder.pages import Names, decode_page
 from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
 from gpuwatch.core.wire.messages import PageMessage, Segment
 from hypothesis import given, settings

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpuwatch.core.events import Fault, ModuleDef, RootDef, ScriptError, ScriptExit, ShapeDef, SlotDef, Where
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.layout import Field, RankPhase
 from gpuwatch.core.recorder.reader import HeldPage, NotReady, RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import Fault, ModuleDef, RootDef, ScriptError, ScriptExit, ShapeDef, SlotDef, Where
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -656,7 +656,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.core.records import ModuleDef
+from gpuwatch.core.events import ModuleDef
 writer = RecorderWriter(Path(sys.argv[1]), rank=5, local_rank=0, world_size=8, attempt=0)
 writer.append(ModuleDef(0, 0, "fc", "Linear"))
 writer.begin_page(0, 8, 4)

@@ -4,8 +4,8 @@ import os
 
 import msgspec
 import pytest
+from gpuwatch.core.any_text import from_json, to_json
 from gpuwatch.core.settings import VARIABLE, WorkerSettings
-from gpuwatch.core.wire.any_text import from_json, to_json
 from gpuwatch.core.wire.messages import CollectorMessage, Welcome, decode_collector, encode
 from gpuwatch.core.wire.pipe import Verdict, WorkersStarted, read_from_agent, read_to_agent
 from hypothesis import example, given

@@ -8,12 +8,12 @@ import zlib
 
 import numpy
 import pytest
+from gpuwatch.core.events import SlotDef
 from gpuwatch.core.frames import Phase, RowKind
 from gpuwatch.core.recorder import layout
 from gpuwatch.core.recorder.page_tables import PageTables
-from gpuwatch.core.records import SlotDef
 from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
-from gpuwatch.core.wire.history import ABSENT, OutputSlots, pack, unpack
+from gpuwatch.core.wire.columns import ABSENT, OutputSlots, pack, unpack
 from gpuwatch.core.wire.messages import History, PageMessage, Segment
 
 OUTPUT, INPUT = 0, 1

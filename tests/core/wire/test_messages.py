@@ -5,11 +5,19 @@ from typing import get_args
 
 import msgspec
 import pytest
-from gpuwatch.core import records
+from gpuwatch.core import events as records
 from gpuwatch.core.preflight import BandwidthRow
 from gpuwatch.core.wire import messages
-from gpuwatch.core.wire.messages import AgentMessage, Beat, Bye, Definitions, EventMessage, Hello, WireError
-from gpuwatch.core.wire.scheduler_job import SchedulerJob
+from gpuwatch.core.wire.messages import (
+    AgentMessage,
+    Beat,
+    Bye,
+    Definitions,
+    EventMessage,
+    Hello,
+    SchedulerJob,
+    WireError,
+)
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 from gpuwatch.core.errors import GpuwatchError
-from gpuwatch.core.records import NodeSignal
+from gpuwatch.core.events import NodeSignal
 from gpuwatch.core.wire.messages import AgentMessage, Bye, EventMessage, PageMessage, Segment, encode
 from gpuwatch.core.wire.spool import SUFFIX, SpoolWriter, agent_of, keep_spools, read_spool
 from hypothesis import given, settings

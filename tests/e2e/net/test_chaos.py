@@ -24,7 +24,7 @@ RANKS, PEAKS = 4, 8
 KINDS = ("clean", "overflow", "killed")
 CODES = {"clean": 0, "overflow": 4, "killed": 5}
 WITHIN_S = 800
-HELPERS = ("gpuwatch.collector", "gpuwatch.launcher.node.agent")
+HELPERS = ("gpuwatch.collector", "gpuwatch.launcher.agent.agent")
 PAUSE_S = (0.2, 4.0)
 """From one disturbance to the next."""
 AFTER_S = 20.0

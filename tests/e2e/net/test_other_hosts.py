@@ -12,7 +12,7 @@ import sys
 import time
 
 import pytest
-from gpuwatch.launcher.run.command import PATH_FOLDER
+from gpuwatch.launcher.command import PATH_FOLDER
 
 pytestmark = [pytest.mark.slow, pytest.mark.sample(2, of="other hosts")]  # of those without a mark of their own
 PYTHON = sys.executable
@@ -31,7 +31,7 @@ HEAD_THAT_FAILS = HEAD.replace("wait $first; code=$?", "wait $second; code=$?; k
 OTHER = f"""
 mount -t tmpfs tmpfs /dev/shm && . ./run.env
 {RANKS}
-while ps -e -o etime,args | tee -a seen | grep '[l]auncher.run.join' > /dev/null; do sleep 0.1; done
+while ps -e -o etime,args | tee -a seen | grep '[l]auncher.join' > /dev/null; do sleep 0.1; done
 ls -A /dev/shm > left
 exit $code
 """

@@ -16,7 +16,7 @@ _LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libtorch_python.so", "libto
 _OURS = re.compile(
     r"_{0,2}cuda[A-Z]|cublas|nccl[A-Z]|cu(Ctx|Device|Func|Launch|Link|Module|Occupancy|Pointer|TensorMap)"
 )
-_NVML = HERE.parents[1] / "core" / "gpu_health" / "stand_in.c"
+_NVML = HERE.parents[1] / "core" / "gpu" / "stand_in.c"
 
 
 def build(folder: Path, packages: Path) -> Path:

@@ -24,8 +24,8 @@ import build  # noqa: E402  # it lies beside this file
 
 FOLDER = CHECKOUT / "build" / "cuda-stub"
 PACKAGES = ["nvidia-cuda-crt==13.0.88", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "transformers"]
-TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/stats", "tests/worker/api/test_look.py"]
-TESTS += ["tests/worker/preflight/stages", "tests/gpu/test_preflight.py"]
+TESTS = ["tests/fakes/cuda", "tests/gpu/test_watch.py", "tests/worker/stats", "tests/worker/test_look.py"]
+TESTS += ["tests/worker/preflight", "tests/gpu/test_preflight.py"]
 SAMPLE = ["tests/fakes/cuda/test_memory.py", "tests/fakes/cuda/test_streams.py", "tests/fakes/cuda/test_counters.py"]
 SAMPLE += ["tests/fakes/cuda/test_costs.py", "tests/gpu/test_watch.py"]
 NOT_ANSWERED = {

@@ -9,7 +9,7 @@ import gpuwatch
 import pytest
 import torch
 import torch.distributed as dist
-from gpuwatch.core.records import NotLookedInto
+from gpuwatch.core.events import NotLookedInto
 from gpuwatch.worker.compile import places
 from gpuwatch.worker.compile.views import compiled_views
 from torch import nn

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from gpuwatch.core.events import Ignored, NotLookedInto
 from gpuwatch.core.recorder.layout import Field
-from gpuwatch.core.records import Ignored, NotLookedInto
 from gpuwatch.worker.compile import graph_op as graph_look
 from gpuwatch.worker.compile import places
 from gpuwatch.worker.compile.views import compiled_views

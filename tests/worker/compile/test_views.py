@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.records import CompiledUnseen, NotLookedInto
+from gpuwatch.core.events import CompiledUnseen, NotLookedInto
 from gpuwatch.worker.compile import attach
 from gpuwatch.worker.compile import traced_hooks as traced
 from gpuwatch.worker.compile.views import compiled_views

@@ -10,9 +10,9 @@ import warnings
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import Warned
 from gpuwatch.core.frames import Mark
 from gpuwatch.core.recorder.layout import Field, RankPhase
-from gpuwatch.core.records import Warned
 from gpuwatch.worker.hooks.backward import _GraphHook
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpuwatch.worker.hooks import collectives as hooks
+from gpuwatch.worker.hooks import process_groups as hooks
 from gpuwatch.worker.stats.device import LATE_DEVICE
 
 BOTH = pytest.mark.parametrize("both", ["native", "python"], indirect=True)
@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec, torch, torch.distributed as dist
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.worker.hooks.collectives import Collectives
+from gpuwatch.worker.hooks.process_groups import Collectives
 from gpuwatch.worker.record.group_table import GroupTable
 
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -44,12 +44,12 @@ def show(name):
 LOOKS = """
 from gpuwatch.core.judge import Limits
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.alarms.closed_rows import LateMasks
-from gpuwatch.worker.alarms.late_passed import LatePassed
+from gpuwatch.worker.record.closed_rows import LateMasks
+from gpuwatch.worker.record.late_passed import LatePassed
 from gpuwatch.worker.record.passed import PassedValues
 from gpuwatch.worker.record.progress import Progress
 from gpuwatch.worker.record.rows import Rows
-from gpuwatch.worker.record.selection import Selection
+from gpuwatch.worker.record.names import Selection
 from gpuwatch.worker.stats.notable import Notable
 
 collectives.detach()

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import Ignored
 from gpuwatch.core.recorder.layout import Field, RankPhase
-from gpuwatch.core.records import Ignored
 from gpuwatch.worker.compile.views import compiled_views
 from gpuwatch.worker.hooks import forward as hooks_module
 from needs import needs
@@ -829,7 +829,7 @@ def test_the_inside_of_a_compiled_model_is_seen(watch):
 def test_dynamo_is_not_imported_before_the_script_does_it():
     """It would read settings of the environment that the script has not made yet."""
     code = (
-        "import sys, torch; from torch import nn; from gpuwatch.worker.api.watch import watch\n"
+        "import sys, torch; from torch import nn; from gpuwatch.worker.watch import watch\n"
         "with watch() as handle: nn.Linear(2, 2)(torch.ones(1, 2)); print('torch._dynamo' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)

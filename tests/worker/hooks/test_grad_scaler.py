@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import ScalerSkip
 from gpuwatch.core.frames import Mark
 from gpuwatch.core.recorder.layout import Field
-from gpuwatch.core.records import ScalerSkip
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpuwatch.core.pages import Names, decode_page
+from gpuwatch.core.recorder.pages import Names, decode_page
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn

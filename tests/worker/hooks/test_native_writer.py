@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from gpuwatch.core.events import Fault
 from gpuwatch.core.frames import Page
 from gpuwatch.core.recorder import layout
-from gpuwatch.core.records import Fault
 from gpuwatch.worker.hooks import forward as hooks_module
 from gpuwatch.worker.hooks import native_writer as taker_module
 from gpuwatch.worker.hooks.backward import _GraphHook

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import LooseParameters
 from gpuwatch.core.recorder.layout import Field, RankPhase
-from gpuwatch.core.records import LooseParameters
 from torch import nn
 
 from ..models import tanh_net as net

@@ -15,10 +15,11 @@ from gpuwatch.core.judge import Limits
 from gpuwatch.core.recorder.layout import VALUES_PER_SEGMENT
 from gpuwatch.core.values import COUNTED
 from gpuwatch.worker.hooks import native_writer
-from gpuwatch.worker.stats import device_reader, notable, triton_reader
-from gpuwatch.worker.stats.device_reader import ENTRY, KINDS, KnownWeight, Packed, Readings, Waiting, source_of
+from gpuwatch.worker.stats import notable, triton_reader
+from gpuwatch.worker.stats import torch_reader as device_reader
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.notable import Notable
+from gpuwatch.worker.stats.torch_reader import ENTRY, KINDS, KnownWeight, Packed, Readings, Waiting, source_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -19,15 +19,15 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
+from gpuwatch.core.identity import Identity
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.identity import Identity
-from gpuwatch.worker.preflight.deadlines import Deadlines
+from gpuwatch.worker.preflight.allocation import allocate
+from gpuwatch.worker.preflight.bandwidth import measure
+from gpuwatch.worker.preflight.child import Child
+from gpuwatch.worker.preflight.compute import compute
+from gpuwatch.worker.preflight.group import check_group
 from gpuwatch.worker.preflight.parts import Parts
-from gpuwatch.worker.preflight.stages.allocation import allocate
-from gpuwatch.worker.preflight.stages.bandwidth import measure
-from gpuwatch.worker.preflight.stages.child import Child
-from gpuwatch.worker.preflight.stages.compute import compute
-from gpuwatch.worker.preflight.stages.group import check_group
+from gpuwatch.worker.preflight.steps import Deadlines
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from gpuwatch.core.preflight import STAGES
-from gpuwatch.worker.preflight.deadlines import Deadlines
 from gpuwatch.worker.preflight.run import _MARGIN_S
+from gpuwatch.worker.preflight.steps import Deadlines
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 6.0, 60.0, 1800.0])

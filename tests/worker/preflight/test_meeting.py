@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from gpuwatch.worker.identity import Identity
+from gpuwatch.core.identity import Identity
 from gpuwatch.worker.preflight.meeting import ForeignValue, Meeting, NoConclusion, Reports, StoreLost, connect
 from needs import needs
 

@@ -7,13 +7,13 @@ import os
 import signal
 
 import pytest
+from gpuwatch.core.identity import Identity
 from gpuwatch.core.settings import WorkerSettings
-from gpuwatch.worker.identity import Identity
-from gpuwatch.worker.preflight.deadlines import Deadlines
+from gpuwatch.worker.preflight.allocation import Allocated
+from gpuwatch.worker.preflight.child import Child
+from gpuwatch.worker.preflight.health import HealthResult
 from gpuwatch.worker.preflight.parts import Parts
-from gpuwatch.worker.preflight.stages.allocation import Allocated
-from gpuwatch.worker.preflight.stages.child import Child
-from gpuwatch.worker.preflight.stages.health import HealthResult
+from gpuwatch.worker.preflight.steps import Deadlines
 from msgspec.structs import replace
 
 ONE = Identity(0, 0, 1, 1, "localhost", 1, True)

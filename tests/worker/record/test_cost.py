@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpuwatch.core.records import Cost, Where
-from gpuwatch.worker.record import cost as cost_module
-from gpuwatch.worker.record.cost import CostMeter
+from gpuwatch.core.events import Cost, Where
+from gpuwatch.worker.record import progress as cost_module
+from gpuwatch.worker.record.progress import CostMeter
 from torch import nn
 
 X = torch.ones(3, 4)

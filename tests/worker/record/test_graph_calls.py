@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuwatch.worker.record.graph_calls import GraphCalls
+from gpuwatch.worker.record.autograd_graph import GraphCalls
 
 
 def laid_out(*calls):

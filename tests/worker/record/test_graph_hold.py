@@ -7,8 +7,7 @@ import weakref
 
 import pytest
 import torch
-from gpuwatch.worker.record.graph_calls import Graph, GraphCalls, running_graph
-from gpuwatch.worker.record.graph_hold import GraphHold, holds_nothing
+from gpuwatch.worker.record.autograd_graph import Graph, GraphCalls, GraphHold, holds_nothing, running_graph
 from gpuwatch.worker.stats.late_device import LateDevice
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from gpuwatch.core.errors import OverflowDetected
+from gpuwatch.core.events import Ignored
 from gpuwatch.core.frames import Mark
 from gpuwatch.core.recorder.layout import Field
-from gpuwatch.core.records import Ignored
-from gpuwatch.worker.record.selection import Selection
+from gpuwatch.worker.record.names import Selection
 from torch import nn
 
 from ..models import Block, Multiplies

@@ -6,7 +6,7 @@ import pytest
 from gpuwatch.core.recorder.layout import STEPS, Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
-from gpuwatch.worker.record import step_clock
+from gpuwatch.worker.record import progress as step_clock
 
 
 class Run:

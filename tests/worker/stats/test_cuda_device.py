@@ -14,7 +14,7 @@ from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import NonFinite, Value
 from gpuwatch.worker.stats.cuda_device import CudaDevice
-from gpuwatch.worker.stats.file_system import file_system_of
+from gpuwatch.worker.stats.device import file_system_of
 from gpuwatch.worker.stats.late_device import LateDevice
 
 from .one_by_one import OneByOne
@@ -240,7 +240,7 @@ from pathlib import Path
 import torch
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.worker.stats.device_buffer import DeviceStatsBuffer
-from gpuwatch.worker.stats.to_host import to_host
+from gpuwatch.worker.stats.device import to_host
 recorder = RecorderWriter(Path(sys.argv[1]), rank=0, local_rank=0, world_size=1, attempt=0)
 tensor = torch.ones(10, device="cuda:1")
 buffer = DeviceStatsBuffer(recorder, tensor.device)

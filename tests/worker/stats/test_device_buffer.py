@@ -15,11 +15,11 @@ from gpuwatch.core.recorder.layout import Field
 from gpuwatch.core.recorder.reader import RecorderReader
 from gpuwatch.core.recorder.writer import RecorderWriter
 from gpuwatch.core.values import COUNTED, DTYPE_MAX, PENDING, Encoding, NonFinite, Value, headroom
-from gpuwatch.worker.stats.device_reader import KINDS, KnownWeight, TorchReader
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.notable import Notable
 from gpuwatch.worker.stats.stream_buffer import runs
 from gpuwatch.worker.stats.tensor_stats import measure
+from gpuwatch.worker.stats.torch_reader import KINDS, KnownWeight, TorchReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .one_by_one import OneByOne

@@ -20,7 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpuwatch.core.values import COUNTED, SHARE
-from gpuwatch.worker.stats.device_reader import (
+from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
+from gpuwatch.worker.stats.torch_reader import (
     KINDS,
     LARGEST,
     KnownWeight,
@@ -32,7 +33,6 @@ from gpuwatch.worker.stats.device_reader import (
     fresh_rows,
     source_of,
 )
-from gpuwatch.worker.stats.tensor_stats import LOW_PRECISION, measure
 from gpuwatch.worker.stats.triton_reader import _OLDEST, _OPTIONS, TritonReader, _constants, _release
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from gpuwatch.worker.stats.device_reader import TorchReader
 from gpuwatch.worker.stats.late_device import LateDevice
 from gpuwatch.worker.stats.passed_readings import PassedReadings
+from gpuwatch.worker.stats.torch_reader import TorchReader
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from gpuwatch.worker.stats import device
+from gpuwatch.worker.stats.device import to_host
 from gpuwatch.worker.stats.late_device import LateDevice
-from gpuwatch.worker.stats.to_host import to_host
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpuwatch.worker.stats.device_reader import KINDS, Readings, Waiting, fresh_rows, source_of
+from gpuwatch.worker.stats.torch_reader import KINDS, Readings, Waiting, fresh_rows, source_of
 from gpuwatch.worker.stats.triton_reader import _OLDEST, TritonReader, _constants, _release, layout_of, read_key
 from hypothesis import given, settings
 from hypothesis import strategies as st

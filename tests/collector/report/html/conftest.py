@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy
 import pytest
+from gpuwatch.collector.assemble.build import build_report
 from gpuwatch.collector.facts.fold import fold
 from gpuwatch.collector.report.html.page import render_html
-from gpuwatch.collector.report.make.build import build_report
-from gpuwatch.core.records import Forecast, RankLook, StackLine, Warned, Where, WorkerExit
+from gpuwatch.core.events import Forecast, RankLook, StackLine, Warned, Where, WorkerExit
 from gpuwatch.core.values import DTYPE_CODES
-from gpuwatch.core.wire.history import pack
+from gpuwatch.core.wire.columns import pack
 from gpuwatch.core.wire.messages import Bye, EventMessage, History
 
 KINDS = ("forward", "growing", "backward", "hang", "crash", "preflight", "clean", "hostile", "thousand")

@@ -3,5 +3,5 @@
 import os
 import sys
 
-if any("gpuwatch.launcher.node.agent" in argument for argument in sys.orig_argv):
+if any("gpuwatch.launcher.agent.agent" in argument for argument in sys.orig_argv):
     os._exit(1)

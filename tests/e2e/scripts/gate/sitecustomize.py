@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-MODULE = "gpuwatch.worker.preflight.stages.allocation"
+MODULE = "gpuwatch.worker.preflight.allocation"
 
 
 class Gated(importlib.machinery.PathFinder):

@@ -42,6 +42,6 @@ if "RANK" in os.environ:
     if os.environ["RANK"] == "1" and "=" in WAY:
         os.environ.update(setting.split("=") for setting in WAY.split(","))
     if os.environ["RANK"] == "1" and WAY == "another torch":
-        before_import_of("gpuwatch.worker.preflight.stages.inventory", report_another_torch)
+        before_import_of("gpuwatch.worker.preflight.inventory", report_another_torch)
     if WAY == "one GPU":
-        before_import_of("gpuwatch.worker.preflight.stages.inventory", pretend_one_gpu)
+        before_import_of("gpuwatch.worker.preflight.inventory", pretend_one_gpu)

@@ -28,14 +28,14 @@ def _install_kernels() -> None:
 
 
 def _make_the_preflight_small() -> None:
-    compute = sys.modules["gpuwatch.worker.preflight.stages.compute"]
+    compute = sys.modules["gpuwatch.worker.preflight.compute"]
     compute.CUDA_SIZE, compute.CUDA_REPEATS = 256, 2  # type: ignore[attr-defined]  # a GPU's takes hours here
 
 
 _AFTER: dict[str, Callable[[], None]] = {
     "torch": _install_operations,
     "triton.compiler.compiler": _install_kernels,
-    "gpuwatch.worker.preflight.stages.compute": _make_the_preflight_small,
+    "gpuwatch.worker.preflight.compute": _make_the_preflight_small,
 }
 
 

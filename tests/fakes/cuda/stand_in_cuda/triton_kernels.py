@@ -97,7 +97,7 @@ def _is_finite_before(given: dict[str, Any], position: int) -> bool:
 
 def _pack(given: dict[str, Any]) -> None:
     import torch
-    from gpuwatch.worker.stats.device_reader import TorchReader
+    from gpuwatch.worker.stats.torch_reader import TorchReader
 
     from .views import View
 
@@ -109,7 +109,7 @@ def _pack(given: dict[str, Any]) -> None:
 
 def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given: dict[str, Any], element: str) -> None:
     """What all programs of a launch merge into a row, together."""
-    from gpuwatch.worker.stats.device_reader import Source, TorchReader
+    from gpuwatch.worker.stats.torch_reader import Source, TorchReader
 
     from .views import View
 
@@ -125,7 +125,7 @@ def _merge(row: Any, address: int, elements: int, inner: int, stride: int, given
 @functools.cache
 def _dtype(kind: int, element: str) -> Any:
     import torch
-    from gpuwatch.worker.stats.device_reader import KINDS
+    from gpuwatch.worker.stats.torch_reader import KINDS
 
     known = {"fp": "float", "bf": "bfloat", "in": "int", "ui": "uint", "i": "int", "u": "uint"}
     letters = element.rstrip("0123456789")

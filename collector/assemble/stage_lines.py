@@ -1,0 +1,141 @@
+"""The lines that tell how far the preflight is: a fold over messages, without clock or pipe.
+
+hear(body) for every message, then due() for what has changed since the last time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...core.events import PreflightBegan, PreflightResult, PreflightStage
+from ...core.preflight import Finding
+from ...core.wire.messages import AgentBody, EventMessage, Hello
+from ...core.wire.pipe import PreflightOver, StageLine
+from ..decide.preflight_table import stage_order, worst
+from ..facts.fold import shown_body
+from ..report.model import GRADES
+
+_MAX_WARNINGS = 8
+
+
+@dataclass
+class _Stage:
+    begun: set[int] = field(default_factory=set)
+    ended: dict[int, PreflightStage] = field(default_factory=dict)
+
+
+@dataclass
+class StageLines:
+    """The preflight of the first attempt. Those of later attempts are in the report alone."""
+
+    _hosts: dict[str, Hello] = field(default_factory=dict)
+    _stages: dict[str, _Stage] = field(default_factory=dict)
+    _results: dict[int, PreflightResult] = field(default_factory=dict)
+    _told: dict[str, StageLine] = field(default_factory=dict)
+    _is_over: bool = False
+
+    def hear(self, body: AgentBody) -> None:
+        """One message that came in."""
+        if not isinstance(body, Hello | EventMessage):
+            return
+        body = shown_body(body)
+        if isinstance(body, Hello):
+            self._hosts[body.agent] = body
+        if not isinstance(body, EventMessage):
+            return
+        event = body.event
+        if not isinstance(event, PreflightBegan | PreflightStage | PreflightResult) or event.where.attempt:
+            return
+        if isinstance(event, PreflightResult):
+            self._results[event.where.rank] = event
+            return
+        stage = self._stages.setdefault(event.stage, _Stage())
+        stage.begun.add(event.where.rank)
+        if isinstance(event, PreflightStage):
+            stage.ended[event.where.rank] = event
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there will be, as far as is known."""
+        hellos = self._hosts.values()
+        known = sum(hello.nproc for hello in hellos)
+        expected = max((hello.nproc * hello.min_nodes for hello in hellos), default=0)
+        return max(known, expected, len({rank for stage in self._stages.values() for rank in stage.begun}))
+
+    def due(self) -> list[StageLine | PreflightOver]:
+        """The lines that have changed since the last call, in the order of the stages."""
+        if self._results and len(self._results) >= self.ranks:
+            return self.end()
+        return [] if self._is_over else list(self._changed(over=False))
+
+    def end(self) -> list[StageLine | PreflightOver]:
+        """The last lines: the preflight is over."""
+        if self._is_over:
+            return []
+        self._is_over = True
+        return [*self._changed(over=True), self._last()]
+
+    def _changed(self, *, over: bool) -> list[StageLine]:
+        ranks = self.ranks
+        lines = []
+        furthest = max((stage_order(name) for name in self._stages), default=0)
+        for name, stage in sorted(self._stages.items(), key=lambda pair: stage_order(pair[0])):
+            # the common finding of a stage is known when the ranks begin the next one, or end
+            finished = over or (len(stage.ended) >= ranks and stage_order(name) < furthest)
+            line = StageLine(
+                stage=name,
+                # a rank that waits for the others has arrived
+                done=len(stage.begun if name == "arrive" and not finished else stage.ended),
+                ranks=ranks,
+                grade=self._grade(name, stage) if finished else "",
+                seconds=round(max((event.seconds for event in stage.ended.values()), default=0.0), 3),
+            )
+            known = self._told.get(name)
+            if known != line and not (known is not None and known.grade and not over):
+                self._told[name] = line
+                lines.append(line)
+        return lines
+
+    def _grade(self, name: str, stage: _Stage) -> str:
+        """The worst grade of its ranks and findings. A stage that a rank never ended has failed or is unknown."""
+        found = [event.grade for event in stage.ended.values()]
+        found += [finding.grade for finding in self._findings() if finding.stage == name]
+        if stage.begun - set(stage.ended):
+            found.append(
+                "fail" if any(r.outcome == "failed" and r.stage == name for r in self._results.values()) else "unknown"
+            )
+        return worst(found)
+
+    def _findings(self) -> list[Finding]:
+        found: list[Finding] = []
+        for result in self._results.values():
+            found += [finding for finding in result.findings if finding not in found]
+        return sorted(found, key=lambda f: (-GRADES.index(f.grade), stage_order(f.stage)))
+
+    def _last(self) -> PreflightOver:
+        """One line for a launch that goes on to train. After a failed preflight or a check, the report says more."""
+        if not self._results:
+            return PreflightOver()
+        findings = [finding for finding in self._findings() if finding.grade != "ok"]
+        outcomes = {result.outcome for result in self._results.values()}
+        grade = worst(
+            ["ok", *(finding.grade for finding in findings), *(["fail"] if outcomes - {"ok", "skipped"} else [])]
+        )
+        stops = any(result.stops for result in self._results.values())
+        if any(hello.check_only for hello in self._hosts.values()) or stops or outcomes == {"skipped"}:
+            return PreflightOver(grade)
+        seconds: dict[int, float] = {}
+        for stage in self._stages.values():
+            for rank, event in stage.ended.items():
+                seconds[rank] = seconds.get(rank, 0.0) + event.seconds
+        ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}"
+        nodes = f"{len(self._hosts)} node{'s' if len(self._hosts) != 1 else ''}"
+        noted = ""
+        if grade == "fail":
+            noted = ", failed, and training starts all the same"
+        elif findings:
+            noted = f", with {len(findings)} finding{'s' if len(findings) != 1 else ''}"
+        text = f"preflight {grade}: {ranks} on {nodes} in {max(seconds.values(), default=0.0):.1f} s{noted}"
+        lines = [f"  {finding.stage}, {finding.grade}: {finding.sentence}" for finding in findings[:_MAX_WARNINGS]]
+        left = len(findings) - len(lines)
+        return PreflightOver(grade, text, [*lines, *([f"  and {left} more in the report"] if left else [])])

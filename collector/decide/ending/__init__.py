@@ -1,1 +1,0 @@
-"""A run in which ranks ended badly: which one went first, and which ones followed."""

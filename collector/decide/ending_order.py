@@ -1,0 +1,195 @@
+"""In which order the ranks of an attempt ended. Pure.
+
+Two ranks are put in order by the collectives that they had issued on a common group: fewer is earlier. Where both ran
+on one host, its clock is asked as well: a rank may run ahead of another in collectives that it does not wait for. What
+says only that another rank is gone is never first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ...core.events import Where
+from ..facts.facts import RankFacts, RunFacts
+from .words import first_line, hid_a_peer_failure, left_silently, own_error, was_aborted_at_exit, was_killed
+
+_NUMBER = re.compile(r"\d+")
+_Group = TypeVar("_Group", str, tuple[str, str])
+
+_TOGETHER_NS = 10 * 10**6
+"""Ranks of one host whose ends may lie closer together ended at the same time."""
+_ALIKE_NS = 10**9
+"""Ranks of one host that raise the same within so long have one reason."""
+_SEEN_NS = 10**9
+"""A rank that an agent saw to end may have ended so long before."""
+
+
+@dataclass(frozen=True)
+class Endings:
+    """How the ranks of an attempt ended."""
+
+    by_themselves: list[RankFacts]
+    """Those that their launcher did not stop, or that ended badly before it did; the first to end first."""
+    first: RankFacts | None
+    """The one that went first; None if all of them say only that another rank is gone."""
+    same: list[RankFacts] = field(default_factory=list)
+    """Others that ended at the same point as the first. Of ranks of one host: and at the same time, or within a second
+    where they raised the same."""
+    alike: list[tuple[RankFacts, int]] = field(default_factory=list)
+    """Of these the ones that were later by the clock of their common host, and raised the same: by how much."""
+    later: list[tuple[RankFacts, int]] = field(default_factory=list)
+    """Others that ended at the same point, and at least so many nanoseconds later by the clock of their common host."""
+    behind: list[tuple[RankFacts, int]] = field(default_factory=list)
+    """Others that had issued fewer collectives, and ended at least so many nanoseconds later by that clock."""
+
+
+def endings_of(facts: RunFacts, attempt: int) -> Endings:
+    """Which ranks of an attempt ended by themselves, and in which order."""
+    signals = {node.signal.signal for node in facts.nodes.values() if node.signal is not None}
+    ranks = [rank for rank in facts.of_attempt(attempt) if _ended_by_itself(rank, signals)]
+    if not ranks:  # a parent fails because its ranks have, and not vice versa
+        ranks = [process for process in facts.lone(attempt) if _ended_by_itself(process, signals)]
+    ended = sorted((_Ended(facts, rank) for rank in ranks), key=lambda one: (one.lost_a_peer, one.seq, one.number))
+    own = [one for one in ended if not one.lost_a_peer]
+    own = [one for one in own if not one.is_weak or not any(_stopped_for(one, other) for other in own)]
+    own = [one for one in own if not one.was_stopped or not any(_stopped_for(one, other) for other in ended)]
+    if not own:
+        return Endings([one.rank for one in ended], None)
+    earliest = [one for one in own if not any(_is_before(other, one) for other in own)] or own
+    earliest.sort(key=lambda one: (one.is_weak, one.number))
+    on_one_host = len({one.host for one in earliest}) == 1 and all(one.times[0] for one in earliest)
+    if on_one_host:
+        earliest.sort(key=lambda one: (sum(one.times), one.number))
+    first, others = earliest[0], earliest[1:]
+    gaps = [(one.rank, (_gap_ns(first, one) or 0) if on_one_host else 0) for one in others]
+    behind = [(one.rank, _gap_ns(first, one) or 0) for one in own if one not in earliest and _fewer(one, first)]
+    return Endings(
+        [one.rank for one in [*earliest, *(one for one in ended if one not in earliest)]],
+        first.rank,
+        [rank for rank, ns in gaps if _is_together(first.rank, rank, ns)],
+        [(rank, ns) for rank, ns in gaps if ns >= _TOGETHER_NS and _is_together(first.rank, rank, ns)],
+        [(rank, ns) for rank, ns in gaps if not _is_together(first.rank, rank, ns)],
+        behind,
+    )
+
+
+class _Ended:
+    """What puts one rank's end in order with others."""
+
+    def __init__(self, facts: RunFacts, rank: RankFacts) -> None:
+        error, script, exit_ = own_error(rank), rank.script_exit, rank.exit
+        self.rank = rank
+        self.number = rank.rank
+        self.host = facts.host(rank)
+        self.lost_a_peer = error.peer_failure if error is not None else hid_a_peer_failure(rank)
+        self.was_stopped = exit_ is not None and exit_.by == "torchrun"
+        self.is_weak = was_aborted_at_exit(rank) or self.was_stopped
+        """It may have ended badly because its launcher stopped it, or because its peers were gone."""
+        own: Where | None = error.where if error is not None else script.where if script is not None else None
+        if script is not None and error is None and script.code == 0:
+            own = None  # its end came after that of its script
+        self.tells = own is not None and own.time_ns > 0
+        """It has written itself when it ended, and what it had issued until then."""
+        self.seq = own.seq if own is not None else exit_.where.seq if exit_ is not None else -1
+        self.clock = own.clock if own is not None else {}
+        self.begun = {(group.name, group.members): group.begun for group in exit_.groups} if exit_ is not None else {}
+        self.times = (0, 0)
+        """Between which times it ended, by its host's clock; (0, 0) if that is not known."""
+        if own is not None and self.tells:
+            self.times = (own.time_ns, own.time_ns)
+        elif exit_ is not None and error is None:
+            self.times = (exit_.alive_ns, exit_.ended_ns)
+
+
+def _is_before(one: _Ended, other: _Ended) -> bool:
+    """By what they have issued, unless the clock of their host certainly says otherwise."""
+    slack_ns = _TOGETHER_NS if one.tells and other.tells else _SEEN_NS
+    if _fewer(one, other):
+        return (_gap_ns(other, one) or 0) < slack_ns
+    return _fewer(other, one) and (_gap_ns(one, other) or 0) >= slack_ns
+
+
+def _is_together(first: RankFacts, other: RankFacts, ns: int) -> bool:
+    return ns < _TOGETHER_NS or (ns < _ALIKE_NS and _raised_alike(first, other))
+
+
+def _raised_alike(first: RankFacts, other: RankFacts) -> bool:
+    """The same exception with the same words, whatever numbers are in them: each rank may name its own."""
+    mine, theirs = own_error(first), own_error(other)
+    if mine is None or theirs is None:
+        return False
+    return all(
+        _NUMBER.sub("0", one) == _NUMBER.sub("0", two)
+        for one, two in ((mine.error, theirs.error), (first_line(mine.message), first_line(theirs.message)))
+    )
+
+
+def _stopped_for(one: _Ended, other: _Ended) -> bool:
+    """Whether one that may have been stopped ended after another that was not."""
+    if other.is_weak:
+        return False
+    gap_ns = _gap_ns(other, one)
+    return gap_ns >= _TOGETHER_NS if gap_ns is not None else _fewer(other, one)
+
+
+def _fewer(one: _Ended, other: _Ended) -> bool:
+    """Whether it had certainly issued fewer collectives, on groups that both are in."""
+    if one.clock.keys() & other.clock.keys():
+        return _is_less(one.clock, other.clock)
+    if one.begun.keys() & other.begun.keys():
+        return _is_less(one.begun, other.begun)
+    if one.clock or other.clock or one.begun or other.begun:
+        return False
+    return one.tells == other.tells and 0 <= one.seq < other.seq
+
+
+def left_before(facts: RunFacts, rank: RankFacts, victim: RankFacts) -> bool:
+    """Whether a rank whose process has ended had issued fewer collectives than another had when that lost a peer.
+
+    By each group that both were in. A sum stands for the one group that both were in, if no messages are in it.
+    """
+    one, other = _Ended(facts, rank), _Ended(facts, victim)
+    if one.begun.keys() & other.begun.keys() and (_is_less(one.begun, other.begun) or _is_less(other.begun, one.begun)):
+        return _is_less(one.begun, other.begun)
+    error = own_error(victim)
+    has_messages = error is not None and bool(error.where.sent or error.where.received)
+    groups = one.begun.keys() | other.begun.keys() | {(group, "") for group in other.clock if not other.begun}
+    return len(groups) <= 1 and not has_messages and 0 <= one.seq < other.seq
+
+
+def _is_less(mine: dict[_Group, int], theirs: dict[_Group, int]) -> bool:
+    common = [group for group in mine.keys() & theirs.keys() if min(mine[group], theirs[group]) >= 0]
+    return any(mine[group] < theirs[group] for group in common) and not any(
+        mine[group] > theirs[group] for group in common
+    )
+
+
+def _gap_ns(one: _Ended, other: _Ended) -> int | None:
+    """How long after it the other certainly ended; None if no clock tells."""
+    if one.host != other.host or not one.times[0] or not other.times[0]:
+        return None
+    return other.times[0] - one.times[1]
+
+
+def _is_the_launchers(rank: RankFacts) -> bool:
+    """Whether what it ended with is the signal of the launcher that stopped it."""
+    exit_ = rank.exit
+    return exit_ is not None and exit_.by == "torchrun" and exit_.code is not None and exit_.code < 0
+
+
+def _ended_by_itself(rank: RankFacts, signals: set[int]) -> bool:
+    """Whether a rank ended without torchrun. `signals` ended the launches; ranks may have got them, too."""
+    error = own_error(rank)
+    if error is not None:
+        return not (signals and error.error == "KeyboardInterrupt")
+    if rank.exit is not None and rank.exit.code is not None and -rank.exit.code in signals:
+        return False
+    if was_killed(rank):
+        return True
+    if rank.script_exit is not None and rank.script_exit.code != 0:
+        return not _is_the_launchers(rank)
+    if left_silently(rank):
+        return True
+    return rank.exit is not None and rank.exit.by == "itself" and rank.exit.code not in (0, None)

@@ -1,0 +1,462 @@
+"""The verdict of a run that ended badly without an overflow: which rank went first, and which ones followed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...core.events import Where, WorkerExit
+from ...core.lone_process import is_rank, pid_of_number, rank_name
+from ...core.recorder.group_table import members_of
+from ...core.stalls import is_users
+from ..facts.facts import RankFacts, RunFacts
+from ..report.model import Cascade, Verdict
+from ..report.rank_words import one_on, ranks_text
+from .ending_order import Endings, endings_of, left_before
+from .hang_model import begun_in, standing_at
+from .words import (
+    cascade_of,
+    device_of,
+    doing,
+    first_line,
+    left_silently,
+    node_name,
+    own_error,
+    pid_of,
+    progress,
+    signal_name,
+    was_killed,
+)
+
+_FATAL_TEXT = {
+    "SIGBUS": "SIGBUS comes of mapped memory that is not there: /dev/shm or a disk is full, or a mapped file was cut "
+    "short. In a container give /dev/shm more room (docker run --shm-size), or use fewer workers of data loaders.",
+    "SIGILL": "SIGILL is an instruction that this processor does not know: an extension was built for another one than "
+    "this host has. Compare the hosts' processors, and build it again.",
+}
+_ABORTED_AT_EXIT = (
+    "Its script had come to its end: torch with gloo aborts a process now and then while Python ends, without gpuwatch "
+    "too (pytorch/pytorch#179291). Let go of models and optimizers before dist.destroy_process_group(): train in a "
+    "function of its own, then gc.collect()."
+)
+_PORT_TAKEN = (
+    "The port is taken, by an earlier run that still ends or by another job: ss -ltnp shows by whom. Choose another "
+    "one with --master-port (or MASTER_PORT), or --rdzv-endpoint HOST:0 on one node."
+)
+_FRAMES = "Its last frames are in the report: gpuwatch report --rank {rank}"
+_MOST_CALLS = 6
+SIGNAL_S = 60
+"""The longest time from a signal to its record. torchrun gives its ranks half of that to end."""
+
+
+def ending_verdict(facts: RunFacts) -> Verdict | None:
+    """The rank that was killed or raised first; None if no rank ended by itself."""
+    if not _job_failed(facts):
+        return None
+    endings = endings_of(facts, facts.last_attempt)
+    if not endings.by_themselves:
+        return None
+    if endings.first is None:
+        lost = lost_node_verdict(facts)
+        if lost is None and all(_by_the_signal(facts, rank) for rank in endings.by_themselves):
+            return None
+        return lost or _left_early(facts, endings.by_themselves) or _unknown_peer(facts, endings.by_themselves)
+    if was_killed(endings.first) and own_error(endings.first) is None:
+        return _lost(facts, endings.first, endings)
+    return _crash(facts, endings.first, endings)
+
+
+def ending_text(facts: RunFacts, attempt: int) -> str:
+    """How an attempt ended, as a line: `rank 1 raised ValueError: boom, after batch 3`."""
+    endings = endings_of(facts, attempt)
+    first = endings.first
+    if first is not None:
+        return f"{ranks_text([first.rank, *(rank.rank for rank in endings.same)])} {how_it_ended(first)}"
+    if endings.by_themselves:
+        victims = ranks_text([rank.rank for rank in endings.by_themselves])
+        return f"{victims} lost the connection to another rank; which one went first is unknown"
+    ranks = facts.of_attempt(attempt)
+    if ranks and all(rank.exit is not None and rank.exit.phase == "unwatched" for rank in ranks):
+        return "went on as another program"
+    if ranks and all(rank.script_exit is not None for rank in ranks):
+        batches = max((rank.exit.where.batch + 1 for rank in ranks if rank.exit is not None), default=0)
+        return f"finished after {batches} batches"
+    return "ended, and no rank said why"
+
+
+def how_it_ended(rank: RankFacts) -> str:
+    """`raised ValueError: boom, after batch 3`, `was killed by SIGKILL in the forward of batch 3`."""
+    error = own_error(rank)
+    if error is not None:
+        message = first_line(error.message).rstrip(". ")
+        when = f", in batch {error.where.batch}" if error.where.batch >= 0 else ", before its first batch"
+        return f"raised {error.error}{f': {message}' if message else ''}{when}"
+    if rank.exit is not None and was_killed(rank):
+        return f"was killed by {signal_name(-(rank.exit.code or 0))} {doing(rank.exit)}"
+    if rank.exit is not None and left_silently(rank):
+        return f"left with exit code 0 {doing(rank.exit)}"
+    code = rank.script_exit.code if rank.script_exit is not None else rank.exit.code if rank.exit is not None else None
+    return f"ended with exit code {code}"
+
+
+def _left_early(facts: RunFacts, victims: list[RankFacts]) -> Verdict | None:
+    """All that raised lost a peer, and others had left before, with exit code 0; None if that is not all there is.
+
+    A rank that has issued fewer collectives than those that raised in one did not come to it.
+    """
+    ranks = facts.of_attempt(facts.last_attempt)
+    left = []
+    for rank in ranks:
+        exit_ = rank.exit
+        if rank in victims or (exit_ is not None and exit_.by == "torchrun"):
+            continue
+        if exit_ is None or (exit_.code, exit_.by) != (0, "itself"):
+            return None
+        if not all(left_before(facts, rank, victim) and _may_have_waited_for(victim, rank) for victim in victims):
+            return None
+        left.append(rank)
+    if not left or len(ranks) < facts.announced_ranks:
+        return None
+    one, first = len(left) == 1, left[0]
+    assert first.exit is not None
+    who, others = (ranks_text([rank.rank for rank in some]) for some in (left, victims))
+    host = facts.host(first) if one else ""
+    ended = f"its process ended with exit code 0, {doing(first.exit)}" if one else "they ended with exit code 0"
+    return Verdict(
+        kind="crash",
+        statement=(
+            f"{who.capitalize()}{f' on {host}' if host else ''} left early: {ended}, and {others} lost the connection "
+            f"to {'it' if one else 'them'}."
+        ),
+        certainty="supported",
+        rank=first.rank if one else None,
+        host=host or None,
+        device=device_of(first) if one else None,
+        attempt=facts.last_attempt,
+        step=first.exit.where.step if one else None,
+        batch=first.exit.where.batch if one and first.exit.where.batch >= 0 else None,
+        concurrent=[],
+        evidence=[
+            *(
+                f"rank {rank.rank} ended by itself after {rank.exit.where.seq} collectives; its recorder says: "
+                f"{doing(rank.exit)}"
+                for rank in left
+                if rank.exit is not None
+            ),
+            *(
+                f"rank {rank.rank}, after {error.where.collectives} collectives: {first_line(error.message)}"
+                for rank in victims
+                if (error := own_error(rank)) is not None
+            ),
+        ],
+        next=[
+            "Every rank must issue the same collectives: look for a loop that is shorter on it, an early return, "
+            "or os._exit."
+        ],
+        cascade=cascade_of(facts, facts.last_attempt, {rank.rank for rank in left}),
+    )
+
+
+def _may_have_waited_for(victim: RankFacts, rank: RankFacts) -> bool:
+    """Whether a rank that left is one of those that the victim's last operation needed, and had not come to it."""
+    place = standing_at(victim.exit.groups, failed=True) if victim.exit is not None else None
+    if place is None or rank.exit is None:
+        return True  # its table does not show where it failed: a backward, what C++ has issued
+    group, number = place
+    begun = begun_in(rank.exit.groups, group) or 0
+    return rank.rank in members_of(group.members) and (number < 0 or begun < number)
+
+
+def _unknown_peer(facts: RunFacts, victims: list[RankFacts]) -> Verdict:
+    """All ranks that were heard lost a peer, so the one that went first is unknown."""
+    who = ranks_text([rank.rank for rank in victims]).capitalize()
+    return Verdict(
+        kind="lost",
+        statement=f"{who} lost the connection to another rank; which one went first is unknown.",
+        certainty="unknown",
+        attempt=facts.last_attempt,
+        evidence=[
+            f"rank {rank.rank}: {first_line(error.message)}"
+            if (error := own_error(rank)) is not None
+            else f"rank {rank.rank} {how_it_ended(rank)} after a collective had raised in it"
+            for rank in victims
+        ],
+        next=[
+            "Look at the ranks that are not among these: one of them, or the link to it, went first."
+            if len(victims) < max(facts.announced_ranks, len(facts.of_attempt(facts.last_attempt)))
+            else "No rank ended for a reason of its own: compare what they raised, and test the links: gpuwatch check."
+        ],
+        cascade=[Cascade(rank.rank, f"raised {rank.errors[0].error}") for rank in victims if rank.errors],
+    )
+
+
+def _by_the_signal(facts: RunFacts, rank: RankFacts) -> bool:
+    """Whether a signal ended the launch on this rank's node. Its peers then went away for the same reason.
+
+    A launch records its signal after its ranks have ended, by the same clock as theirs.
+    """
+    node = facts.nodes.get(rank.agent)
+    error = own_error(rank)
+    if node is None or node.signal is None or error is None:
+        return False
+    return error.where.time_ns > node.signal.time_ns - SIGNAL_S * 10**9
+
+
+def _job_failed(facts: RunFacts) -> bool:
+    """A node that is silent is no failure: its agent may have been stopped, or the link to it cut."""
+    return any(node.bye is not None and node.bye.outcome != "ok" for node in facts.nodes.values())
+
+
+def _certainty(endings: Endings) -> str:
+    return "supported" if endings.same or endings.later or endings.behind else "established"
+
+
+def _beside(endings: Endings) -> str:
+    """` (and rank 2 at the same point)`; "" if there is none."""
+    return f" (and {ranks_text([rank.rank for rank in endings.same])} at the same point)" if endings.same else ""
+
+
+def _who(first: RankFacts, endings: Endings, host: str) -> str:
+    """`Rank 1 (and rank 2 at the same point) on node7`."""
+    return f"{one_on(first.rank)}{_beside(endings)} on {host}"
+
+
+def _whose(first: RankFacts) -> dict[str, Any]:
+    """The verdict's rank; or its process, which is none."""
+    return {"rank": first.rank} if is_rank(first.rank) else {"pid": pid_of_number(first.rank)}
+
+
+def _later_lines(endings: Endings) -> list[str]:
+    alike = "raised the same at the same point,"
+    at_once = "ended at the same point,"
+    behind = "had issued fewer collectives, and ended"
+    return [
+        f"{rank_name(rank.rank)} {what} at least {ns / 1e6:.0f} ms later by the clock of the same host: "
+        f"it {how_it_ended(rank)}"
+        for what, ranks in ((alike, endings.alike), (at_once, endings.later), (behind, endings.behind))
+        for rank, ns in ranks
+    ]
+
+
+def _lost(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
+    exit_ = first.exit
+    assert exit_ is not None and exit_.code is not None
+    name = signal_name(-exit_.code)
+    host = facts.host(first)
+    place = doing(exit_)
+    hints = []
+    short = ""
+    if exit_.memory_kills:
+        many = exit_.memory_kills
+        short = (
+            f": the kernel has ended {many} process{'es' if many > 1 else ''} of its memory cgroup for lack of memory"
+        )
+        hints.append(f"Give the job more memory on {host}, or let it use less: batch size, workers of data loaders.")
+    elif name == "SIGKILL":
+        hints.append(
+            f"SIGKILL comes from outside: look for an out-of-memory kill with: dmesg -T | grep -i oom (on {host})."
+        )
+    elif name in _FATAL_TEXT:
+        hints.append(_FATAL_TEXT[name])
+    elif name == "SIGABRT" and first.script_exit is not None and first.script_exit.code == 0:
+        hints.append(_ABORTED_AT_EXIT)
+    line = next((line for line in exit_.stack if is_users(line.shown) and line.line), None)
+    at = f", at {line.short}" if line is not None else ""
+    inside = standing_at(exit_.groups) if name == "SIGABRT" else None
+    if inside is not None:
+        return _aborted_in_a_collective(facts, first, endings.same + [rank for rank, _ in endings.later])
+    return Verdict(
+        kind="lost",
+        statement=f"{_who(first, endings, host)} was killed by {name} {place}{at}{short}.",
+        certainty=_certainty(endings),
+        **_whose(first),
+        host=host or None,
+        device=device_of(first),
+        module=exit_.module,
+        cls=exit_.cls,
+        root=exit_.where.root or None,
+        phase="forward" if exit_.phase == "forward" else None,
+        attempt=first.attempt,
+        step=exit_.where.step,
+        batch=exit_.where.batch if exit_.where.batch >= 0 else None,
+        signal=name,
+        evidence=[
+            f"{facts.starter} saw {rank_name(first.rank)} (pid {pid_of(first)}) end with signal {-exit_.code}; "
+            f"its recorder says: {place}",
+            *_fatal_lines(exit_),
+            *_later_lines(endings),
+        ],
+        next=[*hints, *([_FRAMES.format(rank=first.rank)] if is_rank(first.rank) else [])],
+        concurrent=[],
+        cascade=cascade_of(facts, first.attempt, {first.rank}),
+    )
+
+
+def _fatal_lines(exit_: WorkerExit) -> list[str]:
+    """Where a fatal signal came, and what is known of its reason."""
+    lines = []
+    if exit_.stack:
+        calls = "; ".join(line.short for line in exit_.stack[:_MOST_CALLS])
+        native = any(not line.line for line in exit_.stack)
+        why = "" if native else " (Python's calls alone: faulthandler tells native ones from Python 3.14 on)"
+        lines.append(f"it stood there, innermost call first: {calls}{why}")
+    if exit_.shm_free >= 0:
+        lines.append(f"{exit_.shm_free / 1e6:.0f} MB were free in /dev/shm of its host when it had ended")
+    return lines
+
+
+def _aborted_in_a_collective(facts: RunFacts, first: RankFacts, same: list[RankFacts]) -> Verdict:
+    """A watchdog, or the library of the collectives, ends the rank that waits, and not the one that it waits for."""
+    ranks = [first, *same]
+    who = ranks_text(sorted(rank.rank for rank in ranks))
+    return Verdict(
+        kind="lost",
+        statement=(
+            f"{who.capitalize()} {'was' if len(ranks) == 1 else 'were'} ended by SIGABRT in a collective, "
+            f"{doing(first.exit) if first.exit is not None else ''}: which rank is at fault is unknown."
+        ),
+        certainty="unknown",
+        attempt=first.attempt,
+        signal="SIGABRT",
+        evidence=[progress(rank) for rank in facts.of_attempt(first.attempt)],
+        next=["Look at the job's output for what the library of the collectives has printed before it ended."],
+        cascade=cascade_of(facts, first.attempt, set()),
+    )
+
+
+def _crash(facts: RunFacts, first: RankFacts, endings: Endings) -> Verdict:
+    error = own_error(first)
+    host = facts.host(first)
+    who = _who(first, endings, host)
+    if error is not None:
+        inside = f", inside `{error.module}`" if error.module else ""
+        last = first_line(error.message).rstrip(". ")
+        statement = f"{who} raised {error.error}{inside}{f': {last}' if last else ''}."
+        evidence = [error.traceback.strip()]
+        where = error.where
+    elif left_silently(first):
+        assert first.exit is not None
+        statement = f"{who} left with exit code 0 {doing(first.exit)}, before its script had ended."
+        evidence = [f"its process ended by itself, and its recorder says: {doing(first.exit)}"]
+        where = first.exit.where
+    else:
+        code = first.script_exit.code if first.script_exit is not None else first.exit.code if first.exit else None
+        statement = f"{who} ended with exit code {code}."
+        seen = first.exit
+        evidence = [f"no exception of it was heard; its recorder says: {doing(seen)}"] if seen is not None else []
+        where = first.exit.where if first.exit is not None else Where(first.rank, first.attempt)
+    return Verdict(
+        kind="crash",
+        statement=statement,
+        certainty=_certainty(endings),
+        **_whose(first),
+        host=host or None,
+        device=device_of(first),
+        module=error.module if error is not None else None,
+        root=where.root or None,
+        attempt=first.attempt,
+        step=where.step,
+        batch=where.batch if where.batch >= 0 else None,
+        evidence=evidence + _later_lines(endings),
+        next=[
+            "Look for os._exit or sys.exit in what runs there."
+            if left_silently(first)
+            else "The script failed by itself: the traceback is above, and as it is printed in the job's output."
+        ],
+        cascade=cascade_of(facts, first.attempt, {first.rank, *(rank.rank for rank in endings.same)}),
+    )
+
+
+def lost_node_verdict(facts: RunFacts) -> Verdict | None:
+    """A node that went silent while the job failed elsewhere, or that the scheduler has lost."""
+    lost = [node for node in facts.nodes.values() if node.lost] if _job_failed(facts) else []
+    if not lost:
+        return _down_verdict(facts)
+    hosts = ", ".join(sorted(node_name(node) for node in lost))
+    ranks = sorted({rank.rank for rank in facts.ranks.values() if rank.agent in {node.agent for node in lost}})
+    return Verdict(
+        kind="lost",
+        statement=(
+            f"Node {hosts} ({ranks_text(ranks) if ranks else 'no rank known'}) went silent: "
+            "the node, or the link to it, is lost."
+        ),
+        certainty="supported",
+        rank=ranks[0] if len(ranks) == 1 else None,
+        host=hosts,
+        attempt=facts.last_attempt,
+        evidence=[f"no message from the agent on {hosts} any more, and no goodbye"],
+        cascade=cascade_of(facts, facts.last_attempt, set(ranks)),
+        next=[f"Look whether {hosts} is up; leave it out of the next run if not."],
+    )
+
+
+def _down_verdict(facts: RunFacts) -> Verdict | None:
+    """The scheduler has lost a node and ended the job for it. The node itself may still run."""
+    down = facts.down_nodes
+    if not down:
+        return None
+    jobs = {n.agent: n.hello.job for n in facts.nodes.values() if n.hello is not None and n.hello.job is not None}
+    agents = {agent for agent, job in jobs.items() if job.node in down}
+    scheduler = next((job.scheduler for job in jobs.values()), "The scheduler")
+    daemon = next((job.daemon for job in jobs.values() if job.daemon), "")
+    told_by = next((n.signal.told_by for n in facts.nodes.values() if n.signal and n.signal.told_by), "its scheduler")
+    ranks = sorted({rank.rank for rank in facts.of_attempt(facts.last_attempt) if rank.agent in agents})
+    names = ", ".join(down)
+    return Verdict(
+        kind="lost",
+        statement=(
+            f"{scheduler} has lost node {names} ({ranks_text(ranks) if ranks else 'no rank known'}) and ended the job."
+        ),
+        certainty="established",
+        rank=ranks[0] if len(ranks) == 1 else None,
+        host=names,
+        attempt=facts.last_attempt,
+        evidence=[
+            f"{told_by} says that {names} is down",
+            *(progress(rank) for rank in facts.of_attempt(facts.last_attempt)),
+        ],
+        next=[f"Look whether {names} is up{f' and its {daemon} runs' if daemon else ''}."],
+    )
+
+
+def interrupted_verdict(facts: RunFacts) -> Verdict | None:
+    """A signal ended the launch."""
+    signals = [node.signal for node in facts.nodes.values() if node.signal is not None]
+    if not signals:
+        return None
+    name = signal_name(signals[0].signal)
+    reason = next((signal.reason for signal in signals if signal.reason), "")
+    if name == "SIGUSR2":
+        reason = "the scheduler's warning: the time limit is near"
+    why = f" ({reason})" if reason else ""
+    return Verdict(
+        kind="interrupted",
+        statement=f"The run was ended from outside by {name}{why}; no overflow had been seen.",
+        certainty="established",
+        attempt=facts.last_attempt,
+        signal=name,
+        evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
+    )
+
+
+def unexplained_verdict(facts: RunFacts) -> Verdict | None:
+    """Who started the ranks has failed, and nothing says why."""
+    if not _job_failed(facts):
+        return None
+    starter = "torchrun" if facts.starter == "torchrun" else facts.starter.capitalize()
+    error = next((node.bye.error for node in facts.nodes.values() if node.bye is not None and node.bye.error), "")
+    if error:
+        return Verdict(
+            kind="crash",
+            statement=f"{starter} failed by itself: {first_line(error).rstrip('. ')}.",
+            certainty="supported",
+            attempt=facts.last_attempt,
+            evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)] or ["no rank had begun"],
+            next=[_PORT_TAKEN] if "EADDRINUSE" in error or "address already in use" in error.lower() else [],
+        )
+    return Verdict(
+        kind="crash",
+        statement=f"{starter} failed, and no rank said why: see its own output.",
+        certainty="unknown",
+        attempt=facts.last_attempt,
+        evidence=[progress(rank) for rank in facts.of_attempt(facts.last_attempt)],
+    )

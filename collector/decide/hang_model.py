@@ -1,0 +1,385 @@
+"""What follows from where the ranks of a job stood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...core.events import GroupState, Issued, RankLook, StackLine
+from ...core.recorder.group_table import members_of
+from ...core.recorder.layout import GROUPS
+from ...core.stalls import is_users
+from ...core.text import ranks_text
+from .words import doing
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Whether a job that stands still can go on by itself."""
+
+    kind: Literal["cannot go on", "all wait", "may go on"]
+    """`cannot go on`: each rank waits for others, is stopped, or has left, and what they wait for never comes. `all
+    wait`: as far as can be seen, and it may still come. `may go on`: a rank stands in code of its own, or was not
+    seen."""
+    free: list[int] = field(default_factory=list)
+    """The ranks that may go on."""
+
+
+@dataclass(frozen=True)
+class HangFinding:
+    """What follows from one time of asking."""
+
+    statement: str
+    certainty: str
+    """As in a verdict."""
+    rank: int | None = None
+    """The rank that the others wait for; None where several can be, or none."""
+    others: list[int] = field(default_factory=list)
+    """Further ranks that did not come."""
+    evidence: list[str] = field(default_factory=list)
+    next: list[str] = field(default_factory=list)
+    cause: str = ""
+    """`did not come`, `left early`, `mismatch`, `order`, `all came`, `does not end`, `last one`; "" where none of them
+    is known."""
+    may_end: bool = True
+    """Whether the job may be ended for it at all: some rank waits for others, and none goes on."""
+    outlook: Outlook = field(default_factory=lambda: Outlook("may go on"))
+
+
+# What one rank was doing when it was asked: waiting for others, and in what, or something of its own. Pure.
+
+_COLLECTIVES = "/torch/distributed/distributed_c10d.py"
+_DDP = "/torch/nn/parallel/distributed.py"
+_AROUND_COLLECTIVES = (
+    "/torch/distributed/distributed_c10d.py",
+    "/torch/distributed/c10d_logger.py",
+    "/torch/distributed/_functional_collectives.py",
+    "/torch/distributed/utils.py",
+    "/torch/distributed/fsdp/",
+    _DDP,
+)
+"""Where torch calls collectives from, of which some have no function in Python."""
+_OWN_WORDS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "__call__"})
+"""Functions of torch around a collective that say nothing."""
+_WAITS = (".wait(", "wait_tensor(", "synchronize(", "barrier(", "wait_for(")
+_WAITS_FOR_DEVICE = (".item(", ".cpu(", ".tolist(", ".numpy(", "cuda.synchronize(")
+"""Calls that a rank on a GPU stands in while its device waits for other ranks. In host memory they take no time."""
+DEVICE = "a call that waits for the device"
+BACKWARD = "the backward's reduction of gradients"
+QUIET = 0.5
+"""Share of a core. gloo and NCCL wait without using one; what computes uses all of it."""
+_COMPUTES = 0.1
+"""Share of a core, on a machine where several processes share one."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stood."""
+
+    rank: int
+    kind: Literal["waits", "may wait", "stopped", "own", "unknown"]
+    """`waits`: in a collective or its wait. `may wait`: for its device, or in a backward that uses no processor, which
+    is what waiting for the gradients of others looks like. `stopped`: by a signal or a debugger. `own`: anything
+    else."""
+    operation: str
+    """`all_reduce`, `wait`, `BACKWARD`, `DEVICE`; "" if it does not wait."""
+    line: str
+    """`train.py:41 in main: dist.all_reduce(loss)`, the innermost line that is the user's own; "" is unknown."""
+    doing: str
+    """Phase and module, as its recorder says: `in the forward of batch 4, in `net` (Net)`."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it waits for others, as far as can be seen."""
+        return self.kind in ("waits", "may wait")
+
+
+def computes(look: RankLook) -> bool:
+    """Whether a rank that waits for nobody works, on a crowded node too: it is running, or has run."""
+    return look.busy >= _COMPUTES or look.state == "R"
+
+
+def standing_of(look: RankLook) -> Standing:
+    """Classify one look.
+
+    >>> standing_of(RankLook(Where(1, batch=4), 1, 60.0, "script", state="T")).kind
+    'stopped'
+    """
+    line = _line(look.stack)
+    does = ("leaving, " if look.phase in ("finished", "raised") else "") + doing(look)
+    if look.state in ("T", "t"):
+        return Standing(look.where.rank, "stopped", "", line, does)
+    operation, sure = _operation(look)
+    if operation:
+        return Standing(look.where.rank, "waits" if sure else "may wait", operation, line, does)
+    return Standing(look.where.rank, "own" if look.stack else "unknown", "", line, does)
+
+
+def _operation(look: RankLook) -> tuple[str, bool]:
+    """(what it waits in, whether that is sure); ("", False) if it does not."""
+    stack = look.stack
+    if not stack:
+        return "", False
+    for line in stack:
+        if line.file.endswith(_COLLECTIVES) and not line.function.startswith("_") and line.function not in _OWN_WORDS:
+            return line.function, True
+        if not any(part in line.file for part in _AROUND_COLLECTIVES):
+            break
+    inner = stack[0]
+    resting = look.state == "S" and look.busy < QUIET and not any("importlib" in line.file for line in stack)
+    if resting and any(part in inner.file for part in _AROUND_COLLECTIVES):
+        return ("DDP's own collective" if _DDP in inner.file else inner.function.lstrip("_")), True
+    if any(word in inner.text for word in _WAITS_FOR_DEVICE):
+        return DEVICE, False
+    if any(word in inner.text for word in _WAITS):
+        return "wait", True
+    if inner.function == "_engine_run_backward" and look.busy < QUIET and look.state != "R":
+        return BACKWARD, False
+    return "", False
+
+
+def _line(stack: list[StackLine]) -> str:
+    """The innermost line of the user's own files; where there is none, of any file."""
+    line = next((line for line in stack if is_users(line.shown)), stack[0] if stack else None)
+    return line.shown.removeprefix(line.file.rpartition("/")[0] + "/") if line is not None else ""
+
+
+# Where ranks meet: one operation of one process group, which ranks stand in it, and which never began it. Pure.
+#
+# A collective's number is the same on all members of its group as long as they issue the same ones. So a member that
+# has begun fewer than the number in which others wait did not come; and members that have begun different operations
+# under one number do not match.
+
+_SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce"})
+"""All members must give as many elements. Others take uneven sizes on some backends."""
+
+Kind = tuple[str, str, int, int]
+"""operation, dtype, elements and root, as far as they must be the same on all members"""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One operation in which at least one rank stands."""
+
+    group: str
+    """Name of the group."""
+    members: tuple[int, ...]
+    number: int
+    operation: Issued | None
+    """As the first rank that stands in it has begun it; None if that is not known any more."""
+    waiting: list[int]
+    missing: list[int]
+    """Members that never began it."""
+    untold: list[int]
+    """Members of which nothing is known."""
+
+    def text(self, world_size: int) -> str:
+        """`all_reduce`, `all_reduce of group 1 (ranks 4-7)`, `send to rank 1`"""
+        name = self.operation.operation if self.operation is not None and self.operation.operation else "a collective"
+        if self.number < 0 and self.operation is not None:
+            peer = self.peer
+            whom = f"rank {peer}" if peer is not None else "any rank"
+            return f"{name} {'to' if name == 'send' else 'from'} {whom}"
+        return name + group_text(self.group, self.members, world_size)
+
+    @property
+    def peer(self) -> int | None:
+        """The rank that it sends to or receives from; None if it is a collective, or any rank will do."""
+        at = self.operation.peer if self.operation is not None else -1
+        return self.members[at] if self.number < 0 and 0 <= at < len(self.members) else None
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Members that have begun different operations under one number."""
+
+    group: str
+    members: tuple[int, ...]
+    number: int
+    kinds: dict[Kind, list[int]] = field(default_factory=dict)
+
+    @property
+    def odd(self) -> list[int]:
+        """The ranks outside of the majority; [] if there is none."""
+        most = max(self.kinds.values(), key=len)
+        known = sum(map(len, self.kinds.values()))
+        if 2 * len(most) <= known or 2 * len(most) <= len(self.members):
+            return []
+        return sorted(rank for ranks in self.kinds.values() if ranks is not most for rank in ranks)
+
+
+def group_text(name: str, members: Sequence[int], world_size: int) -> str:
+    """` of group 1 (ranks 4-7)`; "" for the default group, which torch calls 0."""
+    if len(members) < world_size:
+        return f" of group {name} ({ranks_text(list(members))})"
+    return f" of group {name} (all ranks)" if name != "0" else ""
+
+
+def kind_text(kind: Kind) -> str:
+    """`all_reduce of 8 elements of float32`, `broadcast from the group's rank 0 of 3 elements of float32`"""
+    operation, dtype, elements, root = kind
+    text = operation
+    if root >= 0:
+        text += f" {'from' if operation in ('broadcast', 'scatter') else 'to'} the group's rank {root}"
+    if elements >= 0:
+        text += f" of {elements} element{'' if elements == 1 else 's'}"
+    return text + (f" of {dtype}" if dtype else "")
+
+
+def standing_at(groups: Iterable[GroupState], *, failed: bool = False) -> tuple[GroupState, int] | None:
+    """Where a rank stands, by its own table: the group and the number; `failed`: or where it has just raised."""
+    phases = ("issuing", "waiting", "failed") if failed else ("issuing", "waiting")
+    inside = [group for group in groups if group.phase in phases and group.at]
+    if not inside:
+        return None
+    latest = min(inside, key=lambda group: group.since_s)
+    return latest, latest.at
+
+
+def meetings_of(
+    tables: Mapping[int, Sequence[GroupState]], places: Mapping[int, tuple[GroupState, int]], world_size: int
+) -> list[Meeting]:
+    """The operations in which the ranks of `places` stand. `tables` has what each rank shows that is known."""
+    found: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
+    for rank, (state, number) in sorted(places.items()):
+        members = tuple(members_of(state.members, world_size))
+        operation = next((issued for issued in state.recent if issued.number == number), None)
+        if number < 0:
+            members_key = (*members, rank)  # each send and each receive is a meeting of its own
+            found[state.name, members_key, number] = _of_two(rank, state, members, number, operation, places)
+            continue
+        known = found.get((state.name, members, number))
+        if known is not None:
+            known.waiting.append(rank)
+            continue
+        missing, untold = [], []
+        for member in members:
+            begun = begun_in(tables[member], state) if member in tables else None
+            if begun is None:
+                untold.append(member)
+            elif begun < number:
+                missing.append(member)
+        found[state.name, members, number] = Meeting(state.name, members, number, operation, [rank], missing, untold)
+    return list(found.values())
+
+
+def mismatch_of(
+    tables: Mapping[int, Sequence[GroupState]], places: Mapping[int, tuple[GroupState, int]], world_size: int
+) -> Mismatch | None:
+    """The first number under which members of a group have begun different operations, where a rank stands at or
+    behind it. None if there is none, or if the numbers cannot be compared: all have ended a number that differs."""
+    seen: dict[tuple[str, str], None] = {
+        (state.name, state.members): None for state, number in places.values() if number > 0
+    }
+    for name, text in seen:
+        members = tuple(members_of(text, world_size))
+        states = {rank: _state(tables.get(rank, ()), name, text) for rank in members}
+        of_number: dict[int, dict[Kind, list[int]]] = {}
+        for rank, state in states.items():
+            for issued in state.recent if state is not None else ():
+                if issued.number > 0 and issued.operation:
+                    of_number.setdefault(issued.number, {}).setdefault(_kind(issued), []).append(rank)
+        for number in sorted(of_number):
+            kinds = of_number[number]
+            if len(kinds) < 2:
+                continue
+            ranks = [rank for ranks in kinds.values() for rank in ranks]
+            if all((state := states[rank]) is not None and state.ended >= number for rank in ranks):
+                return None
+            if any(at >= number for state, at in places.values() if (state.name, state.members) == (name, text)):
+                return Mismatch(name, members, number, kinds)
+            break
+    return None
+
+
+def _of_two(
+    rank: int,
+    state: GroupState,
+    members: tuple[int, ...],
+    number: int,
+    operation: Issued | None,
+    places: Mapping[int, tuple[GroupState, int]],
+) -> Meeting:
+    """A send or a receive: its peer is missing unless it stands in the other half of it."""
+    meeting = Meeting(state.name, members, number, operation, [rank], [], [])
+    peer = meeting.peer
+    if peer is None or operation is None:
+        meeting.untold.extend(member for member in members if member != rank)
+        return meeting
+    place = places.get(peer)
+    other = (
+        next((issued for issued in place[0].recent if issued.number == place[1]), None) if place is not None else None
+    )
+    matches = (
+        other is not None
+        and place is not None
+        and (place[0].name, place[0].members) == (state.name, state.members)
+        and {other.operation, operation.operation} == {"send", "recv"}
+        and (other.peer < 0 or (other.peer < len(members) and members[other.peer] == rank))
+    )
+    if not matches:
+        meeting.missing.append(peer)
+    return meeting
+
+
+def _state(groups: Sequence[GroupState], name: str, members: str) -> GroupState | None:
+    return next((group for group in groups if (group.name, group.members) == (name, members)), None)
+
+
+def begun_in(groups: Sequence[GroupState], like: GroupState) -> int | None:
+    """Number of the last collective that a rank with these groups has begun in the group `like`.
+
+    None where it is not known: the rank has more groups than its table has room for.
+    """
+    state = _state(groups, like.name, like.members)
+    if state is None:
+        return None if len(groups) >= GROUPS else 0
+    return state.begun
+
+
+def _kind(issued: Issued) -> Kind:
+    sized = issued.operation in _SAME_SIZE
+    return issued.operation, issued.dtype, issued.elements if sized else -1, issued.peer
+
+
+# Whether a job that stands still can go on by itself. Pure.
+#
+# A rank that stands in code of its own may work there: it downloads, asks a licence server, waits for a file system or
+# for somebody who types, or its child processes compute. From outside that looks like a rank that never comes. So a job
+# is stuck for certain only if no rank stands in code of its own.
+
+_NEVER_COMES = frozenset({"did not come", "left early", "mismatch"})
+"""What the ranks wait for never comes, if all of them wait. In a circle of groups it may: from another thread, such as
+a checkpoint writer's."""
+
+
+def outlook_of(found: HangFinding, standings: Sequence[Standing], looks: Sequence[RankLook], unseen: int) -> Outlook:
+    """`standings` and `looks` are of the same ranks in the same order; of `unseen` ranks nothing is known."""
+    bound = [_bound(standing, look) for standing, look in zip(standings, looks, strict=True)]
+    free = [standing.rank for standing, how in zip(standings, bound, strict=True) if how == "free"]
+    if free or unseen > 0:
+        return Outlook("may go on", free)
+    stopped = any(standing.kind == "stopped" for standing in standings)
+    if all(how == "shown" for how in bound) and (stopped or found.cause in _NEVER_COMES):
+        return Outlook("cannot go on")
+    return Outlook("all wait")
+
+
+def _bound(standing: Standing, look: RankLook) -> Literal["shown", "seems", "free"]:
+    """Whether a rank waits for others: shown by its own table, as its stack looks, or not."""
+    if standing.kind == "stopped":
+        return "shown" if look.state == "T" else "free"  # t: a debugger looks at it
+    if look.phase == "raised":
+        return "seems"  # it does not come back; what it does while it leaves, such as an upload, may take a while
+    if look.busy >= QUIET:
+        return "free"
+    placed = standing_at(look.groups) is not None
+    if standing.kind == "waits" and placed:
+        return "shown"
+    if standing.kind == "unknown" and placed:
+        return "seems"
+    # a `wait` that its table does not show is of something else, or of its device
+    if (standing.kind == "waits" and standing.operation != "wait") or standing.operation == BACKWARD:
+        return "seems"
+    return "free"

@@ -1,0 +1,335 @@
+"""The verdict of a job that stood still to its end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...core.events import RankLook, WorkerExit
+from ...core.settings import OnHang
+from ...core.text import ranks_text
+from ..facts.facts import RankFacts, RunFacts
+from ..report.model import Concurrent, Verdict
+from .hang_finding import did_not_come, find_hang
+from .hang_groups import Shown, find_by_groups
+from .hang_model import BACKWARD, HangFinding, Standing, computes, standing_at
+from .words import (
+    cascade_of,
+    device_of,
+    doing,
+    first_line,
+    hid_a_peer_failure,
+    own_error,
+    was_aborted,
+    was_aborted_at_exit,
+)
+
+_T = TypeVar("_T")
+
+
+def hang_verdict(facts: RunFacts, attempt: int | None = None) -> Verdict | None:
+    """None if no rank had stalled, if one has moved since, or if what the others waited for has told its own reason.
+
+    `attempt`: by default the last one; one before it has not gone well.
+    """
+    ranks = facts.of_attempt(facts.last_attempt if attempt is None else attempt)
+    looks = last_looks(ranks)
+    if (
+        not looks
+        or (attempt in (None, facts.last_attempt) and _job_went_well(facts))
+        or any(_moved_since(rank, looks[rank.rank]) for rank in ranks if rank.rank in looks)
+    ):
+        return None
+    early = {rank.rank: rank.exit for rank in ranks if rank.exit is not None and _ended_before(rank.exit, looks)}
+    found = find_hang(list(looks.values()), early, len(ranks))
+    if found is None:
+        return None
+    absent = {found.rank, *found.others}
+    if found.cause == "does not end" and any(_has_ended(rank) for rank in ranks if rank.rank in absent):
+        return None
+    if any(_says_why(rank, waited=rank.rank not in absent) for rank in ranks if rank.rank not in early):
+        return None
+    return verdict_of(facts, found, ranks, looks)
+
+
+def last_looks(ranks: list[RankFacts]) -> dict[int, RankLook]:
+    """rank -> where it stood when the ranks were asked for the last time."""
+    number = max((look.number for rank in ranks for look in rank.looks), default=0)
+    return {rank.rank: look for rank in ranks for look in rank.looks if look.number == number}
+
+
+def _job_went_well(facts: RunFacts) -> bool:
+    return all(node.bye is not None and node.bye.outcome == "ok" for node in facts.nodes.values())
+
+
+def _moved_since(rank: RankFacts, look: RankLook) -> bool:
+    """Whether a rank has gone on after it was asked. How it was ended says nothing of that."""
+    where = rank.exit.where if rank.exit is not None else None
+    if where is None:
+        return False
+    before = look.where
+    return (where.step, where.batch, where.seq) != (before.step, before.batch, before.seq)
+
+
+def _ended_before(exit_: WorkerExit, looks: dict[int, RankLook]) -> bool:
+    """A rank that was not asked had ended by then."""
+    return exit_.where.rank not in looks and exit_.by == "itself"
+
+
+def _has_ended(rank: RankFacts) -> bool:
+    """Whether a rank that had not ended when it was asked has ended after that, and not by a signal: it was slow."""
+    return rank.exit is not None and rank.exit.code is not None and rank.exit.code >= 0
+
+
+def _says_why(rank: RankFacts, *, waited: bool) -> bool:
+    """Whether a rank ended for a reason of its own, which is then the verdict.
+
+    Of those that waited, the watchdog of NCCL aborts the process, and a group's timeout raises: that is no reason.
+    """
+    error = own_error(rank)
+    if error is not None:
+        return not error.peer_failure
+    if waited and hid_a_peer_failure(rank):
+        return False
+    code = rank.exit.code if rank.exit is not None and rank.exit.by == "itself" else None
+    return code not in (None, 0, -signal.SIGABRT) if waited else code not in (None, 0)
+
+
+def verdict_of(
+    facts: RunFacts, found: HangFinding, ranks: list[RankFacts], looks: dict[int, RankLook], kind: str = "hang"
+) -> Verdict:
+    """What was found, as a verdict. Its place is what the ranks share that did not come, or else all of them."""
+    named = next((rank for rank in ranks if rank.rank == found.rank), None)
+    absent = {found.rank, *found.others} - {None}
+    meant = [rank for rank in ranks if rank.rank in absent] if absent else ranks
+    stood = [at for rank in meant if (at := looks.get(rank.rank) or rank.exit) is not None]
+    module, cls = _common((at.module, at.cls) for at in stood) or (None, None)
+    batch = _common(at.where.batch for at in stood)
+    return Verdict(
+        kind=kind,
+        statement=found.statement,
+        certainty=found.certainty,
+        rank=found.rank,
+        host=(facts.host(named) or None) if named is not None else None,
+        device=device_of(named) if named is not None else None,
+        module=module,
+        cls=cls,
+        root=_common(at.where.root for at in stood) or None,
+        phase=_common(at.phase for at in stood) or None,
+        attempt=ranks[0].attempt,
+        step=_common(at.where.step for at in stood),
+        batch=batch if batch is not None and batch >= 0 else None,
+        evidence=found.evidence,
+        next=found.next,
+        concurrent=[_concurrent(facts, rank, looks.get(rank.rank)) for rank in ranks if rank.rank in found.others],
+        cascade=cascade_of(facts, ranks[0].attempt, {rank for rank in (found.rank, *found.others) if rank is not None}),
+    )
+
+
+def _common(values: Iterable[_T]) -> _T | None:
+    """What they all are; None where they differ, or there are none."""
+    found = set(values)
+    return found.pop() if len(found) == 1 else None
+
+
+def _concurrent(facts: RunFacts, rank: RankFacts, look: RankLook | None) -> Concurrent:
+    module = look.module if look is not None and look.module is not None else ""
+    return Concurrent(
+        rank.rank, module, look.cls or "" if look is not None else "", None, "", facts.host(rank), "did not come"
+    )
+
+
+# The verdict of a job that ended because its ranks did not meet, before it was seen to stand still.
+#
+# A group's timeout raises on those that came, gloo aborts a rank that is sent another size than it expects, and a rank
+# that leaves takes the connection from those that wait for it. None of these names who was at fault; the ranks' tables
+# of their process groups can.
+
+_IN_BACKWARD = "in _engine_run_backward"
+"""In the traceback of what a backward raised."""
+_TIMED_OUT = ("imed out", "imeout", "failed to pass monitoredBarrier")
+
+
+def ended_verdict(facts: RunFacts) -> Verdict | None:
+    """None if a rank ended for a reason of its own, if a signal ended the job, or if the tables lead to no rank."""
+    nodes = facts.nodes.values()
+    if any(node.signal is not None for node in nodes) or all(
+        node.bye is None or node.bye.outcome == "ok" for node in nodes
+    ):
+        return None
+    ranks = facts.of_attempt(facts.last_attempt)
+    shown = {}
+    reducing = _in_reduction(ranks)
+    for rank in ranks:
+        one = _shown(rank, rank.rank in reducing)
+        if one is None:
+            return None
+        shown[rank.rank] = one
+    messages = [error.message for rank in ranks if (error := own_error(rank)) is not None]
+    timed_out = any(words in message for message in messages for words in _TIMED_OUT)
+    hidden = [rank for rank in ranks if hid_a_peer_failure(rank)]
+    if not messages and not hidden and not any(was_aborted(rank) for rank in ranks):
+        return None
+    waited = "waited until the group's timeout" if timed_out else "waited"
+    world_size = max((len(ranks), *(_world_size(rank) for rank in ranks)))
+    found = find_by_groups(shown, world_size, waited)
+    if found is None and timed_out and len(shown) == world_size:
+        found = _missed_the_reduction(sorted(reducing), shown, waited)
+    if found is None or (found.cause not in ("mismatch", "left early") and not timed_out):
+        return None
+    found.evidence.extend(
+        f"rank {rank.rank} raised {error.error}: {first_line(error.message)}"
+        for rank in ranks
+        if (error := own_error(rank)) is not None
+    )
+    found.evidence.extend(
+        f"rank {rank.rank} left with an exit code after a collective had raised in it" for rank in hidden
+    )
+    found.evidence.extend(f"rank {rank.rank} was aborted by SIGABRT" for rank in ranks if was_aborted(rank))
+    return verdict_of(facts, found, ranks, {}, "hang" if timed_out else "crash")
+
+
+def _missed_the_reduction(waiting: list[int], shown: dict[int, Shown], waited: str) -> HangFinding | None:
+    """Some waited in a backward's reduction, which no table describes, and others were elsewhere and behind."""
+    away = [rank for rank, one in shown.items() if one.kind == "away"]
+    if not waiting or not away or len(waiting) + len(away) < len(shown) or not _are_behind(away, waiting, shown):
+        return None
+    standings = {
+        rank: Standing(
+            rank, "may wait" if rank in waiting else "own", BACKWARD if rank in waiting else "", "", one.what
+        )
+        for rank, one in shown.items()
+    }
+    evidence = [f"{ranks_text([rank])} was {shown[rank].what}" for rank in away] + _counts(shown)
+    return did_not_come(
+        [standings[rank] for rank in away], [standings[rank] for rank in waiting], waited, 0, evidence, stacks=False
+    )
+
+
+def _are_behind(away: list[int], waiting: list[int], shown: dict[int, Shown]) -> bool:
+    """Whether each of these has begun fewer collectives of a group than one that waits, as far as their tables show."""
+    begun = {rank: {(g.name, g.members): g.begun for g in one.groups} for rank, one in shown.items()}
+    most: dict[tuple[str, str], int] = {}
+    for rank in waiting:
+        for group, number in begun[rank].items():
+            most[group] = max(number, most.get(group, 0))
+    return all(any(number < most.get(group, 0) for group, number in begun[rank].items()) for rank in away)
+
+
+def _counts(shown: dict[int, Shown]) -> list[str]:
+    """`collectives begun in group 0: 9 by ranks 0, 2; 8 by rank 1`"""
+    found: dict[str, dict[int, list[int]]] = {}
+    for rank, one in sorted(shown.items()):
+        for group in one.groups:
+            found.setdefault(group.name, {}).setdefault(group.begun, []).append(rank)
+    return [
+        f"collectives begun in group {name}: "
+        + "; ".join(f"{number} by {ranks_text(ranks)}" for number, ranks in sorted(by_number.items(), reverse=True))
+        for name, by_number in found.items()
+        if len(by_number) > 1
+    ]
+
+
+def _in_reduction(ranks: list[RankFacts]) -> set[int]:
+    """The ranks that waited in a backward for the gradients of others: they raised there, or were ended in a backward
+    in which another one has raised. Without one that has raised there, a backward may be all computation."""
+    raised = {
+        rank.rank
+        for rank in ranks
+        if (error := own_error(rank)) is not None and error.peer_failure and _IN_BACKWARD in error.traceback
+    }
+    ended = {rank.rank for rank in ranks if own_error(rank) is None and _was_in_backward(rank)}
+    return raised | ended if raised else set()
+
+
+def _was_in_backward(rank: RankFacts) -> bool:
+    return rank.exit is not None and (rank.exit.by, rank.exit.phase) == ("torchrun", "backward")
+
+
+def _shown(rank: RankFacts, reduces: bool) -> Shown | None:
+    """None for a rank that ended for a reason of its own, or whose end is not known."""
+    exit_, error = rank.exit, own_error(rank)
+    if exit_ is None or exit_.code is None:
+        return None
+    if error is not None and not error.peer_failure:
+        return None
+    if error is not None or hid_a_peer_failure(rank):
+        placed = standing_at(exit_.groups, failed=True) is not None
+        what = f"in {BACKWARD}" if reduces else doing(exit_)
+        return Shown(exit_.groups, "waits" if placed else "may wait", what, failed=True)
+    if exit_.by == "itself" and (exit_.code == 0 or was_aborted_at_exit(rank)):
+        return Shown(exit_.groups, "left")
+    placed = standing_at(exit_.groups) is not None
+    if exit_.by == "itself" and not (exit_.code == -signal.SIGABRT and placed):
+        return None
+    if not placed and reduces:
+        return Shown(exit_.groups, "may wait", f"in {BACKWARD}")
+    return Shown(exit_.groups, "waits" if placed else "away", doing(exit_))
+
+
+def _world_size(rank: RankFacts) -> int:
+    return rank.state.world_size if rank.state is not None else 0
+
+
+# Whether the ranks of a job that stands still are ended for it now, and what the user is told of that. Pure.
+
+PATIENCE_TIMES = 4.0
+"""So many times the limit, where a job may come to its end by itself, though nothing says so."""
+_NEARLY = 0.9
+"""Ranks that stand still together have not begun to at the same moment."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What follows from a finding."""
+
+    now: bool
+    """The ranks are ended."""
+    text: str
+    """`ending the ranks`, or why they are not, and what to do to have them ended."""
+
+
+def ending_of(found: HangFinding, looks: Sequence[RankLook], on_hang: OnHang, limit_s: float) -> Ending:
+    """`limit_s` is the limit that the first rank has passed."""
+    if on_hang == "report":
+        return Ending(False, "the job is left as it is; to have it ended: --on-hang abort")
+    return _abort(found, looks, limit_s) if on_hang == "abort" else _auto(found, looks, limit_s)
+
+
+def _auto(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Ending:
+    """Only what cannot go on is ended."""
+    outlook = found.outlook
+    if outlook.kind == "may go on":
+        who = ranks_text(outlook.free) if outlook.free else "a rank that was not seen"
+        return Ending(
+            False,
+            f"the job is left as it is, as {who} may still go on; the timeouts of its process groups hold; to have it "
+            "ended all the same: --on-hang abort",
+        )
+    if outlook.kind == "all wait" and not _have_rested(looks, PATIENCE_TIMES * limit_s):
+        return Ending(False, f"if no rank moves, the job is ended after {PATIENCE_TIMES * limit_s:.0f} s")
+    return _END
+
+
+def _abort(found: HangFinding, looks: Sequence[RankLook], limit_s: float) -> Ending:
+    """All is ended where the others wait for a rank; a rank that computes may come to its end."""
+    if not found.may_end:
+        return Ending(False, "the job is left as it is, as no rank is seen to wait for another")
+    absent = {found.rank, *found.others}
+    patience_s = PATIENCE_TIMES * limit_s
+    working = [look for look in looks if look.where.rank in absent and computes(look)]
+    early = [look for look in working if not _have_rested([look], patience_s)]
+    if not early:
+        return _END
+    verb = "computes" if len(early) == 1 else "compute"
+    who = ranks_text(sorted(look.where.rank for look in early))
+    return Ending(False, f"the job is left as it is, as {who} {verb}; after {patience_s:.0f} s it is ended")
+
+
+def _have_rested(looks: Sequence[RankLook], seconds: float) -> bool:
+    return all(look.still_s >= _NEARLY * seconds for look in looks)
+
+
+_END = Ending(True, "ending the ranks")

@@ -1,0 +1,315 @@
+"""Why a verdict about an overflow is what it is, and how sure it is."""
+
+from __future__ import annotations
+
+import math
+
+from ...core.frames import format_number, module_text
+from ...core.judge import first_alarm, first_expected_gradient
+from ...core.lone_process import rank_name
+from ...core.roles import RoleKind, parse_role
+from ..facts.diagnosis import LocalDiagnosis, Order, reason
+from ..facts.facts import RunFacts
+from ..facts.kept_pages import KeptPage
+from ..report.rank_words import ranks_text
+from .clean_verdict import doubts_about, was_not_watched
+from .overflow_advice import wild_line
+from .overflow_words import is_alike
+from .replicas import WILD, OddWeight, WildWeight, page_of, peers, run_the_same_model
+from .words import found_text, place_of
+
+_MAX_LINES = 8
+
+
+def evidence_of(
+    facts: RunFacts,
+    first: LocalDiagnosis,
+    diagnoses: list[LocalDiagnosis],
+    order: Order,
+    concurrent: list[LocalDiagnosis],
+    odd: OddWeight | None,
+    wild: WildWeight | None,
+) -> tuple[str, list[str]]:
+    """(certainty, lines) of a verdict that names a rank."""
+    lines = [*_of_itself(first), *first.notes, *_of_mask(first), *_of_weight(first, odd)]
+    doubts: list[str] = []
+    if (
+        first.source in ("carried", "unread")
+        or not first.sure
+        or (odd is not None and odd.agreed_in is None and _made(first))
+    ):
+        doubts.append("")
+    if not first.from_page:
+        doubts.append(
+            f"the frames of batch {first.batch} of {rank_name(first.rank)} were not received, or not all of their names"
+        )
+    doubts += doubts_about(facts.one(first.attempt, first.rank))
+    doubts += _of_compiled(facts, first)
+    doubts += of_concurrent(first, concurrent, number_of_ranks(facts, first.attempt))
+    doubts += _of_unwatched(facts, first)
+    doubts += _unsettled(facts, first, diagnoses)
+    if first.source == "outside" and first.phase == "backward":
+        doubts += _of_stages(facts, first)
+    later = [other for other in diagnoses if order.before(first, other)]
+    for diagnosis in later[:_MAX_LINES]:
+        when = f"batch {diagnosis.batch}, {place_of(diagnosis)}{reason(first, diagnosis)}"
+        lines.append(f"{rank_name(diagnosis.rank)} first saw one later: {when}")
+    if later and first.seq < 0:
+        doubts.append("the ranks had no process group, so their batches alone put them in order")
+    known = {first.rank, *(other.rank for other in concurrent), *(other.rank for other in later)}
+    others = [other for other in diagnoses if other.rank not in known]
+    lines += _of_silent_groups(order) if others or concurrent else []
+    for diagnosis in others[:_MAX_LINES]:
+        lines.append(
+            f"{rank_name(diagnosis.rank)} met {found_text(diagnosis)}, batch {diagnosis.batch}: "
+            f"{_HANDED[diagnosis.source]}"
+        )
+    lines += _of_clean(facts, first)
+    lines += _of_inputs(facts, first)
+    if wild is not None:
+        doubts.append(wild_line(wild))
+    return ("supported" if doubts else "established"), [*lines, *filter(None, doubts)]
+
+
+def _of_unwatched(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """A line about ranks that nobody looked at: one of them may have been earlier."""
+    found = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank and was_not_watched(rank)]
+    if not found:
+        return []
+    was, it = ("was", "it") if len(found) == 1 else ("were", "one of them")
+    return [f"{ranks_text(found)} {was} not watched: {it} may have been first"]
+
+
+def _of_silent_groups(order: Order) -> list[str]:
+    silent = order.silent_groups()
+    if not silent:
+        return []
+    several = f"groups {', '.join(silent)} count" if len(silent) > 1 else f"group {silent[0]} counts"
+    return [f"process {several} no collectives, or not those alone: no ranks were put in order by that"]
+
+
+def _of_inputs(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """What the batch can be found again by."""
+    recorded = facts.one(first.attempt, first.rank).batch_inputs
+    batch = next((found for found in recorded if found.where.batch == first.batch), None)
+    if batch is None:
+        return []
+    digests = ", ".join(f"{role} {digest}" for role, digest in batch.digests.items())
+    return [f"{rank_name(first.rank)} was handed in batch {first.batch} (blake2b of the bytes, 8 long): {digests}"]
+
+
+def is_compiled(facts: RunFacts, first: LocalDiagnosis) -> bool:
+    """Whether compiled code runs in the named module that no frame shows: what is in there may be the maker."""
+    rank = facts.one(first.attempt, first.rank)
+    return first.is_origin and any(
+        (hidden.module, hidden.cls) == (first.module, first.cls) for hidden in rank.not_looked_into
+    )
+
+
+def _of_compiled(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    unseen = facts.one(first.attempt, first.rank).compiled_unseen
+    doubts = [each.text for each in unseen] if first.phase == "backward" else []
+    if is_compiled(facts, first):
+        doubts.append(
+            f"inside of {place_of(first)}, compiled code was not looked into: a module in there can have made it"
+        )
+    return doubts
+
+
+_EXCLUDED = "what else autograd's graph shows to have used that tensor cannot have made it"
+_HANDED = {
+    "made": "it was made there, later",
+    "outside": "it was handed that from outside of its model",
+    "weight": "nobody saw it become bad",
+    "unread": "its weights were not looked at",
+    "changed": "a weight was changed there outside of forward, backward and step",
+    "skipped": "that batch was skipped",
+    "reduced": "it came out of a reduction over the ranks",
+    "received": "collectives ran there, so another rank can have sent it",
+    "carried": "its maker was not seen",
+    "left": "it was in a gradient before that backward began",
+}
+
+
+def _of_itself(first: LocalDiagnosis) -> list[str]:
+    where = f"{rank_name(first.rank)}, batch {first.batch}, frame {first.frame}"
+    seen = module_text(first.at[0], first.at[1])
+    if first.source == "carried":
+        return [f"{where}: {place_of(first)} was handed a non-finite value; its maker was not seen"]
+    if first.source == "unread":
+        return [
+            f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; "
+            "whether its weights were, nobody has looked"
+        ]
+    if first.source == "left":
+        return [
+            f"{where}: {first.role} of {seen} was not finite before that backward began: what was in .grad when the "
+            "module was first called was still there when it began"
+        ]
+    if first.phase == "forward" and first.is_origin:
+        if first.between is not None or first.own_code:
+            return [f"{where}: no module call before it returned a non-finite value"]
+        if first.mask:
+            return [
+                f"{where}: weights and inputs of {place_of(first)} were finite but for a -inf, its {first.role} was not"
+            ]
+        if not first.weights_read:
+            since = f"after step {first.step}" if first.step else "before the first step"
+            return [
+                f"{where}: inputs of {place_of(first)} were finite, its {first.role} was not; its weights were finite "
+                f"when they were last read, and not looked at since ({since})"
+            ]
+        return [f"{where}: inputs and weights of {place_of(first)} were finite, its {first.role} was not"]
+    if first.phase == "backward":
+        line = f"{where}: {first.at[2]} of {seen} is the first gradient that was not finite"
+        if first.source == "outside":
+            return [line, f"the model returned what {seen} had returned: its gradient comes from outside of the model"]
+        if first.between is not None:
+            if first.between[0]:
+                line += f"; that of `{first.between[0]}` was finite before"
+            return [line]
+        if first.role == first.at[2]:
+            return [line, f"the gradient of what {seen} returned was finite"]
+        if first.excluded:
+            others = "; ".join(first.excluded[:_MAX_LINES])
+            return [line, f"the gradient of what {place_of(first)} returned was finite; {_EXCLUDED}: {others}"]
+        if first.own_code:
+            return [line, f"{place_of(first)} was handed that tensor, and the gradient of its own output was finite"]
+        return [line, f"{place_of(first)} alone used that tensor, and the gradient of its own output was finite"]
+    if first.phase == "optimizer" and parse_role(first.at[2]).kind is RoleKind.STATE:
+        return [f"{where}: {first.at[2]} of {seen} was not finite after the step"]
+    if first.phase == "optimizer":
+        return [f"{where}: the weight and its gradient were finite before the step, the weight was not after it"]
+    return []
+
+
+def _of_mask(first: LocalDiagnosis) -> list[str]:
+    if first.turned is None or first.mask:
+        return []
+    return [f"-inf alone is expected in masks; {module_text(*first.turned)} turned it into nan"]
+
+
+def _made(first: LocalDiagnosis) -> bool:
+    """Whether the first non-finite row was an output, also where a weight that differs is blamed for it."""
+    return parse_role(first.at[2]).kind is RoleKind.OUTPUT
+
+
+def _of_weight(first: LocalDiagnosis, odd: OddWeight | None) -> list[str]:
+    if odd is None:
+        return []
+    mine = "not finite" if not odd.row.finite else f"abs max {format_number(odd.row.abs_max).strip()}"
+    return [
+        f"this rank's copy of the weight differs from that of {ranks_text(odd.ranks)}: {odd.row.role} of "
+        f"{place_of(first)} is {mine}, theirs has abs max {format_number(odd.others.abs_max).strip()}",
+        f"{odd.compared} other weight{'s' if odd.compared != 1 else ''} of that step agree"
+        f"{'s' if odd.compared == 1 else ''} between the ranks",
+        f"the copies agreed in batch {odd.agreed_in}, so one of them has changed on its own since"
+        if odd.agreed_in is not None
+        else "no earlier batch was received, so it is not known since when they differ",
+        *_of_step(odd),
+    ]
+
+
+def _of_step(odd: OddWeight) -> list[str]:
+    """What is known of the last step of a weight that differs."""
+    if odd.changed:
+        return ["it is another one than its last step has left, on this rank alone"]
+    if odd.gradient is None:
+        return []
+    size = format_number(odd.gradient).strip() if math.isfinite(odd.gradient) else "not finite"
+    made = "no step makes that number of it" if odd.untrained else "a step on this rank alone can have made it"
+    return [f"its gradient in the batch before: abs max {size}; {made}"]
+
+
+def large_weight(page: KeptPage, until: int) -> tuple[str, str] | None:
+    """(place, abs max) of the largest finite weight in the frames up to `until`; None if all are of ordinary size."""
+    rows = [(frame, row) for frame in page.frames if frame.index <= until for row in frame.weights]
+    known = [(row.abs_max, frame, row) for frame, row in rows if row.abs_max is not None and math.isfinite(row.abs_max)]
+    if not known:
+        return None
+    size, frame, row = max(known, key=lambda entry: entry[0])
+    if size < WILD:
+        return None
+    return f"{row.role} of {module_text(frame.module, frame.cls)}", format_number(size).strip()
+
+
+def number_of_ranks(facts: RunFacts, attempt: int) -> int:
+    """How many ranks an attempt has: those that were heard, and those that the nodes have announced."""
+    return max(facts.announced_ranks, len(facts.of_attempt(attempt)))
+
+
+def of_concurrent(first: LocalDiagnosis, concurrent: list[LocalDiagnosis], ranks: int = 0) -> list[str]:
+    """A line about origins that nothing puts in order. `ranks` is how many ranks there are in all."""
+    if not concurrent:
+        return []
+    lines = [
+        f"{ranks_text([other.rank for other in concurrent])}: an origin of its own in the same stretch between two "
+        "collectives; nothing puts them in order"
+    ]
+    apart = [other for other in concurrent if is_alike(first, other) and other.batch != first.batch]
+    lines += [
+        f"{rank_name(other.rank)} numbers that batch {other.batch}: it has run other batches alone, or left some out"
+        for other in apart[:_MAX_LINES]
+    ]
+    if all(is_alike(first, other) for other in concurrent) and len(concurrent) + 1 == ranks:
+        lines.append("all ranks met the same value in the same place: look at what they share, and not at one rank")
+    return lines
+
+
+def _of_stages(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """Where ranks run different models, a gradient from outside of the model may come from the next stage."""
+    mine = page_of(facts, first)
+    others = [rank.rank for rank in facts.of_attempt(first.attempt) if rank.rank != first.rank]
+    same = [number for number, page in peers(facts, first).items() if run_the_same_model(mine, page)]
+    if len(same) == len(others):
+        return []
+    return ["it is not known whether the other ranks run the same model: another stage may have sent that gradient"]
+
+
+def missing_ranks(facts: RunFacts, attempt: int) -> list[str]:
+    """Lines about nodes and ranks that were never heard."""
+    reasons: list[str] = []
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    expected_nodes = max((hello.min_nodes for hello in hellos), default=1)
+    missing = facts.announced_ranks - len(facts.of_attempt(attempt))
+    if len(hellos) < expected_nodes:
+        reasons.append(f"{expected_nodes - len(hellos)} of {expected_nodes} nodes were never heard")
+    if missing > 0:
+        reasons.append(f"{missing} ranks were never heard")
+    return reasons
+
+
+def _unsettled(facts: RunFacts, first: LocalDiagnosis, diagnoses: list[LocalDiagnosis]) -> list[str]:
+    """Reasons why another rank may have been first; empty if none can have been."""
+    reasons = missing_ranks(facts, first.attempt)
+    ranks = facts.of_attempt(first.attempt)
+    heard = {diagnosis.rank for diagnosis in diagnoses} | set(clean_peers(facts, first))
+    # What a rank was handed could have been handed to all. There only a clean page of the same point clears a peer.
+    if first.source not in ("weight", "unread", "carried"):
+        heard |= {rank.rank for rank in ranks if rank.exit is not None}
+    unheard = [rank.rank for rank in ranks if rank.rank not in heard]
+    if unheard:
+        reasons.append(f"{ranks_text(unheard)}: no frames of that step were received, so the same may be true there")
+    return reasons
+
+
+def _of_clean(facts: RunFacts, first: LocalDiagnosis) -> list[str]:
+    """Lines about the ranks that were finite at the same point. A rank's own number of the batch may differ."""
+    clean, pages = clean_peers(facts, first), peers(facts, first)
+    same = [number for number in clean if pages[number].batch == first.batch]
+    lines = [f"{ranks_text(same)}: every frame received of that batch was finite"] if same else []
+    apart = [number for number in clean if number not in same][:_MAX_LINES]
+    return lines + [
+        f"rank {number}: every frame received of its batch {pages[number].batch}, of the same step, was finite"
+        for number in apart
+    ]
+
+
+def clean_peers(facts: RunFacts, first: LocalDiagnosis) -> list[int]:
+    """The ranks whose page of the same point holds no alarm and no non-finite gradient for a GradScaler."""
+    return [number for number, page in peers(facts, first).items() if _is_clean(page)]
+
+
+def _is_clean(page: KeptPage) -> bool:
+    frames = sorted(page.suspicious_frames, key=lambda frame: frame.index)
+    return page.num_frames > 0 and first_alarm(frames) is None and first_expected_gradient(frames) is None

@@ -1,0 +1,274 @@
+"""From which rank a value came that one was handed: what the ranks say of what they passed to each other. Pure.
+
+A rank tells of each tensor that went into a collective or a message, or came out of it, and was not finite
+(core.records.Passed). A row of a frame is matched with what came out last before it: the same step, dtype, number of
+elements and kind of value. From there the edge is followed to who put it in, and on from rank to rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...core.events import Passed
+from ...core.frames import Frame
+from ...core.recorder.group_table import members_of
+from ...core.roles import RoleKind, parse_role
+from ...core.values import DTYPE_MAX
+from ..facts.calls import begun
+from ..facts.diagnosis import LocalDiagnosis
+from ..facts.facts import RankFacts, RunFacts
+from ..facts.kept_pages import KeptPage
+from ..report.rank_words import ranks_text
+from .replicas import page_of, run_the_same_model
+
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+_MOST_HOPS = 64
+_HANDED = ("outside", "received", "carried")
+
+
+@dataclass(frozen=True)
+class Fed:
+    """How a value came to the rank of a diagnosis."""
+
+    ways: tuple[Passed, ...]
+    """What came out, on each rank on the way; the last one first."""
+    put: Passed | None
+    """What the first rank put in; None: all ranks put finite numbers in, and the sum of these was not."""
+    summands: tuple[Passed, ...] = ()
+    """What each rank tells of that sum."""
+
+    @property
+    def rank(self) -> int | None:
+        """Who put it in; None: nobody, the sum overflowed."""
+        return self.put.where.rank if self.put is not None else None
+
+
+class Passages:
+    """What the ranks of an attempt tell of what they passed to each other, found by operation."""
+
+    def __init__(self, facts: RunFacts, attempt: int) -> None:
+        self._ranks = {rank.rank: rank for rank in facts.of_attempt(attempt)}
+        self._told: defaultdict[tuple[object, ...], list[Passed]] = defaultdict(list)
+        for rank in self._ranks.values():
+            for one in rank.passed:
+                self._told[_key(one)].append(one)
+
+    def fed_by(self, diagnosis: LocalDiagnosis) -> Fed | None:
+        """How the value of a diagnosis came to its rank; None if it came by no way that was seen."""
+        rank = self._ranks.get(diagnosis.rank)  # a process that is no rank shares no group
+        if rank is None or diagnosis.source not in _HANDED or diagnosis.shape is None:
+            return None
+        elements = math.prod(diagnosis.shape)
+        if elements < 2:  # a metric that is reduced looks the same
+            return None
+        came = [
+            one
+            for one in _came_out(rank, diagnosis.step, diagnosis.seq)
+            if (one.value, one.dtype, one.elements) == (diagnosis.value, diagnosis.dtype, elements)
+        ] or _reduced(rank, diagnosis, elements)
+        return self._follow(came[-1]) if came else None
+
+    def put_into_sum(self, diagnosis: LocalDiagnosis) -> Passed | None:
+        """What one rank put into the sum of the gradients in which that of a diagnosis was; None if that is not known.
+
+        Every other rank has put finite numbers into that sum.
+        """
+        rank = self._ranks.get(diagnosis.rank)
+        if rank is None or diagnosis.shape is None:
+            return None
+        for came in _reduced(rank, diagnosis, math.prod(diagnosis.shape))[::-1]:
+            told = self._of(came)
+            put = {one.where.rank: one for one in told if not one.came_out}
+            finite = {one.where.rank for one in told if one.came_out and one.given == "finite"}
+            if len(put) == 1 and finite | put.keys() == set(_members(came)):
+                return next(iter(put.values()))
+        return None
+
+    def _follow(self, came: Passed) -> Fed | None:
+        ways: list[Passed] = []
+        while came not in ways and len(ways) < _MOST_HOPS:
+            ways.append(came)
+            told = self._of(came)
+            given = [one for one in told if not one.came_out]
+            if not given and came.operation in _REDUCTIONS:
+                summands = [one for one in told if one.given == "finite"]
+                return Fed(tuple(ways), None, tuple(summands)) if _all_of(came, summands) else None
+            put = given[0] if given else None
+            if put is None or any(one.given == "not finite" and one.where.rank != put.where.rank for one in told):
+                return None  # several did, or it is not known who
+            before = _came_out(self._ranks[put.where.rank], put.where.step, put.where.seq)
+            before = [one for one in before if one.value == put.value and one != came and _is_same_tensor(one, put)]
+            if not before:
+                return Fed(tuple(ways), put)
+            came = before[-1]
+        return None
+
+    def _of(self, came: Passed) -> list[Passed]:
+        """What all ranks tell of the operation out of which something came."""
+        if came.operation == "recv":
+            return self._told.get(("send", came.group, came.number, came.tag, came.peer, came.where.rank), [])
+        # a group of another mesh may have the same name, and no member in common
+        members = set(_members(came))
+        return [one for one in self._told.get(_key(came), []) if one.where.rank in members]
+
+
+def _key(one: Passed) -> tuple[object, ...]:
+    if one.operation == "send":
+        return one.operation, one.group, one.number, one.tag, one.where.rank, one.peer
+    return one.operation, one.group, one.number
+
+
+def _members(one: Passed) -> list[int]:
+    return members_of(one.members, most=1 << 16)
+
+
+def _came_out(rank: RankFacts, step: int, seq: int) -> list[Passed]:
+    """What came out on a rank in a step, up to a place; the earliest first."""
+    found = [one for one in rank.passed if one.came_out and one.where.step == step and one.where.seq <= seq]
+    return sorted(found, key=lambda one: (one.where.seq, one.where.time_ns))
+
+
+def _reduced(rank: RankFacts, diagnosis: LocalDiagnosis, elements: int) -> list[Passed]:
+    """What came out of reductions that a gradient can have been a part of, in whatever dtype they were reduced."""
+    if parse_role(diagnosis.role).kind is not RoleKind.GRAD_WEIGHT:
+        return []
+    return [
+        one
+        for one in _came_out(rank, diagnosis.step, diagnosis.seq)
+        if one.operation in _REDUCTIONS and one.value == diagnosis.value and _elements_of(one) >= max(2, elements)
+    ]
+
+
+def _elements_of(one: Passed) -> int:
+    """Of all ranks together: the gradient of a sharded weight has the shape of the whole."""
+    return one.elements * (len(_members(one)) if one.operation == "reduce_scatter" else 1)
+
+
+def _is_same_tensor(came: Passed, put: Passed) -> bool:
+    """Whether what a rank was handed can be what it passed on. The same operation's own output is not."""
+    if (came.operation, came.group, came.number) == (put.operation, put.group, put.number):
+        return False
+    return (came.dtype, came.elements) == (put.dtype, put.elements)
+
+
+def _all_of(came: Passed, summands: list[Passed]) -> bool:
+    """Whether each rank's own was finite, and so large that the sum of all can have overflowed. A sum is never nan."""
+    members = _members(came)
+    sizes = {one.where.rank: one.given_max or 0.0 for one in summands}
+    limit = DTYPE_MAX.get(came.dtype)
+    return (
+        came.value != "nan" and limit is not None and set(sizes) == set(members) and sum(sizes.values()) > limit * 0.999
+    )
+
+
+def way_text(one: Passed) -> str:
+    """`all_reduce 7 of process group 0`, `message 3 from rank 0 to rank 1`."""
+    if one.operation == "send":
+        return f"message {one.number} from rank {one.where.rank} to rank {one.peer}"
+    if one.operation == "recv":
+        return f"message {one.number} from rank {one.peer} to rank {one.where.rank}"
+    return f"{one.operation} {one.number} of process group {one.group} ({ranks_text(_members(one))})"
+
+
+def fed_lines(fed: Fed) -> list[str]:
+    """The way, from who put it in to who met it."""
+    lines = []
+    if fed.put is not None:
+        lines.append(f"rank {fed.put.where.rank} put {fed.put.value} into {way_text(fed.put)}")
+    lines += [
+        f"rank {one.where.rank}: {one.value} came out of {way_text(one)}, {one.elements} elements of {one.dtype}"
+        for one in fed.ways[::-1]
+    ]
+    for one in fed.summands[:8]:
+        lines.append(f"rank {one.where.rank} put in finite numbers, abs max {one.given_max or 0.0:.2e}")
+    return lines
+
+
+# What a value may have come by that a model was handed, or its backward. Pure.
+#
+# A rank that was fed a nan has made it itself only if nothing has passed between the last finite value that was seen of
+# that rank and the place: no collective, send or receive, and no call of another model.
+#
+# rank 1, batch 4: step, 40 collectives     batch 5: input[0] of `Second`, 40 collectives      the rank's own
+# rank 1, batch 4: step, 40 collectives     batch 5: input[0] of `Second`, 41 collectives      a recv, or a collective
+
+_MOST_EARLIER = 4
+"""Pages that are looked at for the last number of collectives before a call."""
+
+
+def as_passed(facts: RunFacts, found: LocalDiagnosis) -> LocalDiagnosis:
+    """The diagnosis of a value from outside of a model, less sure if it may have been passed on.
+
+    It is `received` if ranks may have passed it on that run other models: those hand each other what they compute.
+    """
+    page = page_of(facts, found) if found.source == "outside" else None
+    frame = next((each for each in page.frames if each.index == found.frame), None) if page is not None else None
+    if page is None or frame is None:
+        return found
+    is_backward = frame.phase == "backward"
+    last = _last_in(page, frame) if is_backward else _last_before(facts, page, frame)
+    now = frame.seq if is_backward else begun(frame)
+    notes: list[str] = []
+    if now > max(last, 0):
+        when = "the forward's end" if is_backward else "what it did before" if last >= 0 else "its start"
+        notes.append(
+            f"{now - max(last, 0)} collectives, sends or receives were issued by rank {found.rank} between {when} and "
+            "that: one can have brought it from another rank"
+        )
+    others = sorted({f"`{other.root}`" for other in _other_models(facts, page, is_backward=is_backward)})
+    if others:
+        notes.append(f"{', '.join(others)} was called in between, too: it can have been made of what that returned")
+    if not notes:
+        return found
+    if now > max(last, 0) and (_are_stages(facts, page) or _may_have_received_it(facts, found)):
+        return replace(found, source="received", phase="collective", notes=(*found.notes, *notes))
+    return replace(found, sure=False, passed=True, notes=(*found.notes, *notes))
+
+
+def _may_have_received_it(facts: RunFacts, found: LocalDiagnosis) -> bool:
+    """Whether the rank gets messages of others, and nobody looks at what is in them."""
+    state = facts.one(found.attempt, found.rank).state
+    return state is not None and state.passed_unseen and any(found.received.values())
+
+
+def _last_in(page: KeptPage, frame: Frame) -> int:
+    """The collectives issued at the last frame before this one in its page; -1 if none is known."""
+    return max((other.seq for other in page.frames if other.index < frame.index), default=-1)
+
+
+def _last_before(facts: RunFacts, page: KeptPage, frame: Frame) -> int:
+    """The collectives issued at the last frame that any model of the rank has before this call; -1 if none is known."""
+    pages = facts.one(page.attempt, page.rank).pages
+    earlier = sorted((number for number in pages if number < page.number), reverse=True)[:_MOST_EARLIER]
+    now = begun(frame)
+    return max((each.seq for number in earlier for each in pages[number].frames if 0 <= each.seq <= now), default=-1)
+
+
+def _other_models(facts: RunFacts, page: KeptPage, *, is_backward: bool) -> Iterator[KeptPage]:
+    """The pages of other models' calls in the same step before a forward, or after it for its backward.
+
+    A loss that is a module is none: what it returns is a scalar.
+    """
+    for other in facts.one(page.attempt, page.rank).pages.of_step(page.step):
+        apart = other.root != page.root and (other.number > page.number) == is_backward
+        if apart and any(_is_tensor(row.shape) for frame in other.frames if not frame.module for row in frame.outputs):
+            yield other
+
+
+def _is_tensor(shape: Sequence[int] | None) -> bool:
+    return shape is None or len(shape) > 0
+
+
+def _are_stages(facts: RunFacts, page: KeptPage) -> bool:
+    """Whether another rank is known to run another model than this page's."""
+    for rank in facts.of_attempt(page.attempt):
+        last = max((number for number in rank.pages), default=None)
+        if rank.rank == page.rank or last is None:
+            continue
+        same = [found for found in rank.pages.values() if found.root == page.root]
+        if not same or not run_the_same_model(page, max(same, key=lambda found: found.number)):
+            return True
+    return False

@@ -1,1 +1,0 @@
-"""One rank's diagnosis: where its first non-finite value came from, from its own page alone. Pure."""

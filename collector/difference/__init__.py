@@ -1,1 +1,0 @@
-"""Where the numbers of two runs, two ranks or two batches first differ (`gpuwatch diff`)."""

@@ -1,0 +1,549 @@
+"""Which module made a non-finite gradient, from one rank's page.
+
+The gradient of an output is made by the backward of its users. The frames of the forward show which calls were handed
+that tensor. If one call was, and nothing else can have used the tensor, that call's backward made the gradient. Code
+between calls may have used it if that code made a tensor of its own afterwards; so may the loss, if the model returned
+the tensor.
+
+    h = self.enter(x); y = self.root(h); return self.leave(y)     the gradient of h: made by the backward of `root`
+    h = self.enter(x); return self.leave(self.root(h).sqrt())     of what `root` returned: `leave` or this module's code
+    h = self.enter(x); return self.leave(h + self.root(h))        of h: made by `root`, most likely: own code had to use
+                                                                  what `root` returned, and may have used h as well
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ...core.events import Anomaly, GraphNode, split_label
+from ...core.frames import Frame, Page, Row
+from ...core.roles import RoleKind
+from ...core.values import DTYPE_MAX
+from .calls import Calls, Users, users_inside, users_of
+from .diagnosis import LocalDiagnosis, Source, diagnosis_of_row, left_before
+
+# Which calls' operations can have made a bad gradient, from autograd's graph and the gradients above it.
+#
+# The gradients of what modules returned are known: the bad one is the first of its page. An operation whose backward
+# was handed a finite gradient and only passes gradients on has made nothing. What is left, call by call, can have:
+#
+# x + f(norm(x))                 of x: `norm`. AddBackward0 passed on the gradient of what the block returned
+# norm(x + f(x))                 of what f returned: `norm`. AddBackward0 passed on what it was handed
+# h = x + f(norm(x)); h + g(h)   of x: `norm`. The first sum handed the same gradient to f, and f's was finite
+# x * norm(x)                    of x: `norm`, if it is nan: a product with finite numbers makes none of a finite one
+# x * exp(norm(x))               of x: `norm` or the block's own code
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Operations of one call that can have made it."""
+
+    module: str
+    call: int
+    """-1: of no call. They are the script's own."""
+    ops: tuple[str, ...]
+    opaque: bool
+    """One of them is a torch.autograd.Function, in whose forward modules may have been called."""
+
+
+@dataclass(frozen=True)
+class Makers:
+    """What can have made a bad gradient, and what cannot have."""
+
+    makers: tuple[Maker, ...]
+    passed: tuple[GraphNode, ...]
+    """Operations that have used the tensor, and that only passed on a finite gradient."""
+
+
+def makers_of(
+    graph: Sequence[GraphNode], finite: Callable[[str, int], bool], returned_finite: Callable[[str], bool] | None = None
+) -> Makers | None:
+    """What can have made the gradient that the first node was handed; None if that is not known.
+
+    `finite(module, outputs)`: whether the gradients of all that the module returned were seen, at least so many of
+    them, and were finite. `returned_finite(module)`: whether all that it returned is known to be finite, asked where
+    the gradient is nan alone.
+    """
+    outputs: dict[str, int] = {}
+    for node in graph[1:]:
+        if node.output:
+            outputs[node.module] = outputs.get(node.module, 0) + 1
+    if not graph or not all(finite(module, number) for module, number in outputs.items()):
+        return None
+    able: dict[tuple[str, int], list[GraphNode]] = {}
+    passed: list[GraphNode] = []
+    reached: set[int] = set()
+    left = list(graph[0].users)
+    while left:
+        position = left.pop()
+        if position in reached or not 0 < position < len(graph):
+            continue
+        reached.add(position)
+        node = graph[position]
+        passes = node.passes or _makes_no_nan(node, returned_finite)
+        handed_finite = node.output or (node.passes and any(finite(module, 1) for module in node.operands))
+        if passes and handed_finite:
+            passed.append(node)
+            continue
+        left += node.users
+        if not passes or not node.users:
+            able.setdefault((node.module if node.call >= 0 else "", node.call), []).append(node)
+    made = tuple(
+        Maker(module, call, tuple(sorted({node.op for node in nodes})), any(node.opaque for node in nodes))
+        for (module, call), nodes in sorted(able.items())
+    )
+    return Makers(made, tuple(passed))
+
+
+def _makes_no_nan(node: GraphNode, returned_finite: Callable[[str], bool] | None) -> bool:
+    """Whether it multiplies two tensors that are known to be finite."""
+    return node.product and returned_finite is not None and all(map(returned_finite, node.operands))
+
+
+# How large a gradient can be that a matrix product, a convolution or an embedding has made, from frames' numbers.
+#
+# y = x @ W.T      |grad x| <= rows of W * max |W| * max |grad y|
+# |grad W| <= rows of x * max |x| * max |grad y|
+
+_PRODUCTS = frozenset(("AddmmBackward0", "ConvolutionBackward0", "LinearBackward0", "MmBackward0", "ToCopyBackward0"))
+_LOOKUPS = frozenset(("EmbeddingBackward0",))
+
+
+def largest_gradient(call: Frame, ops: Iterable[str], gradients: list[Row], *, of_parameter: bool) -> float | None:
+    """An upper bound of abs max of the gradient that a call makes of its input, or of its parameter; None if unknown.
+
+    `ops` are its operations in autograd's graph, `gradients` those of what it returned.
+    """
+    used = frozenset(ops)
+    handed = _largest(gradients)
+    rows = [math.prod(row.shape[:-1]) for row in call.outputs if row.shape]
+    if handed is None or not rows:
+        return None
+    if of_parameter and used <= _LOOKUPS:
+        return max(rows) * handed
+    if not used <= _PRODUCTS:
+        return None
+    if of_parameter:
+        given = _largest([row for row in call.inputs if row.kind == "measured"])
+        return (
+            max(rows) * handed * max(given, 1.0) if given is not None and "ConvolutionBackward0" not in used else None
+        )
+    weight = _largest(call.weights)
+    shapes = [row.shape for row in call.weights if row.shape and len(row.shape) > 1]
+    if weight is None or not shapes:
+        return None
+    return max(max(shape) if len(shape) == 2 else math.prod(shape) for shape in shapes) * weight * handed
+
+
+def _largest(rows: list[Row]) -> float | None:
+    """abs max of all of these tensors; None if one is unknown or not finite, or if there is none."""
+    known = [row.abs_max for row in rows if row.finite and row.abs_max is not None]
+    return max(known) if known and len(known) == len(rows) else None
+
+
+_OPERATIONS = {"Linear": ("AddmmBackward0",), "Embedding": ("EmbeddingBackward0",)}
+"""What their forward consists of."""
+_FAR = 2.0**8
+"""Gradients that are so many times smaller than the dtype's largest number do not overflow when they are added."""
+
+
+def explain_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
+    """The diagnosis of a gradient that was non-finite as soon as the backward had made it."""
+    left = left_before(page, frame, row, anomaly)
+    if left is not None:
+        return left
+    backward = _Backward(page, frames, frame, row, anomaly)
+    if row.role_kind is RoleKind.GRAD_OUTPUT:
+        return backward.of_output()
+    return backward.of_parameter()
+
+
+class _Backward:
+    def __init__(self, page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> None:
+        self._page = page
+        self._frame = frame
+        self._row = row
+        self._anomaly = anomaly
+        self._calls = Calls(other for other in frames if other.phase == "forward")
+        self._before = [other for other in frames if other.phase == "backward" and other.index < frame.index]
+        self._root_class = split_label(page.root)[0]
+
+    # -- the two kinds of gradients -----------------------------------------------------------------------------
+
+    def of_parameter(self) -> LocalDiagnosis:
+        """A parameter's gradient. The module itself made it, if the gradient of its output was finite."""
+        module = self._frame.module
+        if self._sharing():  # of a module's own parameters the frames tell enough
+            found = self._of_graph()
+            if found is not None:
+                return found
+        mine = self._calls_of(module) or self._calls_around(module)
+        if not mine or not self._seen_finite(mine):
+            around = self._unseen_around(mine[0]) if mine else None
+            if around is not None:
+                return self._of_unseen(around)
+            users = users_of(self._calls, mine, [row.role for call in mine for row in call.outputs])
+            users.own_code.append(module)
+            users.unwatched = users.unwatched or not mine
+            return self._somewhere(users, sure=False)
+        if not self._calls_of(module) and mine[0].cls != "MultiheadAttention":  # it uses its `out_proj` itself
+            return self._of_uncalled(mine[0])
+        if self._may_be_reduced(mine):
+            return self._diagnosis(module, self._frame.cls, self._row.role, source="received")
+        sharing = sorted(self._sharing())
+        if sharing:
+            named = ", ".join(map(_named, sharing))
+            note = f"{named} used the same parameter: its gradient is the sum over all of them"
+            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
+        if any(_is_inside(other.module, mine[0].module) for other in self._calls.frames):
+            # made by its own code, or by a call that used what its own code had made
+            after = self._last_finite(mine[0].module, below=True)
+            inside = users_inside(self._calls, mine[0], -1)
+            suspects = tuple(dict.fromkeys(call.module for call in inside.takers))
+            return self._diagnosis(
+                mine[0].module,
+                mine[0].cls,
+                self._row.role,
+                between=(after, module or self._frame.cls),
+                sure=not suspects,
+                suspects=suspects,
+                own_code=(mine[0].module,),
+            )
+        if self._is_too_large_for(mine):
+            note = "what it was handed is too small for that: the loss, or other code, may have used the parameter, too"
+            return self._diagnosis(module, self._frame.cls, self._row.role, sure=False, notes=(note,))
+        return self._diagnosis(module, self._frame.cls, self._row.role)
+
+    def _is_too_large_for(self, mine: list[Frame]) -> bool:
+        """Whether a Linear or an Embedding cannot have made this gradient of its parameter itself.
+
+        The loss may use a parameter too, as a penalty does, and so does what is differentiated twice.
+        """
+        ops = _OPERATIONS.get(self._frame.cls)
+        limit = DTYPE_MAX.get(self._row.dtype)
+        if ops is None or limit is None or any(call.module != self._frame.module for call in mine):
+            return False
+        bounds = [
+            largest_gradient(call, ops, [row for _, row in self._gradients_of(call)], of_parameter=True)
+            for call in mine
+        ]
+        return all(bound is not None and bound < limit / _FAR for bound in bounds)
+
+    def _of_uncalled(self, around: Frame) -> LocalDiagnosis:
+        """A gradient of a parameter whose module has no frame: the one around it used it, or code that was compiled."""
+        after = self._last_finite(around.module, below=True)
+        between = (after, self._frame.module or self._frame.cls)
+        note = (
+            f"no frame shows a call of {_named(self._frame.module)}: {_named(around.module)} used its parameter "
+            "itself, or ran compiled code that was not looked into, and then a module in there can have made it"
+        )
+        return self._diagnosis(
+            around.module,
+            around.cls,
+            self._row.role,
+            source="received" if self._may_be_reduced([around]) else "made",
+            between=between,
+            sure=False,
+            own_code=(around.module,),
+            notes=(note,),
+        )
+
+    def _of_unseen(self, call: Frame, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
+        """What was handed a finite gradient, and inside of which none was seen: a graph, whose runs overwrite them."""
+        note = f"no gradient was seen inside of {_named(call.module)}: whatever is in there can have made it"
+        return self._diagnosis(
+            call.module,
+            call.cls,
+            self._row.role,
+            source="received" if self._may_be_reduced([call]) else "made",
+            between=(self._last_finite(call.module), self._frame.module or self._frame.cls),
+            sure=False,
+            own_code=(*own_code, call.module),
+            notes=(note,),
+        )
+
+    def of_output(self) -> LocalDiagnosis:
+        """The gradient of an output: a user of that output made it."""
+        found = self._of_graph()
+        if found is not None:
+            return found
+        made = self._calls_of(self._frame.module)
+        users = users_of(self._calls, made, [self._row.parsed_role.name])
+        if len(made) != 1:  # it is unknown which of its calls this gradient belongs to
+            users.own_code.append(_parent_name(self._frame.module))
+            return self._somewhere(users, sure=bool(made))
+        return self._of_users(users)
+
+    # -- what autograd's graph shows ----------------------------------------------------------------------------
+
+    def _of_graph(self) -> LocalDiagnosis | None:
+        """The diagnosis where the graph's operations and the gradients above leave a known choice; else None."""
+        again = self._anomaly.again
+        mine = (self._anomaly.frame, self._anomaly.module, self._anomaly.role)
+        if again is None or mine != (self._frame.index, self._frame.module, self._row.role):
+            return None
+        is_nan = self._row.nan and not (self._row.posinf or self._row.neginf)
+        found = makers_of(again.graph, self._all_finite, self._returned_finite if is_nan else None)
+        if found is None or not self._is_no_sum():
+            return None
+        calls: dict[Maker, Frame] = {}
+        excluded = [f"{node.op} of {_named(node.module)}" for node in found.passed]
+        for maker in found.makers:
+            of = self._calls_of(maker.module)
+            if maker.call < 0 or len(of) != 1 or (maker.opaque and self._calls.children(of[0])):
+                return None  # of the script's own code, of an unknown one of several calls, or modules are hidden in it
+            if not self._cannot_overflow(maker, of[0]):
+                calls[maker] = of[0]
+            else:
+                excluded.append(f"{_named(maker.module)}, whose numbers are too small")
+        if not calls or any(call.collectives for call in calls.values()) or self._may_be_received([*calls.values()]):
+            return None
+        if len(calls) > 1:
+            users = Users(
+                calls=[call for call in calls.values() if not self._calls.children(call)],
+                own_code=[call.module for call in calls.values() if self._calls.children(call)],
+            )
+            return replace(self._somewhere(users, sure=False), excluded=tuple(excluded))
+        (call,) = calls.values()
+        role = self._role_in(call)
+        if self._calls.children(call) or not role:
+            after = self._last_finite(call.module, below=True)
+            between = (after, self._frame.module or self._frame.cls)
+            diagnosis = self._diagnosis(call.module, call.cls, self._row.role, between=between, own_code=(call.module,))
+        else:
+            diagnosis = self._diagnosis(call.module, call.cls, f"grad {role}")
+        return replace(diagnosis, excluded=tuple(excluded))
+
+    def _all_finite(self, module: str, outputs: int) -> bool:
+        """Whether the gradients of all that a module returned were seen and finite: at least so many of them."""
+        calls = self._calls_of(module)
+        if not calls or not self._seen_finite(calls):
+            return False
+        return len({row.role for call in calls for _, row in self._gradients_of(call)}) >= outputs
+
+    def _returned_finite(self, module: str) -> bool:
+        """Whether all that a module returned in the forward was measured and finite."""
+        rows = [row for call in self._calls_of(module) for row in call.outputs]
+        return bool(rows) and all(row.finite and row.kind == "measured" for row in rows)
+
+    def _cannot_overflow(self, maker: Maker, call: Frame) -> bool:
+        """Whether a call's operations are of a kind, and its numbers so small, that it can only make finite ones."""
+        if self._calls.exchange or self._calls.children(call):
+            return False
+        of_parameter = self._row.role_kind is not RoleKind.GRAD_OUTPUT
+        gradients = [row for _, row in self._gradients_of(call)]
+        bound = largest_gradient(call, maker.ops, gradients, of_parameter=of_parameter)
+        dtypes = [row.dtype for row in (self._row, *gradients, *call.weights)]
+        return bound is not None and bound < min(DTYPE_MAX.get(dtype, 0.0) for dtype in dtypes) / _FAR
+
+    def _role_in(self, call: Frame) -> str:
+        """Which argument of a call the bad gradient belongs to, or its parameter's role; "" if that is unclear."""
+        if self._row.role_kind is not RoleKind.GRAD_OUTPUT:
+            return self._row.parsed_role.name
+        values = {row.value for made in self._calls_of(self._frame.module) for row in made.outputs if row.value >= 0}
+        handed = next((row.role for row in call.inputs if row.value in values), "")
+        able = [row.role for row in call.inputs if row.dtype.startswith(("float", "bfloat", "complex"))]
+        return handed or (able[0] if len(able) == 1 else "")
+
+    # -- what frames alone show ---------------------------------------------------------------------------------
+
+    def _of_users(self, users: Users, own_code: tuple[str, ...] = ()) -> LocalDiagnosis:
+        """Descend into the only call that used the tensor, for as long as there is only one.
+
+        `own_code`: modules around it whose own code may have used it as well.
+        """
+        user = users.only_call
+        if user is None and users.likely_call is not None and self._is_no_sum():
+            user = users.likely_call
+            own_code = (*own_code, *users.own_code)
+        if user is None:
+            if users.returned and not users.calls and not users.own_code:
+                return self._outside()
+            return self._somewhere(users, own_code, sure=bool(users.calls or users.own_code))
+        if not self._calls.children(user):
+            if not self._seen_finite([user]):
+                return self._somewhere(users, own_code, sure=False)
+            role = next(row.role for row in user.inputs if row.value == users.value)
+            received = user.collectives > 0 or self._may_be_received([user])
+            return self._diagnosis(
+                user.module,
+                user.cls,
+                f"grad {role}",
+                source="received" if received else "made",
+                sure=not own_code,
+                own_code=own_code,
+            )
+        if self._seen_finite([user]) and self._is_unseen_inside(user):
+            return self._of_unseen(user, own_code)
+        return self._of_users(users_inside(self._calls, user, users.value), own_code)
+
+    def _is_no_sum(self) -> bool:
+        """Whether the value is no sum of finite gradients: it is nan, or those before were far from overflow."""
+        if self._row.nan:
+            return True
+        largest = DTYPE_MAX.get(self._row.dtype)
+        seen = [
+            row.abs_max for frame in self._before for row in frame.gradients if row.finite and row.abs_max is not None
+        ]
+        return largest is not None and max(seen, default=0.0) < largest / _FAR
+
+    def _sharing(self) -> set[str]:
+        """Other modules that used the same parameter."""
+        name = self._row.parsed_role.name
+        module = self._frame.module
+        values = {
+            row.value
+            for call in self._calls_of(module)
+            for row in call.weights
+            if row.parsed_role.name == name and row.value >= 0
+        }
+        return {
+            call.module
+            for call in self._calls.frames
+            if call.module != module and any(row.value in values for row in call.weights)
+        }
+
+    # -- the gradients before this one --------------------------------------------------------------------------
+
+    def _calls_of(self, module: str) -> list[Frame]:
+        return [call for call in self._calls.frames if call.module == module]
+
+    def _calls_around(self, module: str) -> list[Frame]:
+        """The calls of the module around one that is never called: that one uses its parameters itself."""
+        around = [call.module for call in self._calls.frames if _is_inside(module, call.module)]
+        return self._calls_of(max(around, key=len)) if around else []
+
+    def _gradients_of(self, call: Frame) -> list[tuple[Frame, Row]]:
+        """The gradients of a call's outputs. They carry the name of the first call that returned those tensors."""
+        values = {row.value for row in call.outputs if row.value >= 0}
+        names = {
+            (other.module, f"grad {row.role}")
+            for other in self._calls.frames
+            for row in other.outputs
+            if row.value in values
+        }
+        return [(frame, row) for frame in self._before for row in frame.rows if (frame.module, row.role) in names]
+
+    def _seen_finite(self, calls: list[Frame]) -> bool:
+        """Whether each call of these modules has a gradient before this one, and all of those are finite."""
+        every = [call for module in {call.module for call in calls} for call in self._calls_of(module)]
+        found = {frame.index: row.finite for call in every for frame, row in self._gradients_of(call)}
+        return len(found) >= len(every) and all(found.values())
+
+    def _is_unseen_inside(self, call: Frame) -> bool:
+        """Whether no gradient was seen of what calls inside of this one have returned to it."""
+        own = {row.value for row in call.outputs}
+        inside = [
+            other
+            for other in self._calls.frames
+            if _is_inside(other.module, call.module) and not any(row.value in own for row in other.outputs)
+        ]
+        return bool(inside) and not any(self._gradients_of(other) for other in inside)
+
+    def _unseen_around(self, call: Frame) -> Frame | None:
+        """The nearest call around this one whose gradient was seen and finite, if none was seen inside of it."""
+        around = [other for other in self._calls.frames if _is_inside(call.module, other.module)]
+        for other in sorted(around, key=lambda other: -len(other.module)):
+            if self._seen_finite([other]):
+                return other if self._is_unseen_inside(other) else None
+        return None
+
+    def _last_finite(self, scope: str, *, below: bool = False) -> str:
+        """The last module in `scope` whose output's gradient was finite."""
+        for frame in reversed(self._before):
+            inside = _is_inside(frame.module, scope) or (frame.module == scope and not below)
+            if inside and any(row.role_kind is RoleKind.GRAD_OUTPUT and row.finite for row in frame.rows):
+                return frame.module
+        return ""
+
+    def _may_be_received(self, finite: list[Frame]) -> bool:
+        """Whether collectives ran between the last finite gradient and this one, in a model spread over ranks.
+
+        DDP's collectives and FSDP's all-gathers do not change the gradients of activations.
+        """
+        return self._calls.exchange and self._moved_since(finite)
+
+    def _may_be_reduced(self, mine: list[Frame]) -> bool:
+        """Whether a parameter's gradient came out of a collective: FSDP's gradients are already reduced."""
+        own = [
+            call.collectives - sum(child.collectives for child in self._calls.children(call))
+            for call in self._calls.frames
+            if self._calls.children(call)
+        ]
+        return any(number > 0 for number in own) and self._moved_since(mine)
+
+    def _moved_since(self, finite: list[Frame]) -> bool:
+        seen = [frame.seq for call in finite for frame, row in self._gradients_of(call) if row.finite]
+        last = max(seen, default=self._before[-1].seq if self._before else -1)
+        return 0 <= last < self._frame.seq
+
+    # -- diagnoses -----------------------------------------------------------------------------------------------
+
+    def _somewhere(self, users: Users, own_code: tuple[str, ...] = (), *, sure: bool = True) -> LocalDiagnosis:
+        """Several users, or their sum, can have made it. Name the smallest module that holds all of them."""
+        suspects = tuple(dict.fromkeys(call.module for call in [*users.calls, *users.takers]))
+        scope = users.scope
+        last = [(frame.index, call.module) for call in users.calls for frame, row in self._gradients_of(call)]
+        after = max(last)[1] if last else self._last_finite(scope)
+        calls = self._calls_of(scope)
+        cls = calls[-1].cls if calls else self._root_class if scope == "" else "?"
+        received = self._may_be_received(users.calls)
+        return self._diagnosis(
+            scope,
+            cls,
+            self._row.role,
+            source="received" if received else "made",
+            between=(after, self._frame.module or self._frame.cls),
+            sure=sure and not suspects and not own_code,
+            suspects=suspects,
+            own_code=tuple(dict.fromkeys((*own_code, *users.own_code))),
+        )
+
+    def _outside(self) -> LocalDiagnosis:
+        """The model returned the tensor: the script's own loss made the gradient, or the next stage of a pipeline."""
+        return self._diagnosis(
+            "", self._root_class, self._row.role, source="outside", between=("", self._frame.module or self._frame.cls)
+        )
+
+    def _diagnosis(
+        self,
+        module: str,
+        cls: str,
+        role: str,
+        *,
+        source: Source = "made",
+        between: tuple[str, str | None] | None = None,
+        sure: bool = True,
+        notes: tuple[str, ...] = (),
+        suspects: tuple[str, ...] = (),
+        own_code: tuple[str, ...] = (),
+    ) -> LocalDiagnosis:
+        found = diagnosis_of_row(
+            self._page,
+            self._frame,
+            self._row,
+            self._anomaly,
+            module=module,
+            cls=cls,
+            phase="collective" if source == "received" else "backward",
+            source=source,
+            role=role,
+            between=between,
+            sure=sure,
+            notes=notes,
+        )
+        return replace(found, suspects=suspects, own_code=own_code)
+
+
+def _is_inside(module: str, scope: str) -> bool:
+    return module != scope and (scope == "" or module.startswith(f"{scope}."))
+
+
+def _named(module: str) -> str:
+    return f"`{module}`" if module else "the root module"
+
+
+def _parent_name(module: str) -> str:
+    return module.rpartition(".")[0]

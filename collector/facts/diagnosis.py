@@ -1,0 +1,424 @@
+"""One rank's diagnosis as a value: where its first non-finite value was made, or why that is unknown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy
+
+from ...core.events import Anomaly, LookedAgain, Moment, Where, split_label
+from ...core.frames import Frame, Page, Row, module_text
+from ...core.lone_process import is_rank
+from ...core.roles import RoleKind, parse_role
+from ...core.values import NonFinite, name_of
+from ..report.rank_words import ranks_text
+
+Source = Literal["made", "outside", "changed", "weight", "unread", "skipped", "reduced", "received", "carried", "left"]
+"""How the value came to the place that a diagnosis names.
+
+made        that place made it, out of finite values
+outside     the model, or its backward, was handed it
+changed     a weight was changed outside of forward, backward and step
+weight      it is in a weight, and no frame shows how it came there
+unread      that place returned it, of finite inputs, and nobody has looked at its weights
+skipped     `--every` skipped that batch
+reduced     this rank's own gradient was finite, and the one that the optimizer got was not
+received    collectives ran there, so it may have come from any rank
+carried     that place was handed it, and no frame shows its maker
+left        it was in a parameter's gradient before the backward began that has added to that
+"""
+
+
+@dataclass(frozen=True)
+class LocalDiagnosis:
+    """Where one rank's first non-finite value came from."""
+
+    rank: int
+    attempt: int
+    step: int
+    batch: int
+    root: str
+    module: str
+    cls: str
+    phase: str
+    """As in report.json."""
+    source: Source
+    role: str
+    value: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    seq: int
+    frame: int
+    """Index in the page of the frame that first shows it."""
+    between: tuple[str, str | None] | None = None
+    from_page: bool = True
+    sure: bool = True
+    """False: the page leaves another explanation open."""
+    clock: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, dict[int, int]] = field(default_factory=dict)
+    received: dict[str, dict[int, int]] = field(default_factory=dict)
+    """What the rank had issued then: see core.records.Where."""
+    at: tuple[str, str, str] = ("", "", "")
+    """(module, class, role) of the row that shows the value. `module` is where it was made."""
+    turned: tuple[str, str] | None = None
+    """(module, class) in which an expected -inf turned into nan."""
+    weights_read: bool = True
+    """False: its weights were last read after an optimizer step, and not again when the value was seen."""
+    changed_since: bool = False
+    """A bad weight was finite when it was last read, and no step can have changed it since."""
+    history: str = ""
+    """What is known of a bad weight from before: a clause (weight_timeline.py)."""
+    computed: bool = False
+    """The script has computed the bad weight from other tensors."""
+    bad_buffers: tuple[str, ...] = ()
+    """Buffers of the alarm's module that were not finite: `buffer inv_freq of `rotary` (Rotary)`."""
+    changed: bool = False
+    """Weights have changed since they were last read, by no step that was seen."""
+    passed: bool = False
+    """What a model was handed may have come from another rank, or from another model."""
+    suspects: tuple[str, ...] = ()
+    """Calls that can have made a gradient, where several can have: `module` holds all of them."""
+    own_code: tuple[str, ...] = ()
+    """Modules whose own code can have made a gradient, or a value that went on by another way than frames show."""
+    excluded: tuple[str, ...] = ()
+    """What has used a tensor with a bad gradient as well, and cannot have made it: `AddBackward0 of `block``."""
+    mask: str = ""
+    """Of which -inf a nan was made: `a row of input[1] is -inf throughout`."""
+    seen_in: str = "forward"
+    """Phase of the frame, as core.frames.Phase has it. A bad weight may show in a forward or after a step."""
+    cause: str = ""
+    notes: tuple[str, ...] = ()
+    """Further evidence."""
+
+    @property
+    def own_role(self) -> str | None:
+        """The role, if it is one of `module`'s own rows; None if the value was first seen in a row of another module.
+
+        What the code of `attn` makes between two calls is first seen in `input[0]` of `attn.c_proj`.
+        """
+        return self.role if self.module == self.at[0] or self.role != self.at[2] else None
+
+    @property
+    def is_origin(self) -> bool:
+        """`module` made the value, out of finite ones."""
+        return self.source == "made"
+
+
+def diagnosis_of_row(
+    page: Page,
+    frame: Frame,
+    row: Row,
+    anomaly: Anomaly,
+    *,
+    module: str,
+    cls: str,
+    phase: str,
+    source: Source,
+    role: str = "",
+    between: tuple[str, str | None] | None = None,
+    sure: bool = True,
+    notes: tuple[str, ...] = (),
+    turned: tuple[str, str] | None = None,
+) -> LocalDiagnosis:
+    """A diagnosis about one row of a page."""
+    again = anomaly.again
+    # a frame carries the number at its call's end; the value was seen before that
+    seq = min((seq for seq in (frame.seq, anomaly.where.seq) if seq >= 0), default=-1)
+    then = _issued_then(anomaly, seq)
+    return LocalDiagnosis(
+        rank=page.rank,
+        attempt=page.attempt,
+        step=page.step,
+        batch=page.batch,
+        root=page.root,
+        module=module,
+        cls=cls,
+        phase=phase,
+        source=source,
+        role=role or row.role,
+        value=name_of(NonFinite(row.flags)),
+        dtype=row.dtype,
+        shape=tuple(row.shape) if row.shape is not None else None,
+        seq=seq,
+        frame=frame.index,
+        between=between,
+        sure=sure and not (source == "made" and again is not None and _may_be_elsewhere(again, module, phase)),
+        clock=then.clock,
+        sent=then.sent,
+        received=then.received,
+        at=(frame.module, frame.cls, row.role),
+        turned=turned,
+        seen_in=frame.phase,
+        cause=anomaly.cause,
+        notes=(*notes, *_of_scale(anomaly, phase), *_of_threads(again), *around(anomaly)),
+        bad_buffers=tuple(_buffers(anomaly)),
+        changed=again is not None and bool(again.changed),
+    )
+
+
+def _issued_then(anomaly: Anomaly, seq: int) -> Moment | Where:
+    """What the rank had issued at its number `seq`; if nobody knows that, when the alarm was raised."""
+    return next((moment for moment in anomaly.moments if moment.seq == seq), anomaly.where)
+
+
+def left_before(page: Page, frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis | None:
+    """The diagnosis of an alarm's gradient that was not finite before its backward began; None for another one."""
+    again = anomaly.again
+    mine = (anomaly.frame, anomaly.module, anomaly.role)
+    if again is None or not again.left or mine != (frame.index, frame.module, row.role):
+        return None
+    return diagnosis_of_row(
+        page, frame, row, anomaly, module=frame.module, cls=frame.cls, phase="backward", source="left"
+    )
+
+
+def _may_be_elsewhere(again: LookedAgain, module: str, phase: str) -> bool:
+    """Whether a second look has found what may have made a value in another place than `module`."""
+    # where the graph tells who is behind a value, an attribute may only have kept it afterwards
+    held = phase == "forward" and not again.own_code and any(each.module != module for each in again.held)
+    return bool(again.changed) or again.threads or held
+
+
+def _of_threads(again: LookedAgain | None) -> tuple[str, ...]:
+    if again is None or not again.threads:
+        return ()
+    return ("modules were called in another thread within that forward, and have no frames: one can have made it",)
+
+
+def _of_scale(anomaly: Anomaly, phase: str) -> tuple[str, ...]:
+    """The scale that gradients had from a GradScaler: it may be the only reason why they were inf."""
+    scale = anomaly.again.loss_scale if anomaly.again is not None else None
+    if scale is None or phase not in ("backward", "collective", "optimizer"):
+        return ()
+    return (f"a GradScaler had scaled the loss; its scale was {scale:g} when the alarm was raised",)
+
+
+def around(anomaly: Anomaly) -> tuple[str, ...]:
+    """What a second look at the module of an alarm has found beside its weights."""
+    again = anomaly.again
+    if again is None:
+        return ()
+    found = [f"{name} is {value}" for name, value in _buffers(anomaly).items()]
+    found += [
+        f"attribute {each.name} of {module_text(each.module, each.cls)} holds {each.value}" for each in again.held
+    ]
+    found += [f"changed since it was last read, by no step that was seen: {text}" for text in again.changed]
+    if again.autocast:
+        found.append(f"autocast was on: {again.autocast}")
+    if again.optimizer is not None and "lr" in again.optimizer.settings:
+        name = again.optimizer.cls.rpartition(".")[2]
+        found.append(f"the last step before was of {name}, learning rate {again.optimizer.settings['lr']:g}")
+    return tuple(found)
+
+
+def _buffers(anomaly: Anomaly) -> dict[str, str]:
+    """Each bad buffer of the alarm's module, named with its module -> what is in it."""
+    place = module_text(anomaly.module, anomaly.cls)
+    buffers = anomaly.again.buffers if anomaly.again is not None else {}
+    return {f"buffer {name} of {place}": value for name, value in buffers.items()}
+
+
+def from_event(anomaly: Anomaly) -> LocalDiagnosis:
+    """The diagnosis without the page: what the worker's event says of the first frame with a non-finite value."""
+    found = LocalDiagnosis(
+        rank=anomaly.where.rank,
+        attempt=anomaly.where.attempt,
+        step=anomaly.where.step,
+        batch=anomaly.where.batch,
+        root=anomaly.where.root,
+        module=anomaly.module,
+        cls=anomaly.cls,
+        phase="forward" if anomaly.phase == "recompute" else anomaly.phase,
+        source="made",
+        role=anomaly.role,
+        value=anomaly.value,
+        dtype=anomaly.dtype,
+        shape=tuple(anomaly.shape) if anomaly.shape is not None else None,
+        seq=anomaly.where.seq,
+        frame=anomaly.frame,
+        from_page=False,
+        clock=anomaly.where.clock,
+        sent=anomaly.where.sent,
+        received=anomaly.where.received,
+        at=(anomaly.module, anomaly.cls, anomaly.role),
+        seen_in=anomaly.phase,
+        cause=anomaly.cause,
+    )
+    if is_skipped(anomaly):
+        return replace(found, source="skipped")
+    if anomaly.phase == "collective":
+        return replace(found, source="reduced")
+    if anomaly.phase == "optimizer" and parse_role(anomaly.role).kind is RoleKind.STATE:
+        return replace(found, sure=False)
+    if anomaly.phase == "optimizer":  # its gradient may have been non-finite before the step
+        return replace(found, phase="weight", source="weight")
+    if anomaly.phase == "backward":
+        if parse_role(anomaly.role).kind is RoleKind.GRAD_OUTPUT:  # its user made it, and only the page shows the users
+            root_class = split_label(anomaly.where.root)[0]
+            return replace(found, module="", cls=root_class, between=("", anomaly.module), sure=False)
+        return replace(found, sure=False)
+    if not anomaly.weights_finite:
+        return replace(found, phase="weight", source="weight")
+    if not anomaly.inputs_finite:
+        is_root = anomaly.module == "" and anomaly.phase == "forward"
+        return replace(found, phase="input", source="outside") if is_root else replace(found, source="carried")
+    if anomaly.collectives:
+        return replace(found, phase="collective", source="received")
+    return found
+
+
+def is_skipped(anomaly: Anomaly) -> bool:
+    """`--every` skipped this batch: only the root's output was read."""
+    return anomaly.cause.startswith("not looked into")
+
+
+def is_scalers(anomaly: Anomaly) -> bool:
+    """A GradScaler had skipped too many steps, so that its non-finite gradients became an alarm."""
+    return anomaly.cause.startswith("GradScaler")
+
+
+# Which of the ranks' diagnoses came first. Clocks of hosts are not compared. Pure.
+#
+# A value crosses from one rank to another in a collective or in a message only. Collectives cut the order of a group's
+# members: the rank that had issued fewer of them was earlier, as the value cannot have come to it through one that it
+# had not yet issued. A message is an edge between two ranks: if one had received more than the other had sent by its
+# own diagnosis, one of the messages was sent after it. Messages are counted for each pair of ranks, and are in no sum.
+#
+# What neither puts in order is concurrent.
+
+_UNKNOWN_PEER = -1
+
+
+def before(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
+    """Whether `left` was certainly earlier than `right`, by what these two ranks have passed to each other."""
+    return Order([left, right]).before(left, right)
+
+
+def earliest(diagnoses: list[LocalDiagnosis]) -> list[LocalDiagnosis]:
+    """The diagnoses that none came before. If they form a ring, all of them."""
+    return Order(diagnoses).earliest()
+
+
+class Order:
+    """The strict partial order of some diagnoses, one of each rank. It is transitive: over a third rank as well."""
+
+    def __init__(self, diagnoses: list[LocalDiagnosis]) -> None:
+        self._diagnoses = diagnoses
+        self._place = {_key(one): place for place, one in enumerate(diagnoses)}
+        leads = _message_edges(diagnoses, self._place)
+        cuts = _cuts(diagnoses)
+        leads |= cuts & ~cuts.T & ~leads.T  # a message that came is more than a collective that others issue later
+        self._reached = _closure(leads)
+
+    def before(self, left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
+        """Whether `left` was certainly earlier than `right`. Both are of a rank with a diagnosis in this order."""
+        mine, theirs = self._place[_key(left)], self._place[_key(right)]
+        return self._is_before(mine, theirs)
+
+    def earliest(self) -> list[LocalDiagnosis]:
+        """The diagnoses that none came before."""
+        places = range(len(self._diagnoses))
+        return [self._diagnoses[n] for n in places if not any(self._is_before(other, n) for other in places)]
+
+    def silent_groups(self) -> list[str]:
+        """Names of the process groups that count nothing, and so put no ranks in order. Several ranks are in each."""
+        ranks: defaultdict[str, int] = defaultdict(int)
+        for one in self._diagnoses:
+            for group, count in one.clock.items():
+                ranks[group] += count < 0
+        return sorted(group for group, number in ranks.items() if number > 1)
+
+    def _is_before(self, mine: int, theirs: int) -> bool:
+        return bool(self._reached[mine] >> theirs & 1) and not self._reached[theirs] >> mine & 1
+
+
+def reason(first: LocalDiagnosis, later: LocalDiagnosis) -> str:
+    """What shows that `later` came after `first`, with a comma before it; "" if a third rank puts them in order."""
+    mine, theirs = _clock(first), _clock(later)
+    for group in sorted(mine.keys() & theirs.keys()):
+        if 0 <= mine[group] < theirs[group]:
+            return f", after {theirs[group]} collectives against {mine[group]}"
+    for group, received, sent in _messages(first, later):
+        if received > sent:
+            return f", after it had received message {sent + 1} of {ranks_text([first.rank])} (process group {group})"
+    if not mine and not theirs and first.seq >= 0:
+        return f", after {later.seq} collectives against {first.seq}"
+    return ""
+
+
+def _key(one: LocalDiagnosis) -> tuple[int, int]:
+    return one.attempt, one.rank
+
+
+def _clock(one: LocalDiagnosis) -> dict[str, int]:
+    """Collectives by group, of the groups that count."""
+    return {group: count for group, count in one.clock.items() if count >= 0}
+
+
+def _tie_break(one: LocalDiagnosis) -> int:
+    """The value may have been made earlier than it was seen. The count of one group can be compared, a sum cannot."""
+    alone = len(one.clock) == 1 and not one.sent and not one.received
+    return one.seq if alone else -1
+
+
+def _messages(sender: LocalDiagnosis, receiver: LocalDiagnosis) -> Iterator[tuple[str, int, int]]:
+    """(group, how many messages of `sender` had been received, how many `sender` had sent) where both are known."""
+    for group, peers in receiver.received.items():
+        sent = sender.sent.get(group, {})
+        if sender.clock.get(group, -1) >= 0 and _UNKNOWN_PEER not in sent:
+            yield group, peers.get(sender.rank, 0), sent.get(receiver.rank, 0)
+
+
+def _message_edges(diagnoses: list[LocalDiagnosis], place: dict[tuple[int, int], int]) -> numpy.ndarray:
+    found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
+    for mine, receiver in enumerate(diagnoses):
+        for peer in {peer for peers in receiver.received.values() for peer in peers}:
+            theirs = place.get((receiver.attempt, peer))
+            if theirs is not None and theirs != mine:
+                messages = _messages(diagnoses[theirs], receiver)
+                found[theirs, mine] = any(received > sent for _, received, sent in messages)
+    return found
+
+
+def _cuts(diagnoses: list[LocalDiagnosis]) -> numpy.ndarray:
+    """Who had issued fewer collectives than whom on a common group."""
+    found = numpy.zeros((len(diagnoses), len(diagnoses)), bool)
+    members: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for place, one in enumerate(diagnoses):
+        for group, count in _clock(one).items():
+            members[group].append((place, count, _tie_break(one)))
+        if not one.clock:
+            for other_place, other in enumerate(diagnoses):
+                found[place, other_place] = _is_earlier_by_sum(one, other)
+                found[other_place, place] = _is_earlier_by_sum(other, one)
+    for entries in members.values():
+        places, counts, ties = (column[:, None] for column in numpy.array(entries).T)
+        fewer = (ties >= 0) & (ties < ties.T) & (counts == counts.T) | (counts < counts.T)
+        found[places, places.T] |= fewer
+    return found
+
+
+def _is_earlier_by_sum(left: LocalDiagnosis, right: LocalDiagnosis) -> bool:
+    """Where the groups of one of them are not known. A process that is no rank shares none with anybody."""
+    if not is_rank(left.rank) or not is_rank(right.rank):
+        return False
+    if left.seq < 0 and right.seq < 0:  # no process group: only steps and batches put ranks in order
+        return (left.step, left.batch) < (right.step, right.batch)
+    known = left if left.clock else right
+    if len(known.clock) > 1 or known.sent or known.received:
+        return False
+    return left.seq < right.seq
+
+
+def _closure(leads: numpy.ndarray) -> list[int]:
+    """For each row the columns that it reaches, as bits."""
+    reached = [int.from_bytes(row.tobytes(), "little") for row in numpy.packbits(leads, axis=1, bitorder="little")]
+    for via, further in enumerate(reached):
+        if further:
+            for row, bits in enumerate(reached):
+                if bits >> via & 1:
+                    reached[row] = bits | reached[via]
+    return reached

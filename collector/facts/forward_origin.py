@@ -1,0 +1,500 @@
+"""Where in one rank's page the first non-finite value came from. Pure.
+
+In a forward, a frame that was handed a non-finite value is a carrier. The origin is a frame whose inputs and weights
+were finite and whose output was not. A bad input is followed back to the call that returned it. If no call did, the
+code between two calls made it. The backward (backward_origin.py) and the step (step_origin.py) have their own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+
+from ...core.events import Anomaly, split_label
+from ...core.frames import Frame, Mark, Page, Row, module_text
+from ...core.judge import first_expected_gradient
+from ...core.roles import RoleKind, role_of_parameter
+from ...core.values import NonFinite, name_of
+from .backward_origin import explain_gradient
+from .calls import Calls, begun, common, returns
+from .diagnosis import LocalDiagnosis, diagnosis_of_row, from_event, is_scalers, is_skipped
+from .step_origin import explain_reduced, explain_state, explain_step
+from .weight_timeline import UNSEEN, history_of
+
+_FLAGS = {"nan": NonFinite.NAN, "+inf": NonFinite.POSINF, "-inf": NonFinite.NEGINF, "inf": NonFinite.INF}
+
+
+def origin_in_page(page: Page, anomaly: Anomaly, earlier: Sequence[Page] = ()) -> LocalDiagnosis:
+    """The origin of an anomaly in its page. If the page has lost that frame, the event alone is diagnosed.
+
+    `earlier` are pages of the same root from before, latest first. They tell what is new in this one.
+    """
+    frames = sorted(page.frames, key=lambda frame: frame.index)
+    first = next((frame for frame in frames if frame.index == anomaly.frame), None)
+    if first is None or page.lost_frames or is_skipped(anomaly):
+        return from_event(anomaly)
+    if is_scalers(anomaly):
+        expected = first_expected_gradient(frames)
+        return _of_gradient(page, frames, *expected, anomaly) if expected is not None else from_event(anomaly)
+    if first.phase in ("forward", "recompute"):
+        found = _Forward(page, Calls.around(frames, first), anomaly, earlier).explain(first)
+        return _by_another_way(found, page, first, anomaly)
+    row = next((row for row in first.rows if row.role == anomaly.role and not row.finite), None)
+    if row is None:  # its own rows were lost
+        return from_event(anomaly)
+    if first.phase == "optimizer":
+        explain = explain_state if row.role_kind is RoleKind.STATE else explain_step
+        gradient = explain(page, frames, first, row, anomaly, earlier)
+        return gradient if isinstance(gradient, LocalDiagnosis) else _of_gradient(page, frames, *gradient, anomaly)
+    return _of_gradient(page, frames, first, row, anomaly)
+
+
+def _of_gradient(page: Page, frames: list[Frame], frame: Frame, row: Row, anomaly: Anomaly) -> LocalDiagnosis:
+    if frame.phase != "collective":
+        return explain_gradient(page, frames, frame, row, anomaly)
+    found = explain_reduced(page, frames, frame, row, anomaly)
+    if isinstance(found, LocalDiagnosis):
+        return found
+    first = explain_gradient(page, frames, *found, anomaly)
+    note = (
+        "a GradScaler was to catch it, and the optimizer was called without it: scaler.step(optimizer) skips that step"
+    )
+    return replace(first, notes=(*first.notes, note))
+
+
+def _by_another_way(found: LocalDiagnosis, page: Page, first: Frame, anomaly: Anomaly) -> LocalDiagnosis:
+    """What autograd's graph says against the place that the frames name as the maker of a value in a forward.
+
+    A value that goes from one module to another by an attribute, a list or a closure is in no frame, so that the module
+    which takes it out looks like its maker. Of several, the one in whose attribute it was found is named.
+    """
+    again = anomaly.again
+    if again is None or found.source != "made" or found.frame != first.index:
+        return found
+    values = {row.role: row.value for row in first.rows}
+    makers = {each.module: each for each in again.own_code}
+    if not makers.keys() - {found.module} or values.get(again.own_code_of) != values.get(found.at[2]):
+        return found
+    holders = makers.keys() & {each.module for each in again.held}
+    own_code = tuple(holders) if len(holders) == 1 else tuple(makers)
+    scope = common(list(own_code))
+    classes = {frame.module: frame.cls for frame in page.frames} | {name: each.cls for name, each in makers.items()}
+    notes = [
+        f"autograd's graph has {each.op} of {module_text(each.module, each.cls)} behind it, and no frame in between"
+        for each in makers.values()
+        if each.module != found.module
+    ]
+    return replace(
+        found,
+        module=scope,
+        cls=classes.get(scope, "?"),
+        role=found.at[2],
+        between=None,
+        sure=False,
+        own_code=own_code,
+        notes=(*found.notes, *notes),
+    )
+
+
+class _Forward:
+    """Follows a bad value back through the calls of one forward."""
+
+    def __init__(self, page: Page, calls: Calls, anomaly: Anomaly, earlier: Sequence[Page]) -> None:
+        self._page = page
+        self._earlier = earlier
+        self._calls = calls
+        self._anomaly = anomaly
+        self._turned: tuple[str, str] | None = None
+        self._seen: set[tuple[int, int]] = set()
+
+    def explain(self, frame: Frame, output: Row | None = None) -> LocalDiagnosis:
+        """Why this call returned a non-finite value. `output` is the row to explain; without it, the worst is."""
+        bad_weight = next((row for row in frame.weights if not row.finite), None)
+        if bad_weight is not None:
+            return self._of_weight(frame, bad_weight)
+        changed = self._changed_weight(frame)
+        if changed is not None:
+            note = f"{changed.role} was finite when it was read after the last step"
+            if not frame.weights:
+                note = "weights are not watched (--watch): it was looked at when the alarm was raised"
+            since = f"it was finite when it was last read, and {UNSEEN}" if frame.weights else ""
+            found = self._of_weight(frame, changed)
+            return replace(found, notes=(note,), changed_since=bool(frame.weights), history=since)
+        output = output or _worst(frame.outputs)
+        bad_input = _bad_input(frame, output)
+        if bad_input is not None and output is not None and bad_input.only_neginf and output.nan:
+            before = neginf_before(self._earlier, frame, bad_input.role)
+            if before is None or before.seen:
+                return self._out_of_mask(frame, output, bad_input, before)
+        if bad_input is not None:
+            if bad_input.only_neginf and output is not None and not output.only_neginf:
+                self._turned = self._turned or (frame.module, frame.cls)
+            return self._trace_input(frame, bad_input)
+        if output is None:  # the frame's own rows were lost
+            return from_event(self._anomaly)
+        neginf = _worst(frame.inputs)
+        return self._made_in(frame, output) if neginf is None else self._beside_neginf(frame, output, neginf)
+
+    def _out_of_mask(self, frame: Frame, output: Row, mask: Row, before: Before | None) -> LocalDiagnosis:
+        """The call made nan of an -inf that is nothing new, or that is known to be the whole of a row."""
+        given = self._trace_input(frame, mask)  # before the nan has a place of its own
+        self._turned = (frame.module, frame.cls)
+        place = module_text(*given.at[:2])
+        notes = [
+            f"the -inf in {mask.role} came from {given.at[2]} of {place}" if given.at != self._at(frame, mask) else ""
+        ]
+        if before is not None:
+            notes.append(f"{mask.role} held -inf in batch {before.batch} as well, and no nan came of it")
+        else:
+            notes.append(f"no earlier batch was received, so it is not known whether {mask.role} always holds -inf")
+        found = self._diagnosis(
+            frame,
+            output,
+            frame.module,
+            frame.cls,
+            source="made",
+            sure=before is not None or self._is_closed(frame, mask),
+            notes=tuple(filter(None, notes)),
+        )
+        closed = f"a row of {mask.role} is -inf throughout" if self._is_closed(frame, mask) else ""
+        return replace(found, mask=closed or f"{mask.role} held -inf")
+
+    def _is_closed(self, frame: Frame, mask: Row) -> bool:
+        """Whether a row of the mask is known to be -inf throughout."""
+        again = self._anomaly.again
+        told = again is not None and frame.module == self._anomaly.module and mask.role in again.closed
+        return told or bool(mask.mark & Mark.CLOSED)
+
+    def _beside_neginf(self, frame: Frame, output: Row, given: Row) -> LocalDiagnosis:
+        """The call was handed -inf and returned +inf. A mask makes no +inf; a Linear does, of a logarithm of 0."""
+        before = neginf_before(self._earlier, frame, given.role)
+        if before is not None and before.seen:
+            return self._made_in(frame, output)
+        if frame.weights and len(frame.inputs) == 1 and not self._calls.children(frame):
+            return self._trace_input(frame, given)
+        found = self._made_in(frame, output)
+        note = f"{given.role} of {module_text(frame.module, frame.cls)} held -inf: the value may have been made of that"
+        return replace(found, sure=False, mask=found.mask or f"{given.role} held -inf", notes=(*found.notes, note))
+
+    @staticmethod
+    def _at(frame: Frame, row: Row) -> tuple[str, str, str]:
+        return frame.module, frame.cls, row.role
+
+    def _of_weight(self, frame: Frame, bad: Row) -> LocalDiagnosis:
+        """A weight is bad. Where FSDP gathers it from all ranks, this rank's own shard may be finite."""
+        again = self._anomaly.again
+        mine = self._anomaly.module == frame.module and again is not None
+        shard = again.shards.get(bad.parsed_role.name, "") if mine and again is not None else ""
+        if shard == "finite":
+            note = f"this rank's own shard of {bad.role} was finite: the whole weight is gathered from all ranks"
+            return self._diagnosis(frame, bad, frame.module, frame.cls, source="received", notes=(note,))
+        notes = (f"this rank's own shard of {bad.role} was {shard}",) if shard else ()
+        computed = mine and again is not None and bad.parsed_role.name in again.computed
+        if computed:
+            notes = (*notes, f"the script has computed {bad.role} from other tensors: look at what it was computed of")
+        found = self._diagnosis(
+            frame, bad, frame.module, frame.cls, phase="weight", source="weight", sure=not computed, notes=notes
+        )
+        if computed or bad.shape is None:  # without a shape: no row of a page
+            return replace(found, computed=computed)
+        history = history_of(self._page, frame, bad, self._earlier)
+        return replace(
+            found,
+            sure=found.sure and (bool(shard) or not history.text),
+            changed_since=history.stepped is False,
+            history=history.text,
+            notes=tuple(filter(None, (history.note, *found.notes))),
+        )
+
+    def _changed_weight(self, frame: Frame) -> Row | None:
+        """A weight that was finite when it was last read, and not in the second look that the alarm led to."""
+        again = self._anomaly.again
+        if again is None or frame.index != self._anomaly.frame or not again.same_step:
+            return None
+        for row in frame.weights:
+            found = again.weights.get(row.parsed_role.name, "finite")
+            if found != "finite" and row.finite:
+                return msgspec.structs.replace(row, flags=int(_FLAGS[found]), abs_max=None)
+        bad = {name: found for name, found in again.weights.items() if found != "finite"}
+        if not frame.weights and bad and frame.module == self._anomaly.module:  # weights are not watched
+            name, found = next(iter(bad.items()))
+            return self._weight_row(role_of_parameter(name), found, self._anomaly.dtype)
+        return None
+
+    def _bad_weight_inside(self, frame: Frame) -> LocalDiagnosis | None:
+        """A weight of a module inside of a call of which no inner call was seen, as in compiled code.
+
+        It was finite when it was last read, and not when the alarm was raised.
+        """
+        again = self._anomaly.again
+        bad = again.bad_weight if again is not None and frame.index == self._anomaly.frame else None
+        if bad is None or not bad.module.startswith(f"{frame.module}." if frame.module else "") or not bad.module:
+            return None
+        row = self._weight_row(bad.role, bad.value, bad.dtype)
+        note = f"{bad.role} of {module_text(bad.module, bad.cls)} was finite when it was read after the last step"
+        found = self._diagnosis(
+            frame, row, bad.module, bad.cls, phase="weight", source="weight", sure=False, notes=(note,)
+        )
+        return replace(found, at=(bad.module, bad.cls, bad.role), changed_since=True)
+
+    def _weight_row(self, role: str, value: str, dtype: str) -> Row:
+        """Of a weight that no row of the page is about."""
+        flags = _FLAGS.get(value, NonFinite.NAN)
+        return Row(
+            role=role,
+            abs_min=None,
+            abs_max=None,
+            nan=bool(flags & NonFinite.NAN),
+            posinf=bool(flags & NonFinite.POSINF),
+            neginf=bool(flags & NonFinite.NEGINF),
+            dtype=dtype,
+            shape=None,
+            flags=int(flags),
+        )
+
+    def _made_in(self, frame: Frame, output: Row) -> LocalDiagnosis:
+        """The call's own code made it; if it has children, after the last of them returned."""
+        children = self._calls.children(frame)
+        earlier = self._followable(children[::-1], output)
+        if earlier is not None:
+            self._turns(earlier[1], output, frame.module, frame.cls)
+            return self.explain(*earlier)
+        between: tuple[str, str | None] | None = (children[-1].module, None) if children else None
+        inside = self._bad_weight_inside(frame) if not children else None
+        if inside is not None:
+            return inside
+        received = frame.seq > children[-1].seq >= 0 if children else frame.collectives > 0
+        unread = () if received else self._unread_weights(frame)
+        unseen = _unseen_object(frame) or self._without_graph(frame)
+        found = self._diagnosis(
+            frame,
+            output,
+            frame.module,
+            frame.cls,
+            source="received" if received else "unread" if unread else "made",
+            between=between,
+            sure=not unseen,
+            notes=(*unread, *unseen, *self._removed(frame, output)),
+        )
+        return replace(found, weights_read=self._looked_again(frame))
+
+    def _without_graph(self, frame: Frame) -> tuple[str, ...]:
+        """A call without gradients, of code of the script's own: it may have taken a value from a list or an object."""
+        again = self._anomaly.again
+        if again is None or not again.without_graph or frame.module != self._anomaly.module:
+            return ()
+        return (
+            f"{module_text(frame.module, frame.cls)} ran without gradients: no graph of autograd's tells whether it "
+            "took a value from elsewhere than its arguments",
+        )
+
+    def _unread_weights(self, frame: Frame) -> tuple[str, ...]:
+        """What is known of a call's weights if nobody has looked at them when it ran; empty if somebody has."""
+        again = self._anomaly.again
+        calls = self._calls
+        if again is None and not calls.children(frame) and not any(other.weights for other in calls.frames):
+            return ("no weight was read in this batch, and no later look at one is known",)
+        if again is None or frame.weights or frame.module != self._anomaly.module or again.same_step:
+            return ()
+        late = ", ".join(f"{name} was {found}" for name, found in again.weights.items())
+        return (f"weights are not watched (--watch): after a later step, {late}",) if late else ()
+
+    def _looked_again(self, frame: Frame) -> bool:
+        """Whether the weights of a call were read again when the alarm was raised, and were finite."""
+        names = {row.parsed_role.name for row in frame.weights}
+        again = self._anomaly.again
+        if not names and again is not None and frame.module == self._anomaly.module:
+            return all(found == "finite" for found in again.weights.values())
+        if not names or again is None:
+            return not names
+        return frame.module == self._anomaly.module and all(again.weights.get(name) == "finite" for name in names)
+
+    def _removed(self, frame: Frame, output: Row) -> tuple[str, ...]:
+        """Where the value was taken away again, if a call around this one has returned something finite."""
+        around = self._calls.parent(frame)
+        while around is not None and around.outputs:
+            if all(row.finite for row in around.outputs):
+                value = name_of(NonFinite(output.flags))
+                return (f"{module_text(around.module, around.cls)} took it away: it returned no {value}",)
+            around = self._calls.parent(around)
+        return ()
+
+    def _trace_input(self, frame: Frame, bad: Row) -> LocalDiagnosis:
+        """Follow a bad input back to the call that returned it, the model's input, or the code between two calls."""
+        calls = self._calls
+        again = (frame.index, bad.value) in self._seen
+        self._seen.add((frame.index, bad.value))
+        producer = calls.producer(bad.value, frame.index)
+        if producer is not None and not again:
+            return self.explain(*producer)
+        holder = calls.outermost_with_input(frame, bad)
+        if holder.parent is None and holder.phase == "forward":
+            row = next((row for row in holder.inputs if row.value == bad.value), bad)
+            return self._diagnosis(holder, row, holder.module, holder.cls, phase="input", source="outside")
+        parent, before = calls.parent(holder), calls.previous_sibling(holder)
+        if parent is None and before is None:  # the module around it is not watched, or was not recomputed
+            return self._diagnosis(holder, bad, holder.module, holder.cls, source="carried")
+        if parent is not None and not again:
+            given = _worst([row for row in parent.inputs if row.only_neginf == bad.only_neginf])
+            if given is not None:
+                return self._trace_input(parent, given)
+        earlier = self._followable(calls.older_siblings(holder), bad)
+        if earlier is not None and not again:
+            self._turns(earlier[1], bad, holder.parent or "", self._class_of(holder, parent))
+            return self.explain(*earlier)
+        return self._made_between(holder, parent, before, bad)
+
+    def _made_between(self, holder: Frame, parent: Frame | None, before: Frame | None, bad: Row) -> LocalDiagnosis:
+        """The code of `parent` made it, after `before` returned and before `holder` was called."""
+        now = min((seq for seq in (begun(holder), self._anomaly.where.seq) if seq >= 0), default=-1)
+        since = before.seq if before is not None else begun(parent) if parent is not None else -1
+        notes = []
+        sure = parent is not None
+        if returns(holder, bad.value):
+            sure = False
+            notes.append(
+                f"{module_text(holder.module, holder.cls)} returned the very tensor that it was handed: "
+                "if it writes into it, it is the maker itself"
+            )
+        for other in self._calls.older_siblings(holder):
+            if any(row.value == bad.value and not row.finite for row in other.inputs):
+                sure = False
+                notes.append(
+                    f"{module_text(other.module, other.cls)} was handed the same tensor before, and it was non-finite "
+                    "when that returned: if it writes into it, it is the maker itself"
+                )
+        unseen = _unseen_object(parent) if parent is not None else ()
+        sure = sure and not unseen
+        notes += unseen
+        if parent is not None and not bad.only_neginf:
+            masks = [row for row in parent.inputs if row.only_neginf]
+            notes += [f"{module_text(parent.module, parent.cls)} had been handed -inf in {mask.role}" for mask in masks]
+        return self._diagnosis(
+            holder,
+            bad,
+            holder.parent or "",
+            self._class_of(holder, parent),
+            source="received" if 0 <= since < now else "made",
+            between=(before.module if before is not None else "", holder.module or holder.cls),
+            sure=sure,
+            notes=tuple(notes),
+        )
+
+    def _followable(self, earlier: Iterable[Frame], bad: Row) -> tuple[Frame, Row] | None:
+        """A call in `earlier` (latest first) whose non-finite output raised no alarm and explains `bad`.
+
+        A waived output explains everything but a -inf. An output of -inf explains a -inf, and the latest one a nan,
+        unless that call returned -inf in an earlier batch as well.
+        """
+        for position, frame in enumerate(earlier):
+            for row in frame.outputs:
+                if row.finite:
+                    continue
+                if row.only_neginf:
+                    if bad.only_neginf or (bad.nan and position == 0 and self._is_new(frame, row)):
+                        return frame, row
+                elif row.mark & Mark.IGNORED and not bad.only_neginf:
+                    return frame, row
+        return None
+
+    def _is_new(self, frame: Frame, row: Row) -> bool:
+        before = neginf_before(self._earlier, frame, row.role)
+        return before is None or not before.seen
+
+    def _class_of(self, holder: Frame, parent: Frame | None) -> str:
+        """The class of the module around a call, whose own frame may be missing."""
+        if parent is not None:
+            return parent.cls
+        return "?" if holder.parent else split_label(self._page.root)[0]
+
+    def _turns(self, found: Row, into: Row, module: str, cls: str) -> None:
+        if found.only_neginf and not into.only_neginf:
+            self._turned = self._turned or (module, cls)
+
+    def _diagnosis(
+        self,
+        frame: Frame,
+        row: Row,
+        module: str,
+        cls: str,
+        *,
+        phase: str = "forward",
+        source: str,
+        between: tuple[str, str | None] | None = None,
+        sure: bool = True,
+        notes: tuple[str, ...] = (),
+    ) -> LocalDiagnosis:
+        found = diagnosis_of_row(
+            self._page,
+            frame,
+            row,
+            self._anomaly,
+            module=module,
+            cls=cls,
+            phase="collective" if source == "received" else phase,
+            source=source,  # type: ignore[arg-type]  # the callers above pass one of the literals
+            between=between,
+            sure=sure,
+            notes=notes,
+            turned=self._turned,
+        )
+        if row.mark & Mark.IGNORED:
+            found = replace(found, notes=(*found.notes, "a rule of --ignore waives this row"))
+        return found
+
+
+def _unseen_object(frame: Frame) -> tuple[str, ...]:
+    """A call that was handed no tensor, and an object: a generator or a class of the script's own may hold some."""
+    kinds = {row.kind for row in frame.inputs}
+    if "not_a_tensor" not in kinds or "measured" in kinds:
+        return ()
+    return (
+        f"{module_text(frame.module, frame.cls)} was handed an object that is not looked into: the value may have come "
+        "in it",
+    )
+
+
+def _worst(rows: list[Row]) -> Row | None:
+    """The first row with more than -inf; else the first non-finite row."""
+    bad = [row for row in rows if not row.finite]
+    return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
+
+
+def _bad_input(frame: Frame, bad_output: Row | None) -> Row | None:
+    """The input to follow: the worst one. A mask of -inf is followed only if it explains the output."""
+    bad = _worst(frame.inputs)
+    if bad is None or not bad.only_neginf:
+        return bad
+    return bad if bad_output is None or bad_output.nan or bad_output.only_neginf else None
+
+
+class Before(NamedTuple):
+    """What an earlier batch says of a row."""
+
+    batch: int
+    seen: bool
+    """It held -inf there."""
+
+
+def neginf_before(earlier: Sequence[Page], frame: Frame, role: str) -> Before | None:
+    """Whether a row of the same module held -inf in an earlier batch. `earlier` are pages, latest first.
+
+    None if no earlier batch has that row.
+    """
+    absent: Before | None = None
+    for page in earlier:
+        rows = [
+            row
+            for other in page.frames
+            if (other.module, other.phase) == (frame.module, frame.phase)
+            for row in other.rows
+            if row.role == role and row.kind == "measured"
+        ]
+        if any(row.only_neginf for row in rows):
+            return Before(page.batch, True)
+        if rows and absent is None:
+            absent = Before(page.batch, False)
+    return absent

@@ -1,0 +1,194 @@
+"""From the facts as they stand to what a viewer sees. Pure; a thousand ranks take a millisecond or two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, get_args
+
+from ...core.events import GpuHealth, Xid
+from ...core.lone_process import rank_name
+from ...core.wire.messages import GpuNow, closest_modules, unpack_gpus, unpack_hot
+from ...core.wire.view import Happened, NodeView, Passing, RankView, SlowRank, View
+from ..assemble.forecasts import forecasts_of, is_sound, passing_text
+from ..decide.node_advice import uuid_of
+from ..facts.facts import RankFacts, RunFacts
+from ..facts.fold import shown_body
+
+MOST_HOT = 8
+MOST_EVENTS = 12
+MOST_PASSING = 8
+MOST_PROCESSES = 16
+_MOST_XIDS = 4
+
+
+def view_of(
+    facts: RunFacts, run: str, time_ns: int, verdict: str = "", kind: str = "", slow: SlowRank | None = None
+) -> View:
+    """`verdict` is the one so far, "" where there is none, `kind` its kind, `slow` who costs the others time."""
+    attempt = facts.last_attempt
+    hellos = [node.hello for node in facts.nodes.values() if node.hello is not None]
+    ranks = facts.of_attempt(attempt)
+    lone = _lone(facts)
+    gpus = {agent: {gpu.uuid: gpu for gpu in unpack_gpus(node.gpus)} for agent, node in facts.nodes.items()}
+    hot = closest_modules((hot for node in facts.nodes.values() for hot in unpack_hot(node.hot)), MOST_HOT)
+    return View(
+        time_ns,
+        run,
+        hellos[0].command if hellos else [],
+        facts.announced_ranks,
+        attempt,
+        _nodes(facts),
+        [_rank(facts, rank, gpus.get(rank.agent, {})) for rank in ranks],
+        [shown_body(each) for each in hot],
+        _events(facts, [*ranks, *lone])[-MOST_EVENTS:],
+        verdict,
+        kind,
+        slow,
+        _passing(ranks),
+        _events_by_kind(facts),
+        dict(Counter(anomaly.value for rank in facts.everyone.values() for anomaly in rank.anomalies)),
+        _lost(facts),
+        processes=[_rank(facts, process, {}) for process in lone[:MOST_PROCESSES]],
+        more_processes=max(0, len(lone) - MOST_PROCESSES),
+    )
+
+
+def _lone(facts: RunFacts) -> list[RankFacts]:
+    """Processes that are no rank, and did not become one: first those that have met something, then those that run."""
+    ranks = {(rank.agent, rank.state.pid) for rank in facts.ranks.values() if rank.state is not None}
+    found = [
+        each for each in facts.processes.values() if each.state is None or (each.agent, each.state.pid) not in ranks
+    ]
+    return sorted(found, key=lambda process: (not process.anomalies, process.exit is not None))
+
+
+def _rank(facts: RunFacts, rank: RankFacts, gpus: dict[str, GpuNow]) -> RankView:
+    state, ended = rank.state, rank.exit
+    if state is None:
+        phase = ended.phase if ended is not None else "starting"
+        return RankView(rank.rank, facts.host(rank), phase, -1, -1, -1, "", 0.0, False, 0, *_end(rank))
+    gpu = gpus.get(uuid_of(rank)) if gpus else None
+    return RankView(
+        rank.rank,
+        facts.host(rank),
+        state.phase,
+        state.step,
+        state.batch,
+        state.begun,
+        state.module or "",
+        state.age_s,
+        state.overflow or bool(rank.anomalies),
+        rank.warned_rows,
+        *_end(rank),
+        state.waits,
+        *((gpu.use, gpu.memory) if gpu is not None else ()),
+    )
+
+
+def _end(rank: RankFacts) -> tuple[int | None, bool]:
+    return (rank.exit.code, True) if rank.exit is not None else (None, False)
+
+
+def _nodes(facts: RunFacts) -> list[NodeView]:
+    found = []
+    for node in facts.nodes.values():
+        health = [event for event in node.gpu_events if isinstance(event, GpuHealth)]
+        xids = [event.number for event in node.gpu_events if isinstance(event, Xid)]
+        gpus = (health[-1].grade if health[-1].grade == "ok" else health[-1].detail) if health else ""
+        found.append(NodeView(node.hello.host if node.hello is not None else "", node.lost, gpus, xids[-_MOST_XIDS:]))
+    return found
+
+
+def _events(facts: RunFacts, ranks: list[RankFacts]) -> list[Happened]:
+    found: list[Happened] = []
+    for rank in ranks:
+        name = rank_name(rank.rank)
+        for anomaly in rank.anomalies[:1]:
+            place = f"`{anomaly.module}`" if anomaly.module else "the root"
+            text = f"{name}: {anomaly.value} in {anomaly.role} of {place}, batch {anomaly.where.batch}"
+            found.append(Happened(anomaly.where.time_ns, text, True))
+        for error in rank.errors[:1]:
+            found.append(Happened(error.where.time_ns, f"{name} raised {error.error}", True))
+        for forecast in rank.forecasts[:1]:
+            if is_sound(forecast):
+                text = f"{name}: in batch {forecast.where.batch} {passing_text(forecast)}"
+                found.append(Happened(forecast.where.time_ns, text, True))
+        for fault in rank.faults[:1]:
+            found.append(Happened(fault.where.time_ns, f"{name}: gpuwatch's own fault: {fault.part}"))
+        for skip in rank.scaler_skips[-1:]:
+            found.append(Happened(skip.where.time_ns, f"{name}: GradScaler skipped a step, scale {skip.scale:g}"))
+    for node in facts.nodes.values():
+        host = node.hello.host if node.hello is not None else "a node"
+        for xid in [event for event in node.gpu_events if isinstance(event, Xid)][-_MOST_XIDS:]:
+            found.append(Happened(xid.time_ns, f"{host}: XID {xid.number} {xid.meaning}".rstrip(), xid.grade == "fail"))
+        if node.lost:
+            found.append(Happened(1 << 62, f"{host} is silent", True))
+    return sorted(found, key=lambda event: event.time_ns)
+
+
+def _passing(ranks: list[RankFacts]) -> list[Passing]:
+    found = [
+        Passing(told.module, told.dtype, told.batch + told.after, told.batch + told.earliest, told.batch + told.latest)
+        for told in forecasts_of(ranks)
+    ]
+    return sorted(found, key=lambda passing: (passing.batch, passing.module))[:MOST_PASSING]
+
+
+def _events_by_kind(facts: RunFacts) -> dict[str, int]:
+    """Of all attempts, so that a restart takes nothing away."""
+    found: Counter[str] = Counter()
+    for rank in facts.everyone.values():
+        found["anomaly"] += len(rank.anomalies)
+        found["exception"] += len(rank.errors)
+        found["forecast"] += len(rank.forecasts)
+        found["scaler_skip"] += rank.skipped_steps
+        found["warned_row"] += rank.warned_rows
+        found["fault"] += len(rank.faults)
+        found["exit"] += rank.exit is not None
+    found["xid"] = sum(isinstance(event, Xid) for node in facts.nodes.values() for event in node.gpu_events)
+    return dict(found)
+
+
+def _lost(facts: RunFacts) -> dict[str, int]:
+    states = [rank.state for rank in facts.everyone.values() if rank.state is not None]
+    return {
+        "frames": sum(state.frames_lost for state in states),
+        "rows": sum(state.rows_lost for state in states),
+        "records": sum(state.records_lost for state in states),
+        "pages": sum(sum(node.pages_dropped.values()) for node in facts.nodes.values()),
+    }
+
+
+# Who waits for whom, and in what state a rank is, as a picture shows it. Pure.
+
+STILL_S = 3.0
+"""So long a rank may rest before anything is said of it."""
+
+State = Literal["overflow", "waited for", "failed", "at rest", "running", "ended"]
+STATES: tuple[State, ...] = get_args(State)
+"""The worst first."""
+
+
+def behind_of(ranks: list[RankView]) -> set[int]:
+    """The ranks that the others wait for: all rest, and these are in no collective and have begun the fewest.
+
+    Nobody, while any rank moves, where all have begun as many, or where that is not known.
+    """
+    running = [rank for rank in ranks if not rank.ended]
+    if len(running) < 2 or any(rank.still_s < STILL_S or rank.begun < 0 for rank in running):
+        return set()
+    fewest = min(rank.begun for rank in running)
+    found = {rank.rank for rank in running if rank.begun == fewest and not rank.waits}
+    others = [rank for rank in running if rank.rank not in found]
+    return found if all(rank.waits and rank.begun > fewest for rank in others) and others else set()
+
+
+def state_of(rank: RankView, behind: set[int]) -> State:
+    """`behind` are the ranks that the others wait for."""
+    if rank.overflow:
+        return "overflow"
+    if rank.rank in behind:
+        return "waited for"
+    if rank.ended:
+        return "ended" if rank.exit in (0, None) else "failed"
+    return "at rest" if rank.still_s >= STILL_S else "running"

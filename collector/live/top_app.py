@@ -1,0 +1,125 @@
+"""The screen of `gpuwatch top`, with textual. It draws what the model says, and asks the link twice a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.geometry import Size
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+from textual.widgets import Footer, Static
+
+from ...core.errors import GpuwatchError
+from ...core.wire.view import View
+from .top_model import Line, Model
+
+EVERY_S = 0.5
+_STYLES = {
+    "bad": Style(color="red", bold=True),
+    "warn": Style(color="yellow"),
+    "dim": Style(dim=True),
+    "": Style(),
+}
+
+
+class Ranks(ScrollView):
+    """A line for each rank. Only those that are seen are drawn, so that ten thousand cost what twenty do."""
+
+    can_focus = True
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
+        self.lines: list[Line] = []
+
+    def show(self, lines: list[Line]) -> None:
+        """Replace all lines; the place that is looked at stays."""
+        self.lines = lines
+        self.virtual_size = Size(self.size.width, len(lines))
+        self.refresh()
+
+    def render_line(self, y: int) -> Strip:
+        """One line of what is seen."""
+        width, number = self.size.width, y + self.scroll_offset.y
+        if number >= len(self.lines):
+            return Strip.blank(width)
+        line = self.lines[number]
+        return Strip([Segment(line.text, _STYLES[line.look])]).adjust_cell_length(width)
+
+
+class Top(App[int]):
+    """`newest` gives the last picture, None where none has come; `is_over` says whether none will come any more."""
+
+    CSS = """
+    #head { height: auto; max-height: 7; }
+    #title { height: 1; }
+    #ranks { height: 1fr; min-height: 4; overflow-x: hidden; scrollbar-size-vertical: 1; }
+    #hot, #events { height: auto; max-height: 5; border-top: solid $panel; }
+    .empty { display: none; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("o", "order", "Ranks by number or by trouble"),
+    ]
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, newest: Callable[[], View | None], is_over: Callable[[], bool], run: str) -> None:
+        super().__init__()
+        self.model = Model()
+        self._newest, self._is_over, self._run = newest, is_over, run
+
+    def compose(self) -> ComposeResult:
+        """Five parts, one below the other."""
+        yield Static(id="head")
+        yield Static(id="title")
+        yield Ranks(id="ranks")
+        yield Static(id="hot")
+        yield Static(id="events")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Begin to look."""
+        self.set_interval(EVERY_S, self.look)
+        self.query_one(Ranks).focus()
+        self.draw()
+
+    def look(self) -> None:
+        """Take what has come, and draw it."""
+        try:
+            view = self._newest()
+            over = view is None and self._is_over()
+        except GpuwatchError as error:
+            self.notify(str(error), severity="error")
+            return
+        if view is not None:
+            self.model.see(view)
+        self.draw(over=over)
+
+    def on_resize(self) -> None:
+        """Cut the lines anew."""
+        self.draw()
+
+    def action_order(self) -> None:
+        """The ranks in another order."""
+        self.model.by_number = not self.model.by_number
+        self.draw()
+
+    def draw(self, *, over: bool = False) -> None:
+        """All parts."""
+        screen = self.model.screen(self.size.width)
+        head = [*screen.head, *([Line(f"the job is over: gpuwatch report {self._run}", "warn")] if over else [])]
+        self.query_one(Ranks).show(screen.ranks)
+        for name, lines in (
+            ("head", head),
+            ("title", [screen.ranks_title]),
+            ("hot", screen.hot[:4]),
+            ("events", screen.events[:4]),
+        ):
+            part = self.query_one(f"#{name}", Static)
+            part.set_class(not lines, "empty")
+            part.update(Text("\n").join(Text(line.text, _STYLES[line.look], no_wrap=True) for line in lines))

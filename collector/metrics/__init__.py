@@ -1,1 +1,0 @@
-"""What a Prometheus scrapes while the job runs. Nothing here is imported without `--metrics-port`."""

@@ -1,0 +1,433 @@
+"""What the collector does about what it hears: pure decisions, time is an argument, no socket.
+
+hear(agent, message, now) -> actions        committed(numbers) -> acknowledgements        tick(now) -> actions
+
+A helper that is silent never ends the job: only a rank's own end, the user or the scheduler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from ..core.events import Anomaly, PreflightResult, RankLook, Stalled, WorkerExit, split_label
+from ..core.settings import OnHang
+from ..core.wire.messages import (
+    SCHEMA,
+    Ack,
+    AgentBody,
+    AgentMessage,
+    Beat,
+    Bye,
+    CollectorMessage,
+    EventMessage,
+    Hello,
+    Leaving,
+    LookAtRanks,
+    Refused,
+    Stop,
+    Want,
+    Welcome,
+    life_of,
+    node_of,
+    ranks_of,
+)
+from .asking import AskedAll, text_of
+
+# Which node may speak of which rank: the first that does, and no more ranks than it said hello with.
+#
+# Who has the job's key is no stranger, and may still be wrong, or somebody else's: what one node says of another's
+# ranks is not believed.
+
+_MAX_CLAIMS = 1 << 20
+"""Of all nodes and attempts together."""
+
+
+@dataclass
+class Claims:
+    """By (attempt, rank): the node that it is on."""
+
+    _node_of_rank: dict[tuple[int, int], str] = field(default_factory=dict)
+    _ranks_of_node: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks were spoken of."""
+        return len({rank for _, rank in self._node_of_rank if rank >= 0})
+
+    def may_say(self, node: str, num_ranks: int, body: AgentBody) -> bool:
+        """Whether a node that said hello with so many ranks (0: with any number) may say this.
+
+        Binds ranks that nobody has spoken of. A node that knows its number of ranks has no processes that are none.
+        """
+        spoken_of = ranks_of(body)
+        if any(self._node_of_rank.get(rank, node) != node for rank in spoken_of):
+            return False
+        for attempt, rank in dict.fromkeys(spoken_of):
+            if (attempt, rank) in self._node_of_rank:
+                continue
+            known = self._ranks_of_node.get((attempt, node), 0)
+            if (
+                attempt < 0
+                or (rank < 0 and num_ranks)
+                or 0 < num_ranks <= known
+                or len(self._node_of_rank) >= _MAX_CLAIMS
+            ):
+                return False
+            self._ranks_of_node[attempt, node] = known + 1
+            self._node_of_rank[attempt, rank] = node
+        return True
+
+
+SILENT_S = 20.0
+"""An agent that beats twice a second and has been silent for so long is taken for lost, until it is heard again."""
+GONE_S = 60.0
+"""So long may an agent be silent before the report is made without it, once another has said goodbye."""
+ABANDONED_S = 600.0
+"""Silence of all agents after which a collector that no launch started makes its report."""
+STOP_AFTER_S = 5.0
+"""How long the other nodes have to end by themselves, once the job cannot go on."""
+LINGER_S = 300.0
+"""How long after the first goodbye the other nodes may go on: torchrun's own exit barrier."""
+ON_THE_WAY_BYTES = 16 << 20
+"""Definitions and pages that may be on the way, of all agents together: an event behind them does not wait long."""
+MOST_CREDIT = 2 << 20
+"""Of one agent: so much of it lies in its socket, too."""
+NOBODY_S = 10.0
+"""After the launch has gone, how long an agent may take to appear."""
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to an agent."""
+
+    agent: str
+    message: CollectorMessage
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Put the message into the store; it is acknowledged once it is durable there (`committed`)."""
+
+    agent: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class LookAhead:
+    """An event has come, and what was sent before it has not: look at it now. It comes again, in its order."""
+
+    agent: str
+    message: AgentMessage
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Everybody is done: decide, and write the report."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Tell the user something now."""
+
+    text: str
+
+
+Action = Send | Keep | LookAhead | Finish | Tell
+
+
+@dataclass
+class _Node:
+    hello: Hello
+    heard: float
+    received: int = 0
+    stored: int = 0
+    """The number up to which everything is durable: what is acknowledged."""
+    bye: Bye | None = None
+    bye_at: float = 0.0
+    lost: bool = False
+    stopped: bool = False
+    replaced: bool = False
+    """Its agent had ended, and the launch has started it again under another name."""
+    restored: bool = False
+    """Known from the store of a collector that had ended, and not heard since."""
+
+    @property
+    def gone(self) -> bool:
+        return self.bye is not None or self.lost or self.replaced
+
+
+@dataclass
+class RunProtocol:
+    """State of one run."""
+
+    run_id: str
+    run_dir: str
+    rdzv_id: str
+    nodes: dict[str, _Node] = field(default_factory=dict)
+    expected_nodes: int = 1
+    """A collector started by hand is told; else the first hello says."""
+    claims: Claims = field(default_factory=Claims)
+    disbelieved: int = 0
+    """Messages about ranks of other nodes."""
+    strangers: int = 0
+    """Agents that were turned away."""
+    on_hang: OnHang = "report"
+    replays: int = 0
+    """Hellos that were heard before, with other contents or of an agent that another has replaced."""
+    by_hand: bool = False
+    """No launch started this collector, so none can tell it that the job is over."""
+    _wanted: dict[tuple[int, str, int], list[Want]] = field(default_factory=dict)
+    _asking: AskedAll = field(default_factory=AskedAll)
+    _over_since: float | None = None
+    _launch_gone_at: float | None = None
+    _ended: bool = False
+    _finished: bool = False
+
+    # -- hearing ------------------------------------------------------------------------------------------------
+
+    def hear(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
+        """One message of an agent."""
+        node = self.nodes.get(agent)
+        if isinstance(message.body, Hello) and node is None:
+            return self._greet(agent, message, message.body, now)
+        if node is None:  # its hello was lost on the way, or with the store of a collector before this one
+            return [Send(agent, Ack(0, resend=True))]
+        node.heard = now
+        node.lost = False
+        replayed = isinstance(message.body, Hello) and replace(message.body, run=node.hello.run) != node.hello
+        believed = not replayed and self.claims.may_say(node_of(agent), node.hello.nproc, message.body)
+        if replayed:
+            self.replays += 1
+        elif not believed:
+            self.disbelieved += 1
+        actions: list[Action] = []
+        if node.restored:
+            node.restored = False
+            actions += [Send(agent, want) for wants in self._wanted.values() for want in wants]
+        if message.n == 0:
+            echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
+            kept = [Keep(agent, message)] if believed and not isinstance(message.body, Leaving) else []
+            received = node.received if echo else -1
+            return [*actions, *kept, Send(agent, Ack(node.stored, echo_ns=echo, received=received))]
+        if message.n <= node.received:
+            if isinstance(message.body, Hello):  # it has not heard the welcome
+                actions.append(Send(agent, Welcome(self.run_id, self.run_dir, node.stored)))
+            return [*actions, Send(agent, Ack(node.stored))]
+        if message.after > node.received:
+            ahead = self._look_ahead(agent, message, now) if believed else []
+            return [*actions, *ahead, Send(agent, Ack(node.stored, resend=True))]
+        node.received = message.n
+        if not believed or isinstance(message.body, Hello):  # what it said hello with stands
+            return actions
+        return [*actions, Keep(agent, message), *self._react(node, message.body, now)]
+
+    def _look_ahead(self, agent: str, message: AgentMessage, now: float) -> list[Action]:
+        """The verdict over an overflow does not wait until pages that were lost with a connection are sent again."""
+        body = message.body
+        if not isinstance(body, EventMessage) or not isinstance(body.event, Anomaly):
+            return []
+        return [LookAhead(agent, message), *self._react_to_event(body, now)]
+
+    @property
+    def credit(self) -> int:
+        """Bytes of definitions and pages that each agent may have on the way."""
+        speaking = sum(not node.gone for node in self.nodes.values())
+        return min(MOST_CREDIT, ON_THE_WAY_BYTES // max(1, speaking))
+
+    def answer_while_finishing(self, agent: str, message: AgentMessage) -> Ack:
+        """To a beat, while the report is made: somebody is at work here."""
+        node = self.nodes.get(agent)
+        echo = message.body.sent_ns if isinstance(message.body, Beat) else 0
+        return Ack(node.stored if node is not None else 0, echo_ns=echo)
+
+    @property
+    def received(self) -> dict[str, int]:
+        """agent -> the number up to which everything of it was heard"""
+        return {agent: node.received for agent, node in self.nodes.items()}
+
+    def committed(self, numbers: Mapping[str, int]) -> list[Send]:
+        """All that was kept up to these numbers is durable now: acknowledge it."""
+        found = []
+        for agent, number in numbers.items():
+            node = self.nodes[agent]
+            if node.stored < number:
+                node.stored = number
+                found.append(Send(agent, Ack(node.stored)))
+        return found
+
+    def taken(self, agents: Iterable[str]) -> list[Send]:
+        """What these agents have sent was taken from the socket, stored or not: the credit for it is free again."""
+        nodes = ((agent, self.nodes[agent]) for agent in agents if agent in self.nodes)
+        return [Send(agent, Ack(node.stored, received=node.received)) for agent, node in nodes]
+
+    def tell_again(self) -> list[Send]:
+        """What every agent that speaks has had acknowledged last: what else an acknowledgement says has changed."""
+        return [Send(agent, Ack(node.stored)) for agent, node in self.nodes.items() if not node.gone]
+
+    def restore(self, stored: Iterable[tuple[str, int, AgentBody]], now: float) -> None:
+        """Go on where a collector was that had ended: what is in its store has been heard and acknowledged."""
+        for agent, n, body in stored:
+            if isinstance(body, Hello) and agent not in self.nodes:
+                self._enter(agent, body, now)
+            node = self.nodes.get(agent)
+            if node is not None:
+                self.claims.may_say(node_of(agent), node.hello.nproc, body)
+            if node is not None and n:
+                node.received = node.stored = max(node.received, n)
+                node.restored = True
+                self._react(node, body, now)
+        self._asking.forget()
+
+    def _greet(self, agent: str, message: AgentMessage, hello: Hello, now: float) -> list[Action]:
+        reason = self._why_not(agent, hello)
+        if reason:
+            self.strangers += 1
+            return [Send(agent, Refused(reason))]
+        self._enter(agent, hello, now).received = message.n
+        return [Keep(agent, message), Send(agent, Welcome(self.run_id, self.run_dir))]
+
+    def _why_not(self, agent: str, hello: Hello) -> str:
+        """Why this agent is not one of this job; "" if it is."""
+        if hello.rdzv_id != self.rdzv_id:
+            return f"this is the collector of rendezvous {self.rdzv_id!r}, not {hello.rdzv_id!r}"
+        if hello.schema != SCHEMA:
+            return (
+                f"this collector speaks version {SCHEMA} of the protocol, found version {hello.schema}; "
+                "install the same gpuwatch on every node"
+            )
+        if hello.agent != agent:
+            return "its hello is another agent's"
+        if hello.run not in ("", self.run_id):
+            return f"this is run {self.run_id}, and the node was taken into run {hello.run} before"
+        if any(node_of(other) == node_of(agent) and life_of(other) >= life_of(agent) for other in self.nodes):
+            self.replays += 1
+            return "a later agent of its launch was here before"
+        present = {
+            node_of(name)
+            for name, node in self.nodes.items()
+            if not node.lost and (node.bye is None or node.bye.outcome == "ok")
+        }
+        if present and node_of(agent) not in present and len(present) >= self._most_nodes():
+            return f"all {len(present)} nodes of this job are here already"
+        return ""
+
+    def _most_nodes(self) -> int:
+        """As the first node said."""
+        return next(iter(self.nodes.values())).hello.max_nodes
+
+    def _enter(self, agent: str, hello: Hello, now: float) -> _Node:
+        for other, node in self.nodes.items():
+            if node_of(other) == node_of(agent):
+                node.replaced = True
+        self.nodes[agent] = _Node(hello, now)
+        return self.nodes[agent]
+
+    def _react(self, node: _Node, body: AgentBody, now: float) -> list[Action]:
+        if isinstance(body, EventMessage):
+            return self._react_to_event(body, now)
+        if isinstance(body, Bye):
+            node.bye, node.bye_at = body, now
+            fixed = node.hello.min_nodes == node.hello.max_nodes
+            if body.outcome != "ok" and (fixed or node.hello.starts_all):
+                self._job_is_over(now)
+        return []
+
+    def _react_to_event(self, message: EventMessage, now: float) -> list[Action]:
+        event = message.event
+        if isinstance(event, Stalled | RankLook | WorkerExit):
+            number = self._asking.hear(event, now)
+            return self._ask_where_they_stand(number) if number is not None else []
+        if isinstance(event, PreflightResult) and event.stops:
+            self._job_is_over(now)
+        if not isinstance(event, Anomaly):
+            return []
+        if event.aborts:
+            self._job_is_over(now)
+        where = event.where
+        key = (where.attempt, where.root, where.batch)
+        if key in self._wanted:
+            return []
+        batches = [where.batch, where.batch - 1] if where.batch > 0 else [where.batch]  # the one before: its history
+        wants = [Want(where.attempt, *split_label(where.root), batch) for batch in batches]
+        self._wanted[key] = wants
+        return [Send(agent, want) for want in wants for agent, node in self.nodes.items() if not node.gone]
+
+    def _ask_where_they_stand(self, number: int) -> list[Action]:
+        return [Send(agent, LookAtRanks(number)) for agent, node in self.nodes.items() if not node.gone]
+
+    def _conclude_asking(self, now: float) -> list[Action]:
+        """When all ranks have told where they stand, or had time enough to."""
+        announced = sum(node.hello.nproc for node in self.nodes.values() if not node.replaced)
+        concluded = self._asking.conclude(announced or self.claims.num_ranks, now, self.on_hang)
+        if concluded is None:
+            return []
+        found, ending = concluded
+        told: list[Action] = [Tell(text_of(found, ending))]
+        stop = Stop("no rank moves any more", restart=True)
+        return told + [Send(agent, stop) for agent, node in self.nodes.items() if ending.now and not node.gone]
+
+    def _job_is_over(self, now: float) -> None:
+        if self._over_since is None:
+            self._over_since = now
+
+    def launch_gone(self, now: float) -> None:
+        """The launch that started this collector has ended or was killed."""
+        if self._launch_gone_at is None:
+            self._launch_gone_at = now
+
+    def end_now(self, now: float) -> None:
+        """The user ends a collector that was started by hand."""
+        self._ended = True
+
+    # -- time ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """What time alone brings about."""
+        if self._finished:
+            return []
+        actions: list[Action] = []
+        for node in self.nodes.values():
+            if not node.gone and now - node.heard > SILENT_S:
+                node.lost = True
+        actions += self._conclude_asking(now)
+        if self._over_since is not None and now - self._over_since >= STOP_AFTER_S:
+            for agent, node in self.nodes.items():
+                if not node.gone and not node.stopped:
+                    node.stopped = True
+                    actions.append(Send(agent, Stop(self._why())))
+        if self._may_finish(now):
+            self._finished = True
+            actions.append(Finish())
+        return actions
+
+    def _why(self) -> str:
+        failed = [node.hello.host for node in self.nodes.values() if node.bye is not None and node.bye.outcome != "ok"]
+        if failed:
+            return f"the job has ended on {', '.join(sorted(set(failed)))}"
+        return "another rank has aborted the job"
+
+    def _may_finish(self, now: float) -> bool:
+        if self._ended:
+            return True
+        nodes = [node for node in self.nodes.values() if not node.replaced]
+        if not nodes:
+            return self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
+        byes = [node.bye_at for node in nodes if node.bye is not None]
+        silent = [node for node in nodes if node.bye is None]
+        if not silent:
+            expected = max(self.expected_nodes, *(node.hello.min_nodes for node in nodes))
+            # an agent that has said goodbye goes on beating until it has the verdict
+            return len(nodes) >= expected or now - max(byes) > STOP_AFTER_S
+        since = now - max(node.heard for node in silent)
+        if byes:
+            return now - min(byes) > LINGER_S or since > GONE_S
+        launch_gone = self._launch_gone_at is not None and now - self._launch_gone_at > NOBODY_S
+        return since > SILENT_S and (launch_gone or (self.by_hand and since > ABANDONED_S))
+
+    @property
+    def lost_agents(self) -> list[str]:
+        """Agents that went silent."""
+        return [a for a, node in self.nodes.items() if node.lost and node.bye is None and not node.replaced]

@@ -1,1 +1,0 @@
-"""From the facts and the verdict to the report."""

@@ -1,1 +1,0 @@
-"""`gpuwatch top`: hears what a collector shows, makes lines of it, and draws them."""

@@ -1,0 +1,725 @@
+"""What a worker appends to its recorder's log: names, each interned once, and events.
+
+A row or a frame names its module, role and shape by number. The definitions here give the numbers their meaning.
+Every event says where in the run it happened (`Where`). New fields go at the end and have defaults, so that an old
+worker can talk to a new collector.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .preflight import BandwidthRow, Finding, Grade, InventoryFacts
+
+
+class RootDef(msgspec.Struct, frozen=True, tag="root"):
+    """A root module. `ordinal` counts the roots of one class in the order of their first call."""
+
+    id: int
+    cls: str
+    ordinal: int = 0
+
+    @property
+    def label(self) -> str:
+        """`Net`, or `Net#2` for the second root of class Net."""
+        return self.cls if self.ordinal == 0 else f"{self.cls}#{self.ordinal + 1}"
+
+
+def split_label(label: str) -> tuple[str, int]:
+    """(class, ordinal) of a root's label.
+
+    >>> split_label("Net#2")
+    ('Net', 1)
+    """
+    cls, _, number = label.partition("#")
+    return cls, int(number) - 1 if number.isascii() and number.isdigit() else 0
+
+
+class ModuleDef(msgspec.Struct, frozen=True, tag="module"):
+    """A module under a root, named as the user wrote it ("" is the root itself)."""
+
+    id: int
+    root: int
+    name: str
+    cls: str
+
+
+class SlotDef(msgspec.Struct, frozen=True, tag="slot"):
+    """(module, role): what a row is about."""
+
+    id: int
+    module: int
+    role: str
+
+
+class ShapeDef(msgspec.Struct, frozen=True, tag="shape"):
+    """A tensor shape."""
+
+    id: int
+    dims: tuple[int, ...]
+
+
+Definition = RootDef | ModuleDef | SlotDef | ShapeDef
+
+
+class Where(msgspec.Struct, frozen=True):
+    """A place in the run. `seq` counts what the rank had issued on all its process groups, messages too.
+
+    -1 is unknown: no batch has begun, or there is no process group. `time_ns` is the host's own clock.
+    """
+
+    rank: int
+    attempt: int = 0
+    step: int = 0
+    batch: int = -1
+    root: str = ""
+    page: int = -1
+    seq: int = -1
+    time_ns: int = 0
+    clock: dict[str, int] = {}
+    """Name of a process group -> collectives that the rank had issued on it; -1: it counts nothing."""
+    sent: dict[str, dict[int, int]] = {}
+    """Name of a process group -> rank of the peer (-1: not known) -> sends that the rank had begun."""
+    received: dict[str, dict[int, int]] = {}
+    """Likewise the receives that had come to their end."""
+
+    @property
+    def collectives(self) -> int:
+        """How many collectives the rank had issued on all groups that count; -1 if that is not known.
+
+        Sums of two ranks can stand beside each other, and put nothing in order.
+        """
+        return sum(max(0, count) for count in self.clock.values()) if self.clock else self.seq
+
+
+class Moment(msgspec.Struct, frozen=True):
+    """What a rank had issued when its frames had the number `seq`: see Where."""
+
+    seq: int
+    clock: dict[str, int] = {}
+    sent: dict[str, dict[int, int]] = {}
+    received: dict[str, dict[int, int]] = {}
+
+
+class OptimizerStep(msgspec.Struct, frozen=True):
+    """The optimizer that stepped on a weight, with the settings that are numbers, as in its parameter group.
+
+    `betas=(0.9, 0.999)` is `betas[0]` and `betas[1]`; True is 1.
+    """
+
+    cls: str
+    """`torch.optim.adamw.AdamW`"""
+    settings: dict[str, float] = {}
+
+
+class GraphNode(msgspec.Struct, frozen=True):
+    """An operation in autograd's graph on the way from a bad gradient towards the loss (worker/hooks/second_look.py).
+
+    Its backward is handed the gradient of what it returned, and makes a part of the gradient of what it used.
+    """
+
+    op: str
+    """`NativeLayerNormBackward0`"""
+    module: str
+    """Name of the module in whose innermost call it ran."""
+    call: int
+    """Tells that call from others of the list; -1: it ran in no call, and `module` says nothing."""
+    users: list[int] = []
+    """Positions in the list of those that have used what it returned. Not told for an output."""
+    output: bool = False
+    """It returned an output of that call: a frame shows the gradient that its backward is handed."""
+    passes: bool = False
+    """Its backward makes finite gradients of finite ones: it moves, masks or adds them."""
+    operands: list[str] = []
+    """Of a sum or an elementwise product: the modules that returned what it was handed, as far as modules did."""
+    product: bool = False
+    """It is an elementwise product of two tensors of one shape, and modules returned both."""
+    opaque: bool = False
+    """It is a torch.autograd.Function, in whose forward modules may have been called."""
+
+
+class BadWeight(msgspec.Struct, frozen=True):
+    """A weight that was finite when it was last read, and is not now."""
+
+    module: str
+    cls: str
+    role: str
+    value: str
+    """`nan`, `+inf`, `-inf`"""
+    dtype: str
+
+
+class OwnCode(msgspec.Struct, frozen=True):
+    """A module whose own code may have made a value."""
+
+    module: str
+    cls: str
+    op: str
+    """The earliest node of autograd's graph that it has made there: `MulBackward0`."""
+
+
+class HeldValue(msgspec.Struct, frozen=True):
+    """An attribute of a module, no parameter and no buffer, that holds a bad value."""
+
+    module: str
+    cls: str
+    name: str
+    value: str
+
+
+class LookedAgain(msgspec.Struct, frozen=True):
+    """What was in the module of a rank's first alarm when that was raised: name -> `finite`, `nan`, `+inf`, `-inf`."""
+
+    weights: dict[str, str] = {}
+    shards: dict[str, str] = {}
+    """Of FSDP2: this rank's own parts of the weights."""
+    buffers: dict[str, str] = {}
+    """Those that are not finite."""
+    autocast: str = ""
+    """The dtype that autocast computed in; "" where it was off."""
+    optimizer: OptimizerStep | None = None
+    """Whose step was the last before, with the settings of its first parameter group."""
+    changed: list[str] = []
+    """Weights of the whole model that were changed since they were last read: `weight of `enter` (Linear), abs max
+    1.00e+00 then, 1.00e+38 now`. A script, or a flipped bit, can do that without a trace."""
+    same_step: bool = True
+    """No optimizer step has run since. After one, a weight may be bad because of the alarm."""
+    graph: list[GraphNode] = []
+    """Of a bad gradient: what has used that tensor. The first node has made it. Empty where that is not known."""
+    loss_scale: float | None = None
+    """The scale of the GradScaler that scaled a loss last; None if there was none."""
+    bad_weight: BadWeight | None = None
+    """The first of `changed` that is not finite."""
+    threads: bool = False
+    """Modules were called in another thread within that forward. These calls have no frames."""
+    computed: list[str] = []
+    """Weights of the module that the script has computed, as for `torch.func.functional_call`."""
+    own_code: list[OwnCode] = []
+    """Modules whose own code lies between the bad value of a forward and what frames show, the earliest first. Empty
+    where autograd's graph does not tell."""
+    own_code_of: str = ""
+    """The role of that value in the alarm's frame."""
+    held: list[HeldValue] = []
+    """Of the whole model. What an attribute holds, no frame shows."""
+    left: bool = False
+    """A parameter's gradient was not finite before the backward began that has added to it."""
+    closed: list[str] = []
+    """Roles of masks on a device that calls of the module were handed in that batch, -inf throughout in a row."""
+    without_graph: bool = False
+    """Autograd has recorded nothing of the call, whose class is not torch's own: what it took from elsewhere than its
+    arguments nothing tells."""
+
+
+class Anomaly(msgspec.Struct, frozen=True, tag="anomaly"):
+    """The first frame of a batch with a non-finite value that is not an expected one."""
+
+    where: Where
+    frame: int
+    module: str
+    cls: str
+    phase: str
+    role: str
+    value: str
+    dtype: str
+    shape: list[int] | None = None
+    inputs_finite: bool = True
+    weights_finite: bool = True
+    aborts: bool = False
+    cause: str = ""
+    """Why an expected value became an alarm: `GradScaler skipped 12 steps in a row (scale 16)`."""
+    collectives: int = 0
+    """How many collectives were issued during the module's call."""
+    optimizer: OptimizerStep | None = None
+    """Of a weight that was found non-finite after a step: whose step it was, if that is known."""
+    again: LookedAgain | None = None
+    """What a second look at the module has found. Only a rank's first alarm has it."""
+    moments: list[Moment] = []
+    """What the rank had issued before, the latest last. Only a rank's first alarm has it."""
+
+
+class Warned(msgspec.Struct, frozen=True, tag="warned"):
+    """A finite value near overflow or in underflow: the first of its kind in one row of one module."""
+
+    where: Where
+    kind: str
+    """`near overflow` or `underflow`"""
+    module: str
+    cls: str
+    phase: str
+    role: str
+    dtype: str
+    abs_max: float | None = None
+    headroom: float | None = None
+    zeros: float | None = None
+    subnormals: float | None = None
+
+
+class ScalerSkip(msgspec.Struct, frozen=True, tag="scaler_skip"):
+    """A GradScaler has skipped an optimizer step because of non-finite gradients. `scale` is the scale that they had.
+
+    `module`, `role` and `value` are those of the first bad gradient that was seen in the batch.
+    """
+
+    where: Where
+    scale: float
+    in_a_row: int
+    module: str | None = None
+    cls: str | None = None
+    role: str | None = None
+    value: str | None = None
+
+
+class Ignored(msgspec.Struct, frozen=True, tag="ignored"):
+    """The first alarm of one row of one module that a rule of the user's (`--ignore`) has waived."""
+
+    where: Where
+    pattern: str
+    module: str
+    role: str
+    value: str
+
+
+LedNowhere = Literal["", "taken away", "no gradient", "not trained"]
+"""Why a bad value is a notice and no alarm.
+
+"": nan of a mask of -inf, and a call around it took it away. `taken away`: a call around it returned something that
+cannot come of it. `no gradient`: a weight that no output shows, and that gets no gradient. `not trained`: a model that
+no optimizer holds and no backward reached returned it.
+"""
+
+
+class Absorbed(msgspec.Struct, frozen=True, tag="absorbed"):
+    """The first bad value of one row of one module that led nowhere."""
+
+    where: Where
+    module: str
+    cls: str
+    role: str
+    value: str
+    dtype: str
+    by: str = ""
+    """Name of the module that took it away."""
+    why: LedNowhere = ""
+
+
+class BatchInputs(msgspec.Struct, frozen=True, tag="batch_inputs"):
+    """What the model was handed in the batch of a rank's first alarm: role -> digest (batch_digest.py)."""
+
+    where: Where
+    digests: dict[str, str]
+
+
+class Passed(msgspec.Struct, frozen=True, tag="passed"):
+    """A tensor that went into a collective, a send or a receive, or came out of it, and was not finite."""
+
+    where: Where
+    operation: str
+    """As in core/recorder/group_table.py: `all_reduce`, `recv`."""
+    group: str
+    members: str
+    """Ranks as text, `0-6:2,7`; "" is unknown."""
+    number: int
+    """Among the collectives of its group. Of a message: among those from its sender to its receiver with its tag."""
+    peer: int = -1
+    """Rank in the job of the root, or of whom it is sent to or received from; -1: none, or not known."""
+    tag: int = 0
+    came_out: bool = False
+    """False: it went in."""
+    value: str = "nan"
+    """`nan`, `+inf`, `-inf`, `inf`"""
+    dtype: str = ""
+    elements: int = 0
+    given: str = ""
+    """What this rank has put in: `finite`, `not finite`; "": nothing, or nobody has looked."""
+    given_max: float | None = None
+    """abs max of that, where it was finite."""
+
+
+class NotLookedInto(msgspec.Struct, frozen=True, tag="not_looked_into"):
+    """A module in which compiled code runs that no frame shows.
+
+    torch.compile broke its graph in the call around it, or has compiled it again.
+    """
+
+    where: Where
+    module: str
+    cls: str
+    around: bool = True
+    """A frame shows what goes in and comes out."""
+
+
+class CompiledUnseen(msgspec.Struct, frozen=True, tag="compiled_unseen"):
+    """Modules were compiled, and this torch does not let us see all of what is inside. Once for each process."""
+
+    where: Where
+    text: str
+    """torch 2.11: gradients inside of compiled modules are not looked into"""
+    calls: bool = False
+    """The calls of the modules, too, and not their gradients alone."""
+
+
+class LooseParameters(msgspec.Struct, frozen=True, tag="loose_parameters"):
+    """An optimizer steps on parameters of the script's own: no module has them that was called. Once for each class."""
+
+    where: Where
+    optimizer: str
+    """Its class."""
+    parameters: int
+    unread: int = 0
+    """Of these, on a device: nobody reads them."""
+
+
+class Cost(msgspec.Struct, frozen=True, tag="cost"):
+    """What watching costs in this run: medians of the time from one batch to the next, in nanoseconds."""
+
+    where: Where
+    plain_ns: int
+    watched_ns: int
+    plain_batches: int
+    watched_batches: int
+
+
+class ScriptError(msgspec.Struct, frozen=True, tag="script_error"):
+    """The user's script raised; `module` is the innermost module that was running."""
+
+    where: Where
+    error: str
+    message: str
+    traceback: str
+    module: str | None = None
+    peer_failure: bool = False
+    """The exception says only that another rank is gone."""
+
+
+class ScriptExit(msgspec.Struct, frozen=True, tag="script_exit"):
+    """The user's script came to its end or called sys.exit."""
+
+    where: Where
+    code: int
+
+
+class LeftGroup(msgspec.Struct, frozen=True, tag="left_group"):
+    """The script has destroyed its default process group by itself, and every number of before was judged."""
+
+    where: Where
+
+
+class PreflightBegan(msgspec.Struct, frozen=True, tag="preflight_began"):
+    """A stage of the preflight began on this rank. The rank hangs or died in a stage that has not ended."""
+
+    where: Where
+    stage: str
+    limit_s: float = 0.0
+    """Its deadline on this rank."""
+
+
+class PreflightStage(msgspec.Struct, frozen=True, tag="preflight_stage"):
+    """A stage of the preflight ended on this rank."""
+
+    where: Where
+    stage: str
+    seconds: float
+    detail: str = ""
+    grade: Grade = "ok"
+
+
+class PeerOutcome(msgspec.Struct, frozen=True):
+    """What another rank told this one of its preflight."""
+
+    rank: int
+    outcome: str
+    stage: str = ""
+    detail: str = ""
+
+
+class PreflightResult(msgspec.Struct, frozen=True, tag="preflight_result"):
+    """This rank's conclusion. `outcome` is ok, failed (its own fault), victim (it waited for others) or skipped."""
+
+    where: Where
+    outcome: str
+    stage: str = ""
+    detail: str = ""
+    stops: bool = False
+    backend: str = ""
+    device: str = ""
+    peers: list[PeerOutcome] = []
+    """The other ranks that failed or waited. torchrun stops ranks when the first one ends, so some cannot write."""
+    findings: list[Finding] = []
+    """What the preflight found in all ranks. Each rank has the same list."""
+
+
+class Bandwidth(msgspec.Struct, frozen=True, tag="bandwidth"):
+    """What this rank measured in the bandwidth test, one row per size."""
+
+    where: Where
+    rows: list[BandwidthRow]
+
+
+class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
+    """What the rank runs on, read after torch was imported."""
+
+    where: Where
+    device: str
+    versions: dict[str, str]
+    facts: InventoryFacts | None = None
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """An error of gpuwatch itself. It is recorded and shown, and the training goes on."""
+
+    where: Where
+    part: str
+    message: str
+
+
+class Issued(msgspec.Struct, frozen=True):
+    """One operation that a rank has begun on a process group."""
+
+    number: int
+    """Counts the group's collectives from 1 on; below 0: the group's sends and receives, from -1 on."""
+    operation: str
+    """`all_reduce`, `send`; "" is unknown."""
+    dtype: str = ""
+    """`float32`; "" is unknown, or there is no tensor."""
+    elements: int = 0
+    peer: int = -1
+    """Rank within the group: the root, or whom it sends to or receives from; -1 is none or any."""
+
+
+class GroupState(msgspec.Struct, frozen=True):
+    """What a rank shows of its communication in one process group."""
+
+    name: str
+    members: str
+    """Ranks as text, `0-6:2,7` (core/recorder/group_table.py); "" is unknown."""
+    size: int
+    begun: int = 0
+    """Number of the last collective that it has begun."""
+    ended: int = 0
+    """Highest number that it has waited for to its end."""
+    phase: str = "none"
+    """`issuing`, `waiting`, `failed` (the call or the wait has raised) or `none`."""
+    at: int = 0
+    """What it issues or waits for now, or did last: see `Issued.number`."""
+    since_s: float = 0.0
+    """For so long."""
+    recent: list[Issued] = []
+    """The last few, by number."""
+
+
+class StackLine(msgspec.Struct, frozen=True):
+    """One call of a stack. Line 0: of a native function."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+    """The source, where it could be read."""
+
+    @property
+    def shown(self) -> str:
+        """`/home/me/train.py:41 in main: dist.all_reduce(loss)`"""
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
+
+    @property
+    def short(self) -> str:
+        """`train.py:41 in main: dist.all_reduce(loss)`, `memcpy of libc.so.6`"""
+        name = self.file.rpartition("/")[2]
+        return (
+            f"{self.function} of {name}" if not self.line else self.shown.removeprefix(self.file[: -len(name) or None])
+        )
+
+
+class ThreadSeen(msgspec.Struct, frozen=True):
+    """One thread of a rank, as it was seen from outside."""
+
+    name: str
+    state: str = ""
+    """A letter as in /proc/PID/stat; "" is unknown."""
+    kernel: str = ""
+    """The function of the kernel in which it waits: `hrtimer_nanosleep`; "" is none, or not to be seen."""
+    system_call: str = ""
+    """`clock_nanosleep`; "" as above."""
+    at: str = ""
+    """`data.py:7 in load`; "" is unknown."""
+
+
+class WorkerExit(msgspec.Struct, frozen=True, tag="worker_exit"):
+    """A worker process ended. `by` is `itself` or `torchrun`. A negative code is a signal."""
+
+    where: Where
+    code: int | None
+    by: str
+    phase: str = ""
+    module: str | None = None
+    cls: str | None = None
+    groups: list[GroupState] = []
+    """Where it stood in its process groups."""
+    memory_kills: int = 0
+    """Of a rank that SIGKILL ended: so many processes of its node's memory cgroup the kernel has ended for lack of
+    memory since the run began."""
+    stack: list[StackLine] = []
+    """Of a rank that a fatal signal ended: where the thread stood that it came to, innermost call first."""
+    shm_free: int = -1
+    """Of a rank that SIGBUS ended: bytes that were left in /dev/shm; -1: not known."""
+    ended_ns: int = 0
+    """By the host's own clock: when a fatal signal came, if the rank left its stack; else when its agent saw that its
+    process was ending, or heard of it from its launcher. 0: not told."""
+    alive_ns: int = 0
+    """When its agent saw before that that it was not; 0: not told. It ended in between."""
+
+
+class Stalled(msgspec.Struct, frozen=True, tag="stalled"):
+    """A node agent saw a rank not move for longer than its limit."""
+
+    where: Where
+    seconds: float
+    limit_s: float
+
+
+class RankLook(msgspec.Struct, frozen=True, tag="look"):
+    """Where a rank stood when all ranks were asked, because one of them had stalled. Its node agent writes it."""
+
+    where: Where
+    number: int
+    """Which time of asking."""
+    still_s: float
+    """Seconds since the rank last moved, as its agent saw it."""
+    phase: str
+    module: str | None = None
+    cls: str | None = None
+    state: str = ""
+    """The process's state, a letter as in /proc/PID/stat; "" is unknown."""
+    busy: float = 0.0
+    """Share of one core that it used meanwhile."""
+    stack: list[StackLine] = []
+    """Of the main thread, innermost call first; [] if it did not answer."""
+    groups: list[GroupState] = []
+    """Where it stands in its process groups."""
+    limit_s: float = 0.0
+    """How long it may rest where it stands; 0: not told."""
+    native: list[StackLine] = []
+    """Of a rank that did not answer itself: native calls inside of the innermost call of `stack`, by py-spy."""
+    threads: list[ThreadSeen] = []
+    """Of a rank that did not answer itself: its threads, the main one first where Linux tells them."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, tag="step_times"):
+    """How long the parts of a rank's steps took on its host. Its node agent sends it when the rank has ended."""
+
+    where: Where
+    timed: int
+    """Steps that were timed."""
+    total_s: list[float]
+    """Of all of them, seconds in each part (core/recorder/step_table.py)."""
+    steps: bytes
+    """A sample of them, packed (core/wire/columns.py)."""
+
+
+class Forecast(msgspec.Struct, frozen=True, tag="forecast"):
+    """What a module returns grows, and passes its dtype's limit soon if it goes on so (launcher/agent/forecast.py).
+
+    Its node agent sends it while the rank runs, once for each module. It decides nothing.
+    """
+
+    where: Where
+    """The batch in which it was told."""
+    module: str
+    cls: str
+    dtype: str
+    limit: float
+    abs_max: float
+    """In that batch."""
+    after: int
+    """In so many batches from there,"""
+    earliest: int
+    latest: int
+    since: int = 0
+    """The first batch that it was told from."""
+
+
+class NodeSignal(msgspec.Struct, frozen=True, tag="node_signal"):
+    """A signal told `gpuwatch launch` to end."""
+
+    signal: int
+    time_ns: int = 0
+    reason: str = ""
+    """Why the scheduler ends the job, where it tells: `SLURM: its time limit is reached`."""
+    down_nodes: list[str] = []
+    """Nodes of the job that the scheduler has lost."""
+    told_by: str = ""
+    """The scheduler's command that told so: `sinfo`."""
+
+
+class Xid(msgspec.Struct, frozen=True, tag="xid"):
+    """The driver reported an XID of a GPU. NVML has no history, so these are only the XIDs since the run began."""
+
+    device: str
+    """UUID of the whole GPU."""
+    number: int
+    time_ns: int = 0
+    meaning: str = ""
+    next: str = ""
+    grade: str = "unknown"
+    """What it says of the GPU: ok (the script's own fault), warn, fail, unknown."""
+    mig: str = ""
+    """`GPU instance/compute instance`, where the XID is about one."""
+
+
+class GpuCounters(msgspec.Struct, frozen=True, tag="gpu_counters"):
+    """The error counters of one GPU. The difference between two readings is what the run added (core/gpu)."""
+
+    device: str
+    """UUID of the whole GPU."""
+    moment: str
+    """`before` the training, after an `anomaly`, or at the `end`."""
+    counters: dict[str, int]
+    unknown: dict[str, str] = {}
+    """Counter -> why it could not be read."""
+    time_ns: int = 0
+    mig: list[str] = []
+    """UUIDs of the MIG devices on it. A rank may know its GPU by one of them."""
+
+
+class GpuHealth(msgspec.Struct, frozen=True, tag="gpu_health"):
+    """Whether NVML watches the node's GPUs. Sent when that begins, and once more if it ends too early."""
+
+    grade: str
+    """`ok`, or `unknown` with the reason in `detail`."""
+    detail: str = ""
+    driver: str = ""
+    devices: dict[str, str] = {}
+    """UUID -> name"""
+    unwatched: dict[str, str] = {}
+    """UUID -> why its XIDs could not be registered"""
+    time_ns: int = 0
+
+
+WorkerEvent = (
+    Anomaly
+    | Warned
+    | ScalerSkip
+    | Ignored
+    | Absorbed
+    | Passed
+    | NotLookedInto
+    | CompiledUnseen
+    | LooseParameters
+    | BatchInputs
+    | Cost
+    | ScriptError
+    | ScriptExit
+    | LeftGroup
+    | PreflightBegan
+    | PreflightStage
+    | PreflightResult
+    | Bandwidth
+    | Inventory
+    | Fault
+)
+Event = (
+    WorkerEvent | WorkerExit | Stalled | RankLook | StepTimes | Forecast | NodeSignal | Xid | GpuCounters | GpuHealth
+)
+LogEntry = Definition | WorkerEvent

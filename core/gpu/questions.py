@@ -1,0 +1,462 @@
+"""The questions to NVML about one GPU, in groups. A group that fails does not affect the others.
+
+Questions are asked by name: where an older nvidia-ml-py lacks one, only that fact is unknown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pynvml
+
+from .counters import is_of_this_job
+from .lines import OtherProcess, SampleLine, Told
+from .nvml import NotKnown, ask, constant, field_value, mig_devices, text, uuid_of, whole_gpu
+
+_LOADED_SAMPLES = 10
+_LOADED_STEP_S = 0.05
+
+CLOCK_REASONS = {
+    "clocks_hw_slowdown": 0x08,
+    "clocks_sw_thermal": 0x20,
+    "clocks_hw_thermal": 0x40,
+    "clocks_hw_power_brake": 0x80,
+    "clocks_sw_power_cap": 0x04,
+}
+"""Bits of nvmlDeviceGetCurrentClocksEventReasons; the older name of that function gives the same."""
+
+_FABRIC_MASKS = {
+    # fact: (shift, width) in healthMask, nvml.h's NVML_GPU_FABRIC_HEALTH_MASK_*; 1 true, 2 false, 0 not supported
+    "fabric_degraded_bandwidth": (0, 0x3),
+    "fabric_route_recovery": (2, 0x3),
+    "fabric_route_unhealthy": (4, 0x3),
+    "fabric_access_timeout_recovery": (6, 0x3),
+}
+_FABRIC_CONFIGURATION = (8, 0xF)
+"""0 not supported, 1 as it should be, else what is wrong."""
+
+_NVLINK5_ERRORS = {
+    "nvlink_crc_errors": ("NVML_FI_DEV_NVLINK_COUNT_RCV_ERRORS",),
+    "nvlink_replay_errors": ("NVML_FI_DEV_NVLINK_COUNT_LOCAL_LINK_INTEGRITY_ERRORS",),
+    "nvlink_recovery_errors": ("NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS",),
+}
+"""From NVLink 5 on, the counters of the older links are not supported; these mean the same."""
+
+
+@dataclass
+class Asked:
+    """What one group has found out."""
+
+    values: dict[str, int] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    processes: list[OtherProcess] = field(default_factory=list)
+
+    @contextmanager
+    def facts(self, *names: str) -> Iterator[None]:
+        """Facts that come from one call. If it fails, they are all unknown."""
+        try:
+            yield
+        except NotKnown as error:
+            if error.gpu_is_lost:
+                self.values["lost"] = 1
+            self._unknown(names, str(error))
+        except (AttributeError, IndexError, TypeError, ValueError) as error:  # an nvidia-ml-py of another shape
+            self._unknown(names, f"{type(error).__name__}: {error}")
+
+    def _unknown(self, names: tuple[str, ...], why: str) -> None:
+        self.unknown.update({name: why for name in names if name not in self.values})
+
+
+Group = Callable[[Any, Any, Asked], None]
+"""(the device, the whole GPU it is or is a part of, where to put the answers)"""
+
+
+def _recovery(device: Any, whole: Any, asked: Asked) -> None:
+    with asked.facts("recovery_action"):
+        asked.values["recovery_action"] = field_value(whole, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
+
+
+def _ecc(device: Any, whole: Any, asked: Asked) -> None:
+    with asked.facts("ecc_enabled"):
+        asked.values["ecc_enabled"] = ask("nvmlDeviceGetEccMode", whole)[0]
+    for kind, error_type in (("corrected", 0), ("uncorrected", 1)):
+        for life, counter_type in (("volatile", 0), ("aggregate", 1)):
+            name = f"ecc_{kind}_{life}"
+            with asked.facts(name):
+                asked.values[name] = ask("nvmlDeviceGetTotalEccErrors", whole, error_type, counter_type)
+    with asked.facts("sram_threshold_exceeded"):
+        version = constant("nvmlEccSramErrorStatus_v1")
+        status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+        status.version = version
+        ask("nvmlDeviceGetSramEccErrorStatus", whole, pynvml.byref(status))
+        asked.values["sram_threshold_exceeded"] = int(bool(status.bThresholdExceeded))
+
+
+def _memory_repairs(device: Any, whole: Any, asked: Asked) -> None:
+    names = ("remap_corrected", "remap_uncorrected", "remap_pending", "remap_failed")
+    with asked.facts(*names):
+        asked.values.update(zip(names, map(int, ask("nvmlDeviceGetRemappedRows", whole)), strict=True))
+    for name, cause in (("retired_pages_corrected", 0), ("retired_pages_uncorrected", 1)):
+        with asked.facts(name):
+            asked.values[name] = len(ask("nvmlDeviceGetRetiredPages", whole, cause))
+    with asked.facts("retired_pages_pending"):
+        asked.values["retired_pages_pending"] = ask("nvmlDeviceGetRetiredPagesPendingStatus", whole)
+
+
+def _temperature(device: Any, whole: Any, asked: Asked) -> None:
+    with asked.facts("temperature"):
+        asked.values["temperature"] = ask("nvmlDeviceGetTemperature", whole, pynvml.NVML_TEMPERATURE_GPU)
+    with asked.facts("temperature_slowdown"):
+        asked.values["temperature_slowdown"] = ask(
+            "nvmlDeviceGetTemperatureThreshold", whole, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        )
+
+
+def _pcie(device: Any, whole: Any, asked: Asked) -> None:
+    for name, function in (
+        ("pcie_generation_max", "nvmlDeviceGetMaxPcieLinkGeneration"),
+        ("pcie_width_max", "nvmlDeviceGetMaxPcieLinkWidth"),
+        ("pcie_replays", "nvmlDeviceGetPcieReplayCounter"),
+    ):
+        with asked.facts(name):
+            asked.values[name] = ask(function, whole)
+
+
+def _nvlink(device: Any, whole: Any, asked: Asked) -> None:
+    active: list[int] = []
+    inactive = 0
+    with asked.facts("nvlinks_active", "nvlinks_inactive"):
+        for link in range(_link_count(whole)):
+            if ask("nvmlDeviceGetNvLinkState", whole, link):
+                active.append(link)
+            else:
+                inactive += 1
+        asked.values.update(nvlinks_active=len(active), nvlinks_inactive=inactive)
+    _nvlink_errors(whole, active, asked)
+
+
+def _link_count(whole: Any) -> int:
+    try:
+        return field_value(whole, "NVML_FI_DEV_NVLINK_LINK_COUNT")
+    except NotKnown:  # an old driver: count until a link is not there
+        for link in range(constant("NVML_NVLINK_MAX_LINKS")):
+            try:
+                ask("nvmlDeviceGetNvLinkState", whole, link)
+            except NotKnown:
+                if not link:
+                    raise
+                return link
+        return constant("NVML_NVLINK_MAX_LINKS")
+
+
+def _nvlink_errors(whole: Any, active: list[int], asked: Asked) -> None:
+    for name, counters in (
+        ("nvlink_crc_errors", ("NVML_NVLINK_ERROR_DL_CRC_FLIT", "NVML_NVLINK_ERROR_DL_CRC_DATA")),
+        ("nvlink_replay_errors", ("NVML_NVLINK_ERROR_DL_REPLAY",)),
+        ("nvlink_recovery_errors", ("NVML_NVLINK_ERROR_DL_RECOVERY",)),
+    ):
+        with asked.facts(name):
+            if not active:
+                raise NotKnown("no NVLink is up")
+            try:
+                total = sum(_old_link_errors(whole, link, counters) for link in active)
+            except NotKnown:
+                total = sum(field_value(whole, item, link) for item in _NVLINK5_ERRORS[name] for link in active)
+            asked.values[name] = total
+
+
+def _old_link_errors(whole: Any, link: int, counters: tuple[str, ...]) -> int:
+    """Sum of the counters that this GPU has; newer GPUs count no data CRC errors. Raises NotKnown if it has none."""
+    counts, why = [], NotKnown("")
+    for counter in counters:
+        try:
+            counts.append(ask("nvmlDeviceGetNvLinkErrorCounter", whole, link, constant(counter)))
+        except NotKnown as error:
+            why = error
+    if not counts:
+        raise why
+    return sum(counts)
+
+
+def _fabric(device: Any, whole: Any, asked: Asked) -> None:
+    names = ("fabric_state", "fabric_status", "fabric_configuration", *_FABRIC_MASKS)
+    with asked.facts(*names):
+        info = _fabric_info(whole)
+        if not info.state:
+            raise NotKnown("not part of an NVSwitch fabric")
+        asked.values.update(fabric_state=info.state, fabric_status=info.status)
+        mask = getattr(info, "healthMask", 0)
+        for name, (shift, width) in (*_FABRIC_MASKS.items(), ("fabric_configuration", _FABRIC_CONFIGURATION)):
+            found = mask >> shift & width
+            if found:
+                asked.values[name] = found
+            else:
+                asked.unknown[name] = "Not Supported"
+
+
+def _fabric_info(whole: Any) -> Any:
+    """The newest form of it that this driver and this nvidia-ml-py both know."""
+    for kind in ("c_nvmlGpuFabricInfo_v3_t", "c_nvmlGpuFabricInfo_v2_t"):
+        if hasattr(pynvml, kind):
+            info = getattr(pynvml, kind)()
+            try:
+                ask("nvmlDeviceGetGpuFabricInfoV", whole, pynvml.byref(info))
+                return info
+            except NotKnown as error:
+                if error.gpu_is_lost:
+                    raise
+    if not hasattr(pynvml, "c_nvmlGpuFabricInfo_t"):
+        raise NotKnown("this nvidia-ml-py has no nvmlDeviceGetGpuFabricInfo")
+    info = pynvml.c_nvmlGpuFabricInfo_t()
+    ask("nvmlDeviceGetGpuFabricInfo", whole, pynvml.byref(info))
+    return info
+
+
+def _modes(device: Any, whole: Any, asked: Asked) -> None:
+    with asked.facts("mig_enabled", "mig_change_pending"):
+        current, pending = ask("nvmlDeviceGetMigMode", whole)
+        whole_is_used = uuid_of(device).startswith("GPU-")
+        asked.values.update(
+            mig_enabled=int(bool(current)),
+            mig_enabled_but_unused=int(bool(current) and whole_is_used),
+            mig_change_pending=int(current != pending),
+        )
+    with asked.facts("compute_mode"):
+        asked.values["compute_mode"] = ask("nvmlDeviceGetComputeMode", whole)
+
+
+def _processes(device: Any, whole: Any, asked: Asked) -> None:
+    """Other processes on the GPU. In a container NVML may give pids that mean nothing here; those are not counted."""
+    with asked.facts("other_processes"):
+        unseen = 0
+        for process in ask("nvmlDeviceGetComputeRunningProcesses", device):
+            try:
+                if not is_of_this_job(process.pid):
+                    name = psutil.Process(process.pid).name()
+                    asked.processes.append(OtherProcess(process.pid, name, process.usedGpuMemory))
+            except psutil.NoSuchProcess:
+                unseen += 1
+        if unseen and not asked.processes:
+            raise NotKnown(f"{unseen} process(es) that are not to be seen from here, as in a container")
+        asked.values["other_processes"] = len(asked.processes)
+
+
+def _clocks_and_link(device: Any, whole: Any, asked: Asked) -> None:
+    """Sample for half a second: what holds the clocks back most of the time, and the fastest PCIe link seen."""
+    reasons: list[int] = []
+    generations: list[int] = []
+    widths: list[int] = []
+    for number in range(_LOADED_SAMPLES):
+        if number:
+            time.sleep(_LOADED_STEP_S)
+        with asked.facts(*CLOCK_REASONS):
+            reasons.append(clock_reasons(whole))
+        with asked.facts("pcie_generation"):
+            generations.append(ask("nvmlDeviceGetCurrPcieLinkGeneration", whole))
+        with asked.facts("pcie_width"):
+            widths.append(ask("nvmlDeviceGetCurrPcieLinkWidth", whole))
+    if reasons:
+        for name, bit in CLOCK_REASONS.items():  # a change of the clocks is reported as a slowdown, for a moment
+            asked.values[name] = int(sum(bool(found & bit) for found in reasons) * 2 > len(reasons))
+    if generations:
+        asked.values["pcie_generation"] = max(generations)
+    if widths:
+        asked.values["pcie_width"] = max(widths)
+
+
+def clock_reasons(whole: Any) -> int:
+    """What holds the clocks back: bits of CLOCK_REASONS. Raises NotKnown."""
+    try:
+        return int(ask("nvmlDeviceGetCurrentClocksEventReasons", whole))
+    except NotKnown:  # before R535 it was called
+        return int(ask("nvmlDeviceGetCurrentClocksThrottleReasons", whole))
+
+
+_COUNTERS: tuple[tuple[str, Group], ...] = (
+    ("what it needs to recover", _recovery),
+    ("ECC errors", _ecc),
+    ("repairs of its memory", _memory_repairs),
+    ("NVLink", _nvlink),
+    ("PCIe", _pcie),
+)
+_GROUPS: tuple[tuple[str, Group], ...] = (
+    *_COUNTERS,
+    ("its NVSwitch fabric", _fabric),
+    ("MIG and compute mode", _modes),
+    ("its processes", _processes),
+    ("its temperature", _temperature),
+)
+
+
+def questions(loaded: bool) -> tuple[tuple[str, Group], ...]:
+    """All groups, the most telling first, because the driver may hang at any of them."""
+    return (("clocks and PCIe under load", _clocks_and_link),) if loaded else _GROUPS
+
+
+def ask_group(uuid: str, device: Any, group: Group) -> Told:
+    """The answers of one group."""
+    asked = Asked()
+    group(device, whole_gpu(device), asked)
+    return Told(uuid, asked.values, asked.unknown, processes=asked.processes)
+
+
+def introduce(uuid: str, device: Any) -> Told:
+    """What it is."""
+    whole = whole_gpu(device)
+    pci_bus = ""
+    try:
+        bus = ask("nvmlDeviceGetPciInfo", whole).busId
+        pci_bus = bus.decode() if isinstance(bus, bytes) else str(bus)
+        parent = uuid_of(whole)
+    except NotKnown:
+        parent = ""
+    own = text("nvmlDeviceGetUUID", device)
+    return Told(uuid, name=text("nvmlDeviceGetName", device), pci_bus=pci_bus, parent="" if parent == own else parent)
+
+
+def read_counters(whole: Any) -> Asked:
+    """Only the counters: cheap enough to be read in the middle of a training."""
+    asked = Asked()
+    for _, group in _COUNTERS:
+        group(whole, whole, asked)
+    return asked
+
+
+def migs_of(whole: Any) -> list[str]:
+    """UUIDs of the MIG devices on a GPU."""
+    return mig_devices(whole)
+
+
+# How one GPU does at a moment: a few cheap questions to NVML, asked every few seconds. A child process asks them.
+#
+# Telemetry shows these figures and judges no GPU by them (grade.py does that). A question that this GPU, driver or
+# nvidia-ml-py has no answer to is asked once.
+
+_SM_CLOCK = 1
+"""NVML_CLOCK_SM"""
+_ALL_LINKS = 0xFFFF_FFFF
+_MOST_S = 60.0
+"""A pause that is longer says nothing of the clocks in it."""
+
+Question = Callable[[Any], dict[str, float]]
+
+
+def _use(gpu: Any) -> dict[str, float]:
+    return {"gpu_use": ask("nvmlDeviceGetUtilizationRates", gpu).gpu / 100}
+
+
+def _memory(gpu: Any) -> dict[str, float]:
+    memory = ask("nvmlDeviceGetMemoryInfo", gpu)
+    return {"gpu_memory_used": memory.used, "gpu_memory_total": memory.total}
+
+
+def _clock(gpu: Any) -> dict[str, float]:
+    return {"sm_clock": ask("nvmlDeviceGetClockInfo", gpu, _SM_CLOCK)}
+
+
+def _highest_clock(gpu: Any) -> dict[str, float]:
+    return {"sm_clock_max": ask("nvmlDeviceGetMaxClockInfo", gpu, _SM_CLOCK)}
+
+
+def _power(gpu: Any) -> dict[str, float]:
+    return {"power": ask("nvmlDeviceGetPowerUsage", gpu) / 1000}
+
+
+def _temperature_sample(gpu: Any) -> dict[str, float]:
+    return {"temperature": ask("nvmlDeviceGetTemperature", gpu, 0)}
+
+
+def _corrected(gpu: Any) -> dict[str, float]:
+    return {"ecc_corrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 0, 0)}
+
+
+def _uncorrected(gpu: Any) -> dict[str, float]:
+    return {"ecc_uncorrected": ask("nvmlDeviceGetTotalEccErrors", gpu, 1, 0)}
+
+
+def _replays(gpu: Any) -> dict[str, float]:
+    return {"pcie_replays": ask("nvmlDeviceGetPcieReplayCounter", gpu)}
+
+
+def _link(gpu: Any) -> dict[str, float]:
+    return {
+        "pcie_generation": ask("nvmlDeviceGetCurrPcieLinkGeneration", gpu),
+        "pcie_width": ask("nvmlDeviceGetCurrPcieLinkWidth", gpu),
+    }
+
+
+def _pcie_sample(gpu: Any) -> dict[str, float]:
+    """nvmlDeviceGetPcieThroughput would wait for 20 ms; these count, on newer GPUs."""
+    return {
+        "pcie_received": field_value(gpu, "NVML_FI_DEV_PCIE_COUNT_RX_BYTES"),
+        "pcie_sent": field_value(gpu, "NVML_FI_DEV_PCIE_COUNT_TX_BYTES"),
+    }
+
+
+def _nvlink_sample(gpu: Any) -> dict[str, float]:
+    """In KiB, of all links together."""
+    return {
+        "nvlink_received": 1024 * field_value(gpu, "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX", _ALL_LINKS),
+        "nvlink_sent": 1024 * field_value(gpu, "NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX", _ALL_LINKS),
+    }
+
+
+_QUESTIONS: tuple[Question, ...] = (
+    _use,
+    _memory,
+    _clock,
+    _highest_clock,
+    _power,
+    _temperature_sample,
+    _corrected,
+    _uncorrected,
+    _replays,
+    _link,
+    _pcie_sample,
+    _nvlink_sample,
+)
+
+
+class GpuSampler:
+    """Of one whole GPU."""
+
+    def __init__(self, uuid: str, gpu: Any) -> None:
+        self._uuid = uuid
+        self._gpu = gpu
+        self._questions = list(_QUESTIONS)
+        self._held_s = dict.fromkeys(CLOCK_REASONS, 0.0)
+        """Why its clocks are held down -> seconds of that: at a sample and so, it is taken, since the one before."""
+        self._last: float | None = None
+
+    def sample(self, now: float, *, last: bool) -> SampleLine:
+        """`now` is monotonic time in seconds."""
+        values: dict[str, float] = {}
+        why = ""
+        for question in list(self._questions):
+            try:
+                values.update(question(self._gpu))
+            except NotKnown as error:
+                why = str(error)
+                if error.is_for_good:
+                    self._questions.remove(question)
+            except (AttributeError, IndexError, TypeError, ValueError) as error:  # an nvidia-ml-py of another shape
+                why = f"{type(error).__name__}: {error}"
+                self._questions.remove(question)
+        values.update(self._reasons(now))
+        return SampleLine(self._uuid, values, "" if values else why, last)
+
+    def _reasons(self, now: float) -> dict[str, float]:
+        try:
+            reasons = clock_reasons(self._gpu)
+        except NotKnown:
+            return {}
+        passed = min(now - self._last, _MOST_S) if self._last is not None else 0.0
+        self._last = now
+        for name, bit in CLOCK_REASONS.items():
+            self._held_s[name] += passed if reasons & bit else 0.0
+        return dict(self._held_s)

@@ -1,0 +1,117 @@
+"""Who this rank is, from torchrun's environment: variable name -> property, read in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_DEVICE = "GPUWATCH_DEVICE"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A rank as torchrun describes it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    master_addr: str
+    master_port: int
+    agent_store: bool
+    """A store answers at this address already: torchrun's agent hosts it, or rank 0 for its preflight."""
+    node: int = 0
+    device: int | None = None
+    """Index of the rank's GPU among the visible ones; None: its local rank."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Identity:
+        """Read torchrun's variables. Raises KeyError for a missing one."""
+        return cls(
+            rank=int(environ["RANK"]),
+            local_rank=int(environ["LOCAL_RANK"]),
+            world_size=int(environ["WORLD_SIZE"]),
+            local_world_size=int(environ["LOCAL_WORLD_SIZE"]),
+            master_addr=environ["MASTER_ADDR"],
+            master_port=int(environ["MASTER_PORT"]),
+            agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
+            node=int(environ.get("GROUP_RANK", "0")),
+            device=int(environ[_DEVICE]) if _DEVICE in environ else None,
+        )
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables for a process that is to read them."""
+        device = {_DEVICE: str(self.device)} if self.device is not None else {}
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_store),
+            "GROUP_RANK": str(self.node),
+            **device,
+        }
+
+
+# Errors of a rank that failed only because another rank had ended.
+
+_WORDS = (
+    # gloo
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Socket Timeout",
+    "Broken pipe",
+    "Timed out waiting",
+    "timed out",
+    "Application timeout caused pair closure",
+    # torch's store
+    "wait timeout",
+    "got 0 bytes",
+    "Connection was likely closed",
+    # NCCL
+    "remote process exited or there was a network error",
+    "communicator was aborted",
+    "Watchdog caught collective operation timeout",
+)
+_SOURCES = ("gloo", "nccl", "c10d", "tcpstore", "processgroup")
+"""What an error of torch.distributed speaks of. A script's own downloads and data loaders time out, too."""
+_DISTRIBUTED = "/torch/distributed/"
+
+
+def is_peer_failure(message: str) -> bool:
+    """Whether a message of torch.distributed only says that another rank has ended or does not answer."""
+    return any(words in message for words in _WORDS)
+
+
+def is_from_peer_failure(error: BaseException) -> bool:
+    """Whether this exception is a peer failure of torch.distributed, or was raised because of one or while handling it.
+
+    What a script raises instead of it, as in `except RuntimeError as error: raise TrainingFailed from error`, tells no
+    more than it.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if _is_of_torch_distributed(link):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _is_of_torch_distributed(error: BaseException) -> bool:
+    try:
+        message = str(error)
+    except Exception:  # the exception's __str__ raises
+        return False
+    if not is_peer_failure(message):
+        return False
+    if type(error).__module__.startswith("torch.distributed") or any(word in message.lower() for word in _SOURCES):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _DISTRIBUTED in trace.tb_frame.f_code.co_filename.replace("\\", "/")

@@ -1,0 +1,211 @@
+"""The folder of a node's recorders: in /dev/shm where there is room, private, and removed when the run ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from ..host import host_name
+from .layout import file_bytes
+
+_PREFIX = "gpuwatch-"
+_SHARED_MEMORY = Path("/dev/shm")
+_DISK = Path("/var/tmp")
+_OWNER = "owner"
+_FILES = 32
+_FILES_OF_RANK = 4
+"""At most so many are in a folder, without those that the script has."""
+KEPT_ATTEMPTS = 2
+"""Recorders of so many attempts that have ended are kept."""
+RESCUED = "rescued"
+"""Folder in the scratch for what the runs' folder took no more of."""
+
+
+def make_scratch(recorders: int, say: Callable[[str], object] = lambda sentence: None) -> Path:
+    """Make the folder for so many recorders: in shared memory, of which they take half of what is free, else on a disk.
+
+    `say` is told why it is not in shared memory, and if no disk has the room either. Where no folder can be made at
+    all, that is said, and the folder of the path is not there: the ranks go on unwatched.
+    """
+    remove_stale()
+    size, files = recorders * file_bytes(), _FILES + _FILES_OF_RANK * recorders
+    trouble = ""
+    takes_files = _files_free(_SHARED_MEMORY) > 2 * files
+    if _free(_SHARED_MEMORY) > 2 * size and takes_files:
+        try:
+            return _new_folder(_SHARED_MEMORY)
+        except OSError as error:
+            trouble = f": {error}"
+    # the first that has the room, or the most of it
+    base = max(_disks(), key=lambda disk: (_files_free(disk) >= files, min(_free(disk), size)))
+    try:
+        folder = _new_folder(base)
+    except OSError as error:
+        say(f"no folder can be made for the recorders, and the ranks go on unwatched: {error}")
+        return base / f"{_PREFIX}{os.getuid()}-none-{os.urandom(8).hex()}"
+    if trouble:
+        say(f"the recorders are in {base}, where a batch takes longer to record{trouble}")
+        return folder
+    need = f"{recorders} recorders need {size >> 20} MiB"
+    lacks = f"{_mib_free(_SHARED_MEMORY)}, and {need}"
+    if not takes_files and _free(_SHARED_MEMORY) >= 0:
+        lacks = f"{_files_free(_SHARED_MEMORY)} inodes free, and {recorders} recorders may need {files}"
+    say(
+        f"{_SHARED_MEMORY} has {lacks} and should leave as much to the script: they are in {base}, where a batch takes "
+        "longer to record"
+    )
+    if _free(base) < size:
+        say(
+            f"{base} has {_mib_free(base)}, and {need}: ranks that find no room go on unwatched; make room in "
+            f"{_SHARED_MEMORY}, or set TMPDIR to a disk that has it"
+        )
+    return folder
+
+
+def _mib_free(base: Path) -> str:
+    return f"{max(0, _free(base)) >> 20} MiB free"
+
+
+def _new_folder(base: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getuid()}-", dir=base))
+    with suppress(OSError):  # this launch removes it in any case; if it is killed, its agent signs it once more
+        _sign(folder)
+    return folder
+
+
+def _disks() -> list[Path]:
+    """Where else it may be. The first is often in memory, too."""
+    return [Path(tempfile.gettempdir()), _DISK]
+
+
+def _free(base: Path) -> int:
+    """Bytes that may be written there; -1 if nothing may."""
+    try:
+        if not os.access(base, os.W_OK | os.X_OK):
+            return -1
+        found = os.statvfs(base)
+    except OSError:
+        return -1
+    return found.f_bavail * found.f_frsize
+
+
+def _files_free(base: Path) -> int:
+    """So many files can be made there, as far as is known; what counts none, such as btrfs, takes any number."""
+    with suppress(OSError):
+        found = os.statvfs(base)
+        return found.f_favail if found.f_files else sys.maxsize
+    return sys.maxsize
+
+
+def _sign(folder: Path) -> None:
+    new = folder / f".{_OWNER}-{os.getpid()}"
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        began = _began(os.getpid())
+        file.write(f"{os.getpid()} {began if began is not None else 0} {_pid_namespace()} {_boot()} {host_name()}")
+    new.replace(folder / _OWNER)
+
+
+def _began(pid: int) -> int | None:
+    """When a process began, in ticks since the host's boot: no clock that is set changes it. 0: there is no such
+    process; None: that cannot be read here. (man 5 proc, field 22 of /proc/PID/stat)"""
+    if not Path("/proc/self/stat").exists():
+        return None
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _boot() -> str:
+    """The host's boot; "-" where that is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() or "-"
+    except OSError:
+        return "-"
+
+
+def _pid_namespace() -> int:
+    """Where the pid counts: containers on one host may share /dev/shm, and know nothing of each other's processes."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # not on Linux
+        return 0
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the folder; twice does no harm."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def keep_rescued(scratch: Path, say: Callable[[str], object] = lambda sentence: None) -> Path | None:
+    """Move what the runs' folder took no more of to where it stays, and say where; None if there is nothing."""
+    source = scratch / RESCUED
+    if not source.is_dir():
+        return None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="gpuwatch-rescued-"))
+        for path in source.iterdir():
+            shutil.move(path, folder / path.name)
+    except OSError:
+        return None
+    say(
+        f"the runs' folder took no more: the store and what was written beside it have moved from {source} to "
+        f"{folder}; read it with: gpuwatch report {folder}"
+    )
+    return folder
+
+
+def remove_stale() -> None:
+    """Remove folders of this user whose launch is gone (it and its agent were killed), as far as can be told here."""
+    for base in {_SHARED_MEMORY, *_disks()}:
+        for folder in base.glob(f"{_PREFIX}{os.getuid()}-*"):
+            try:
+                if not _is_ours(folder):
+                    continue
+                gone = _is_gone(*_read_owner(folder / _OWNER).split())
+            except (OSError, ValueError, TypeError):
+                continue
+            if gone:
+                remove_scratch(folder)
+
+
+def _is_gone(pid: str, began: str, namespace: str, boot: str = "", host: str = "") -> bool:
+    """Whether the process that signed so has surely ended."""
+    if int(namespace) != _pid_namespace():
+        return False
+    now = _began(int(pid))
+    if not boot:  # of an earlier version: the time of its clock, which may have been set since
+        return float(began) > 0 and now == 0
+    if boot != (here := _boot()):
+        return "-" not in (boot, here) and host == host_name()  # else it is another host's, with the same disk
+    return int(began) > 0 and now is not None and now != int(began)
+
+
+def _is_ours(folder: Path) -> bool:
+    """A folder itself, no link to one, of this user: anybody may put anything into the machine's temporary folders."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _read_owner(path: Path) -> str:
+    """Never follows a link and never waits, as a FIFO would have us do."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is no file")
+        return os.read(fd, 200).decode("ascii", "replace")
+    finally:
+        os.close(fd)
+
+
+def adopt_scratch(folder: Path) -> None:
+    """This process answers for the folder from now on: its launch was killed."""
+    with suppress(OSError):
+        _sign(folder)

@@ -1,0 +1,109 @@
+"""What gpuwatch prints: onto a full disk, into a pipe that nobody reads, or nowhere. No run ends because of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from contextlib import suppress
+from typing import IO, Any
+
+from .errors import OutputLost
+
+STANDARD_STREAMS = 3
+
+
+def tell(text: str) -> None:
+    """One line on stderr, in one piece. What cannot be printed is dropped, and closed streams stay closed."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()
+
+
+def flush_streams() -> None:
+    """As far as they can be."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def take_standard_streams() -> list[int]:
+    """Take the numbers of closed standard streams, for this process alone. Returns them."""
+    taken: list[int] = []
+    with suppress(OSError):
+        while (number := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) < STANDARD_STREAMS:
+            taken.append(number)
+        os.close(number)
+    return taken
+
+
+def guard_streams() -> None:
+    """In a process of gpuwatch's own: have stdout and stderr drop what they cannot print, whoever writes to them.
+
+    Not in a rank: its streams are the script's. What is closed stays so for whatever this process starts.
+    """
+    take_standard_streams()
+    sys.stdout, sys.stderr = _Guarded(sys.stdout), _Guarded(sys.stderr)
+
+
+def expect_answer(*, drops: bool = False) -> None:
+    """What the command prints on stdout is what it was called for: raise OutputLost where that cannot be printed."""
+    if isinstance(sys.stdout, _Guarded):
+        sys.stdout.drops = drops
+
+
+class _Guarded:
+    """A text stream, or none; the rest of its methods are the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream: IO[str] | None = stream
+        self.drops = True
+        self._trouble: OutputLost | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if self._stream is None:
+            raise AttributeError(name)
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """All of it, or nothing that matters."""
+        if not isinstance(text, str):
+            raise TypeError(f"expected text, found {type(text).__name__}")
+        self._raise_again()
+        if self._stream is not None:
+            try:
+                self._stream.write(text)
+            except UnicodeEncodeError:
+                self._stream.write(text.encode("ascii", "backslashreplace").decode())
+            except (OSError, ValueError) as error:
+                self._lost(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._raise_again()
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._lost(error)
+
+    def isatty(self) -> bool:
+        return self._stream is not None and not self._stream.closed and self._stream.isatty()
+
+    def _raise_again(self) -> None:
+        """Who writes may have caught it: click tries a stream out."""
+        if self._trouble is not None and not self.drops:
+            raise self._trouble
+
+    def _lost(self, error: Exception) -> None:
+        if self.drops or self._stream is None:
+            return
+        with suppress(OSError, ValueError):  # Python prints once more at its end what the stream still holds
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        self._trouble = OutputLost(error, is_wanted=getattr(error, "errno", 0) != errno.EPIPE)
+        raise self._trouble from error

@@ -1,0 +1,184 @@
+"""Amounts of memory as a user writes them: `256MiB`, or a share of what is free, `80%`."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable
+
+import msgspec
+from rich.console import Console
+
+from .lone_process import is_rank, rank_name
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}{ending}": 1024**power for power, letter in enumerate("kmgt", 1) for ending in ("", "ib")},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+}
+"""`256M` is 256 MiB, as in nccl-tests."""
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*)", re.ASCII | re.IGNORECASE)
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%", re.ASCII)
+_LARGEST = 1 << 50
+
+
+class Amount(msgspec.Struct, frozen=True):
+    """Bytes, or a share of what is free; one of them is 0."""
+
+    size: int = 0
+    share: float = 0.0
+
+    def of(self, free: int) -> int:
+        """Bytes, where so many are free."""
+        return self.size or int(free * self.share)
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of at least 1; None if it is no size.
+
+    >>> parse_size("256MiB") == parse_size("256M") == 256 * 1024**2
+    True
+    """
+    found = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(found[2].lower()) if found else None
+    if found is None or unit is None or not 1 <= float(found[1]) * unit <= _LARGEST:
+        return None
+    return int(float(found[1]) * unit)
+
+
+def parse_amount(text: str) -> Amount | None:
+    """A size, or a share above 0 % and up to 100 %; None if it is neither.
+
+    >>> parse_amount("80%")
+    Amount(size=0, share=0.8)
+    """
+    found = _SHARE.fullmatch(text.strip())
+    if found is None:
+        size = parse_size(text)
+        return Amount(size=size) if size is not None else None
+    share = float(found[1]) / 100
+    return Amount(share=share) if 0 < share <= 1 else None
+
+
+# A text of a given width, printed with rich as on a terminal and kept.
+
+
+class TextConsole(Console):
+    """`width` in characters; with `color`, the text has escape sequences."""
+
+    def __init__(self, width: int, *, color: bool) -> None:
+        self._kept = io.StringIO()
+        super().__init__(
+            file=self._kept,
+            width=width,
+            force_terminal=color,
+            color_system="standard" if color else None,
+            highlight=False,
+        )
+
+    def text(self) -> str:
+        """All that was printed, without blanks at the ends of lines and without empty lines at the end."""
+        return "\n".join(line.rstrip() for line in self._kept.getvalue().splitlines()).rstrip("\n")
+
+
+# Ranks and other numbers in words: `ranks 0-3, 7`.
+
+MOST_PIECES = 8
+
+
+def ranks_text(ranks: Iterable[int], most: int = MOST_PIECES) -> str:
+    """In ascending order: `rank 3`, `ranks 0, 1`, `ranks 0-3, 7`. Beyond `most` pieces the rest is counted.
+
+    >>> ranks_text([7, 0, 1, 2, 3])
+    'ranks 0-3, 7'
+    >>> ranks_text(range(0, 10, 2), most=2)
+    'ranks 0, 2 and 3 more'
+    """
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return "no rank"
+    processes = [rank_name(number) for number in reversed(ordered) if not is_rank(number)]
+    ordered = ordered[len(processes) :]
+    if processes:
+        named = [*([ranks_text(ordered, most)] if ordered else []), *processes[:most]]
+        return ", ".join(named) + (f" and {len(processes) - most} more" if len(processes) > most else "")
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    return f"ranks {numbers_text(ordered, most)}"
+
+
+def numbers_text(numbers: Iterable[int], most: int = MOST_PIECES) -> str:
+    """In ascending order, without a noun. Beyond `most` pieces the rest is counted.
+
+    >>> numbers_text([4, 0, 1, 2])
+    '0-2, 4'
+    >>> numbers_text([])
+    'none'
+    """
+    pieces = _pieces(sorted(set(numbers)))
+    shown = pieces[:most]
+    left = sum(last - first + 1 for first, last in pieces[most:])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in shown)
+    return (text or "none") + (f" and {left} more" if left else "")
+
+
+def _pieces(ordered: list[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run. Two neighbours are two pieces: `0, 1` reads better than `0-1`."""
+    rows: list[tuple[int, int]] = []
+    for rank in ordered:
+        if rows and rows[-1][1] == rank - 1:
+            rows[-1] = (rows[-1][0], rank)
+        else:
+            rows.append((rank, rank))
+    return [
+        piece
+        for first, last in rows
+        for piece in ([(first, last)] if last != first + 1 else [(first, first), (last, last)])
+    ]
+
+
+# Text that a script controls, made safe to show: names of modules, classes and arguments, messages of exceptions.
+#
+# A terminal obeys escape sequences, and a newline can forge a line of a report. So what is not printable is shown as in
+# a Python string, `\x1b` or `\n`, and a long name is cut in its middle.
+
+MOST_OF_A_NAME = 200
+"""Characters of a name that are shown."""
+_CUT = "..."
+
+
+def shown(text: str) -> str:
+    """One line, without control characters. What is shown once is not changed when it is shown again.
+
+    >>> shown("fc\\x1b[2J\\nVERDICT clean")
+    'fc\\\\x1b[2J\\\\nVERDICT clean'
+    """
+    return text if text.isprintable() else "".join(map(_character, text))
+
+
+def shown_name(name: str, most: int = MOST_OF_A_NAME) -> str:
+    """A name on one line, of at most `most` characters: of a longer one, its beginning and its end.
+
+    >>> shown_name("encoder.layers.0", most=11)
+    'enco...rs.0'
+    """
+    text = shown(name)
+    if len(text) <= most:
+        return text
+    kept = most - len(_CUT)
+    return f"{text[: kept - kept // 2]}{_CUT}{text[len(text) - kept // 2 :]}"
+
+
+def is_shown(name: str) -> bool:
+    """Whether `shown_name` would leave a name as it is: nearly all are, and this is quick."""
+    return len(name) <= MOST_OF_A_NAME and name.isprintable()
+
+
+def shown_lines(text: str) -> str:
+    """A text of several lines, such as a traceback: each line is shown, and stays a line."""
+    return "\n".join(map(shown, text.split("\n")))
+
+
+def _character(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape", "backslashreplace").decode()

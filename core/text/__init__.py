@@ -1,1 +1,0 @@
-"""Words for people: amounts, ranks, and names that are safe to show."""

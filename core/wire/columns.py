@@ -1,0 +1,217 @@
+"""How large the outputs of modules were, batch by batch: as it is kept, sent and stored. Numbers only, with NumPy.
+
+A number is the upper half of a float32: 2 bytes, 8 bits of precision, and inf and nan as they are. ABSENT is none.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+
+from ..events import Definition, SlotDef
+from ..frames import Phase, RowKind
+from ..metrics import is_count
+from ..recorder.page_tables import PageTables
+from ..recorder.step_table import PARTS, TimedStep
+from ..roles import RoleKind, parse_role
+from ..values import Encoding
+from .messages import History
+
+ABSENT = 0xFFFF
+"""A nan with its sign: no absolute value is that."""
+NO_NUMBER = -1.0
+"""What ABSENT is once it is unpacked: no absolute value is that."""
+_NAN, _INF = 0x7FC0, 0x7F80
+_FINITE = 0x7F7F
+"""The largest finite number."""
+_MOST_CELLS = 8 << 20
+"""Of one history that is received."""
+
+
+class Reading(NamedTuple):
+    """One batch: the columns that have a number, the numbers, and their dtypes. `pending`: more are on their way."""
+
+    columns: Any
+    codes: Any
+    dtypes: Any
+    pending: bool
+
+
+class OutputSlots:
+    """Which slots are about what a module returned, in the order in which they were defined."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self._column = numpy.full(0, -1, numpy.int64)
+
+    def define(self, entries: Iterable[Definition]) -> None:
+        """Take new definitions."""
+        for entry in entries:
+            if (
+                isinstance(entry, SlotDef)
+                and parse_role(entry.role).kind is RoleKind.OUTPUT
+                and 0 <= entry.id < 1 << 20
+            ):
+                if entry.id >= len(self._column):
+                    grown = numpy.full(2 * entry.id + 64, -1, numpy.int64)
+                    grown[: len(self._column)] = self._column
+                    self._column = grown
+                if self._column[entry.id] < 0:
+                    self._column[entry.id] = len(self.slots)
+                    self.slots.append(entry.id)
+
+    def read(self, page: PageTables) -> Reading:
+        """abs max of each output of the page's forward; of a module that was called twice, the larger one."""
+        rows = page.rows
+        slots = rows["slot"].astype(numpy.int64)
+        known = slots < len(self._column)
+        columns = (
+            numpy.where(known, self._column[numpy.where(known, slots, 0)], -1) if len(self._column) else slots * 0 - 1
+        )
+        positions = page.positions
+        meta = page.values["meta"][numpy.maximum(positions, 0)] if len(page.values) else numpy.zeros(len(rows), "<i8")
+        wanted = (
+            (columns >= 0) & (positions >= 0) & (rows["kind"] == RowKind.MEASURED) & page.rows_of_phase(Phase.FORWARD)
+        )
+        pending = (meta >> 8 & 0xFF) == 0xFF
+        chosen = wanted & ~pending
+        codes = _codes(page.values["high"][positions[chosen]], meta[chosen]) if chosen.any() else numpy.zeros(0, "<u2")
+        found, inverse = numpy.unique(columns[chosen], return_inverse=True)
+        largest = numpy.zeros(len(found), numpy.uint16)
+        numpy.maximum.at(largest, inverse, codes)  # nan is above inf, which is above every number
+        dtypes = numpy.zeros(len(found), numpy.uint8)
+        dtypes[inverse] = rows["dtype"][chosen]
+        return Reading(found, largest, dtypes, bool((wanted & pending).any()))
+
+
+def _codes(high: Any, meta: Any) -> Any:
+    """The largest absolute values as codes."""
+    bits, encoding, flags = high.astype(numpy.int64), meta >> 8 & 0xFF, meta & 0xFF
+    found = numpy.zeros(len(bits), numpy.float32)
+    with numpy.errstate(over="ignore"):
+        for code, view in ((Encoding.FLOAT32, "<u4"), (Encoding.FLOAT16, "<u2"), (Encoding.FLOAT64, "<u8")):
+            chosen = encoding == code
+            if chosen.any():
+                found[chosen] = bits[chosen].astype(view).view(view.replace("u", "f")).astype(numpy.float32)
+    chosen = encoding == Encoding.INTEGER
+    found[chosen] = bits[chosen]
+    codes = (found.view(numpy.uint32) + 0x8000 >> 16).astype(numpy.uint16)  # the nearest one
+    chosen = encoding == Encoding.BFLOAT16
+    codes[chosen] = bits[chosen]
+    codes = numpy.minimum(codes, _FINITE)
+    codes[flags != 0] = _INF
+    codes[flags & 1 != 0] = _NAN
+    return codes.astype(numpy.uint16)
+
+
+def pack(codes: Any) -> bytes:
+    """A table of codes, batches by columns, for the wire."""
+    return zlib.compress(codes.astype("<u2").tobytes(), 1)
+
+
+def unpack(history: History) -> Any:
+    """The numbers again, float32 of shape (batches, columns); -1 where there is none.
+
+    Raises ValueError for bytes that no agent sends.
+    """
+    batches, columns = len(history.batches), len(history.slots)
+    if batches * columns > _MOST_CELLS or len(history.dtypes) != columns or len(history.steps) != batches:
+        raise ValueError(f"a history of {batches} batches and {columns} columns")
+    size = 2 * batches * columns
+    try:
+        data = zlib.decompressobj().decompress(history.codes, size + 1)
+    except zlib.error as error:
+        raise ValueError(f"a history that cannot be unpacked: {error}") from error
+    if len(data) != size:
+        raise ValueError(f"a history of {size} bytes that has {len(data)}")
+    codes = numpy.frombuffer(data, "<u2").reshape(batches, columns)
+    numbers = (codes.astype(numpy.uint32) << 16).view(numpy.float32)
+    return numpy.where(codes == ABSENT, numpy.float32(NO_NUMBER), numbers)
+
+
+# The steps of a rank as they travel: a table of (step, microseconds of each part), packed into bytes.
+
+MOST_STEPS = 512
+"""In one message."""
+_COLUMNS = 1 + len(PARTS)
+_LARGEST = 0xFFFF_FFFF
+
+
+def pack_steps(steps: Iterable[TimedStep]) -> bytes:
+    """At most MOST_STEPS of them; a part of more than 71 minutes is shown as that long."""
+    table = [(step.number, *(min(ns // 1000, _LARGEST) for ns in step.parts)) for step in steps][:MOST_STEPS]
+    return zlib.compress(numpy.array(table, "<u4").reshape(-1, _COLUMNS).tobytes(), 1)
+
+
+def unpack_steps(data: bytes) -> tuple[list[int], Any]:
+    """(numbers of the steps, seconds of each part as float64 of shape (steps, parts)).
+
+    Raises ValueError for bytes that no agent sends.
+    """
+    most = 4 * _COLUMNS * MOST_STEPS
+    whole = zlib.decompressobj()
+    try:
+        raw = whole.decompress(data, most + 1)
+    except zlib.error as error:
+        raise ValueError(f"steps that cannot be unpacked: {error}") from error
+    if not whole.eof or len(raw) > most or len(raw) % (4 * _COLUMNS):
+        raise ValueError(f"{len(raw)} bytes of steps")
+    table = numpy.frombuffer(raw, "<u4").reshape(-1, _COLUMNS)
+    return table[:, 0].tolist(), table[:, 1:].astype(numpy.float64) / 1e6
+
+
+# A node's telemetry as it travels: a table of samples by series, packed into bytes.
+#
+# A count travels as what it grew by since the sample before it that has one, which float32 holds well enough; -1 is
+# where it begins, or began anew.
+
+MOST_SAMPLES = 1024
+MOST_SERIES = 1024
+MOST_BYTES = 4 << 20
+
+
+def pack_samples(times_ns: Sequence[int], table: Any, whats: Sequence[str]) -> bytes:
+    """`times_ns` ascend; `table` is float64 of shape (samples, series): nan is none, a count is as it stood."""
+    seconds = (numpy.asarray(times_ns, numpy.float64) - times_ns[0]) / 1e9
+    values = numpy.array(table, numpy.float64)
+    for column, what in enumerate(whats):
+        if is_count(what):
+            values[:, column] = _growth(values[:, column])
+    with numpy.errstate(over="ignore", invalid="ignore"):
+        raw = seconds.astype("<f8").tobytes() + values.astype("<f4").tobytes(order="F")
+    return zlib.compress(raw, 6)
+
+
+def unpack_samples(data: bytes, series: int) -> tuple[Any, Any]:
+    """(seconds since the first sample, float64 of shape (samples, series)); a count is what it grew by.
+
+    Raises ValueError for bytes that no agent sends.
+    """
+    if not 0 < series <= MOST_SERIES:
+        raise ValueError(f"telemetry of {series} series")
+    whole = zlib.decompressobj()
+    try:
+        raw = whole.decompress(data, MOST_BYTES + 1)
+    except zlib.error as error:
+        raise ValueError(f"telemetry that cannot be unpacked: {error}") from error
+    samples, rest = divmod(len(raw), 8 + 4 * series)
+    if not whole.eof or rest or not 0 < samples <= MOST_SAMPLES:
+        raise ValueError(f"{len(raw)} bytes of telemetry of {series} series")
+    seconds = numpy.frombuffer(raw, "<f8", samples)
+    if not numpy.isfinite(seconds).all() or (numpy.diff(seconds) < 0).any():
+        raise ValueError("telemetry whose times do not ascend")
+    values = numpy.frombuffer(raw, "<f4", offset=8 * samples).reshape(series, samples).T.astype(numpy.float64)
+    values[~numpy.isfinite(values)] = numpy.nan
+    return seconds, values
+
+
+def _growth(count: Any) -> Any:
+    grown = numpy.full(len(count), numpy.nan)
+    known = numpy.flatnonzero(numpy.isfinite(count))
+    steps = numpy.diff(count[known])
+    grown[known[:1]] = -1
+    grown[known[1:]] = numpy.where(steps >= 0, steps, -1)
+    return grown

@@ -1,0 +1,669 @@
+"""The node agent: one small process per node between the recorders of its ranks and the collector. Imports no torch.
+
+    launch --JSON lines--> agent --ZeroMQ, CURVE--> collector
+    recorders (mapped) -----^
+
+It never blocks on the network: what the collector has not acknowledged waits in the outbox, and all that it sends is
+in its spool as well, for a collector that never comes back. An agent that has ended is started again by its launch: the
+recorders are files, so it reads them from the beginning, and what has come twice is told once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, NoReturn
+
+import msgspec
+import psutil
+import zmq
+from msgspec.structs import replace
+
+from ...core import host
+from ...core.errors import ExitCode, GpuwatchError
+from ...core.events import Anomaly, GpuCounters, GpuHealth, NodeSignal, PreflightResult, WorkerExit, Xid
+from ...core.gpu.child import KILLED_S
+from ...core.host import OwnClock
+from ...core.lone_process import is_rank
+from ...core.recorder.layout import file_name
+from ...core.recorder.run_folder import PROCESSES
+from ...core.recorder.scratch import KEPT_ATTEMPTS, adopt_scratch, keep_rescued, remove_scratch
+from ...core.tell import flush_streams
+from ...core.wire.keys import agent_name, new_identity
+from ...core.wire.messages import (
+    VERDICT_PATIENCE_S,
+    Ack,
+    AgentBody,
+    AgentMessage,
+    Beat,
+    Bye,
+    EventMessage,
+    Final,
+    Hello,
+    History,
+    Leaving,
+    LookAtRanks,
+    PageMessage,
+    RankState,
+    Refused,
+    Stop,
+    Telemetry,
+    Want,
+    Welcome,
+    WireError,
+    closest_modules,
+    decode_collector,
+    encode,
+    node_of,
+    pack_gpus,
+    pack_hot,
+    ranks_of,
+)
+from ...core.wire.pipe import (
+    AgentConfig,
+    LaunchDone,
+    Notice,
+    StopRequest,
+    Verdict,
+    Waiting,
+    Welcomed,
+    WorkersEnded,
+    WorkersStarted,
+    read_config,
+    read_to_agent,
+    write_line,
+)
+from ...core.wire.spool import SUFFIX, SpoolWriter, keep_spools, read_spool
+from .gpus import GpuWatch
+from .outbox import Beats, ClockOffset, Outbox, Resending
+from .process_ends import Orphans, ProcessEnds, memory_kills, session_of
+from .rank_watch import MOST_HOT, RankWatch
+from .stalls import StallWatch
+from .telemetry import NodeTelemetry
+from .traced import TracedBatches
+
+LOOK_S = 0.05
+"""How often it looks whether a rank's process has begun to end."""
+TURN_S = 0.1
+"""How often it reads the recorders, where nothing else wakes it up."""
+UNREACHABLE_S = 30.0
+"""After which the user is told that nobody answers."""
+NEVER_CAME_S = 15.0
+"""After the job has ended, so long is waited for a collector that was never heard."""
+CONNECT_MS = 4000
+"""After which it tries anew. TCP itself waits twice as long before each try, up to a minute once packets were lost."""
+HANDSHAKE_MS = 15_000
+_LINGER_MS = 1000
+_MOST_LINGER_S = 3.0
+"""ZeroMQ's own thread asks DNS for the collector's name, and does not end before it has an answer: a minute, maybe."""
+WAITING_S = 5.0
+"""How often, at the end, the launch is told that its agent is alive."""
+
+
+_M_MMAP_THRESHOLD = -3
+"""mallopt(3)"""
+
+
+class Forgotten(Exception):
+    """The collector does not know any more what it had acknowledged."""
+
+
+class Agent:
+    """The agent of one node. `now` is monotonic time in seconds."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        to_launch: IO[bytes],
+        *,
+        gpus: GpuWatch | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        """`gpus` and `context` are made here unless they are given: many agents of one process share a context."""
+        self._config = config
+        self._to_launch = to_launch
+        self._folder = Path(config.recorder_dir)
+        self._identity = f"{config.identity or new_identity()}.{config.life}".encode()
+        self._id = agent_name(self._identity)
+        self.outbox = Outbox()
+        self.traces = TracedBatches(config.max_nodes)
+        self._spool = SpoolWriter(self._folder / f"{self._id}{SUFFIX}")
+        self._clock = ClockOffset()
+        self._time = OwnClock()
+        self._now = self._time.now()
+        self._gpus = gpus if gpus is not None else GpuWatch(self._now)
+        self._ranks: dict[tuple[int, int], RankWatch] = {}
+        self._memory_kills = memory_kills()
+        self._looks = False
+        """Somebody looks on."""
+        self._ends = ProcessEnds()
+        self._stalls = StallWatch(self._folder, config.hang_timeout_s)
+        folders = {"runs-dir": Path(config.spool_dir), "scratch": self._folder}
+        self._telemetry = NodeTelemetry(config.telemetry_s, folders, self._gpus)
+        self._ends_told: set[tuple[int, int]] = set()
+        """(attempt, rank) whose end an agent before this one has told of."""
+        self._done: LaunchDone | None = None
+        self._signal_told = False
+        self._said_goodbye = False
+        self._launch_gone = False
+        self._launch_session = session_of(os.getppid())
+        self._orphans: Orphans | None = None
+        """What the launch has left behind, once it was killed."""
+        self._final: Final | None = None
+        self._welcomed = False
+        self._refused = False
+        self._worst = ExitCode.CLEAN
+        self._began = self._heard = self._now
+        self._beats = Beats()
+        self._last_waiting = 0.0
+        self._resending = Resending(self._now)
+        self._told_unreachable = False
+        self._own_context = context is None
+        self._context = context if context is not None else zmq.Context()
+        self._socket = self._connect()
+        self._used = True
+        """Since it was last asked what has come. Its descriptor need not say so then (ZMQ_FD, zmq_getsockopt(3))."""
+        self._hello = Hello(
+            agent=self._id,
+            host=host.host_name(),
+            pid=os.getpid(),
+            nproc=config.nproc,
+            min_nodes=config.min_nodes,
+            max_nodes=config.max_nodes,
+            command=config.command,
+            versions=config.versions,
+            rdzv_id=config.rdzv_id,
+            cwd=str(Path.cwd()),
+            trace_batches=config.trace_batches,
+            check_only=config.check_only,
+            job=config.job,
+            run=config.run,
+            starter=config.starter,
+            starts_all=config.starts_all,
+        )
+        self._put(self._hello)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """What no recorder has any more is in the spool of an agent before this one, and nowhere else.
+
+        That is what it has seen of the GPUs and of the node, and the ranks whose recorders were freed.
+        """
+        for spool in self._spools()[:-1]:
+            with suppress(GpuwatchError):
+                for message in read_spool(spool):
+                    if self._is_only_there(message.body):
+                        self._put(message.body)
+
+    def _is_only_there(self, body: AgentBody) -> bool:
+        if isinstance(body, Telemetry):
+            return True
+        if isinstance(body, EventMessage) and isinstance(body.event, Xid | GpuCounters | GpuHealth):
+            return True
+        ranks = ranks_of(body)
+        if isinstance(body, EventMessage) and isinstance(body.event, WorkerExit):
+            self._ends_told.update(ranks)
+        return bool(ranks) and not any((self._folder / file_name(rank, attempt)).exists() for attempt, rank in ranks)
+
+    def _spools(self) -> list[Path]:
+        """Of all agents of this launch, in their order; the last is ours."""
+        lives = [self._folder / f"{node_of(self._id)}.{life}{SUFFIX}" for life in range(self._config.life + 1)]
+        return [path for path in lives if path.exists()]
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.identity = self._identity
+        socket.linger = 0
+        socket.ipv6 = True
+        socket.sndhwm = 1000
+        socket.reconnect_ivl = 100
+        socket.reconnect_ivl_max = 2000
+        socket.connect_timeout = CONNECT_MS
+        socket.handshake_ivl = HANDSHAKE_MS
+        socket.heartbeat_ivl = 2000
+        socket.heartbeat_timeout = 10000
+        socket.heartbeat_ttl = 30_000
+        socket.curve_serverkey = self._config.server_key.encode()
+        socket.curve_publickey = self._config.public_key.encode()
+        socket.curve_secretkey = self._config.private_key.encode()
+        if self._config.collector:  # else the launch could not start one
+            socket.connect(self._config.collector)
+        return socket
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the verdict is there, or nobody is left to give one."""
+        launch = LineReader(sys.stdin.fileno())
+        collector = self._socket.FD
+        poller = select.poll()
+        for fd in (collector, launch.fd, self._ends.fd, self._gpus.fd):
+            if fd is not None:
+                poller.register(fd, select.POLLIN)
+        try:
+            due = self._now
+            while not self.finished(self._now):
+                ready = dict(poller.poll(int(LOOK_S * 1000)))
+                now = self._now = self._time.now()
+                self._ends.look()
+                if not ready and now < due:
+                    continue
+                due = now + TURN_S - LOOK_S / 2
+                if launch.fd in ready:
+                    for line in launch.lines():
+                        self.hear_launch(line, now)
+                    if launch.closed:
+                        poller.unregister(launch.fd)
+                        self._launch_closed(now)
+                self._poll_gpus(poller, ready, now)
+                self.turn(now, heard=collector in ready)
+            self._conclude()
+        finally:
+            self.close()
+            if self._launch_gone:
+                keep_rescued(self._folder)
+                remove_scratch(self._folder)
+
+    def turn(self, now: float, *, heard: bool = True) -> None:
+        """Hear the collector, read the ranks, and send what is due. `heard`: the socket's descriptor is readable."""
+        self._now = now
+        if heard or self._used:
+            self._hear_collector(now)
+        self._poll_ranks(now)
+        if self._done is None:
+            self._telemetry.turn(self._running, now)
+        self._end_orphans(now)
+        self._say_goodbye(now)
+        self._send(now)
+        self._say_waiting(now)
+
+    def close(self) -> None:
+        """Let go of the recorders, the child and the socket."""
+        for watch in self._ranks.values():
+            watch.close()
+        self._gpus.close(KILLED_S)
+        self._telemetry.close()
+        self._ends.close()
+        self._stalls.close()
+        self._spool.close()
+        self._socket.close(linger=_LINGER_MS)
+        if self._own_context:
+            ending = threading.Thread(target=self._context.term, daemon=True, name="gpuwatch-zmq")
+            ending.start()
+            ending.join(_MOST_LINGER_S)
+
+    def finished(self, now: float) -> bool:
+        """Whether the verdict is there, or nobody is left to give one."""
+        if self._done is None:
+            return False
+        if self._final is not None or self._refused:
+            return True
+        if not self._config.collector:
+            return self._said_goodbye
+        silent = now - max(self._heard, self._done_at)
+        return silent > (VERDICT_PATIENCE_S if self._welcomed else NEVER_CAME_S)
+
+    def _say_waiting(self, now: float) -> None:
+        if self._done is not None and now - self._last_waiting > WAITING_S:
+            self._last_waiting = now
+            self._tell(Waiting())
+
+    # -- the launch ---------------------------------------------------------------------------------------------
+
+    def hear_launch(self, line: bytes, now: float) -> None:
+        """A line of the launch's pipe."""
+        message = read_to_agent(line)
+        if isinstance(message, WorkersStarted):
+            self._free_recorders(message.attempt - KEPT_ATTEMPTS - 1)
+            for rank, pid in message.pids.items():
+                self._ranks[rank, message.attempt] = RankWatch(
+                    self._folder,
+                    rank,
+                    message.local_ranks[rank],
+                    message.attempt,
+                    pid,
+                    self._config.trace_batches,
+                    len(message.pids),
+                    self.traces,
+                )
+                self._ends.watch((rank, message.attempt), pid)
+        elif isinstance(message, WorkersEnded):
+            for rank, code in message.codes.items():
+                by = "itself" if rank in message.failed or code == 0 else "torchrun"
+                self._end_rank(rank, message.attempt, code, by, now)
+        elif isinstance(message, LaunchDone):
+            self._launch_done(message, now)
+
+    def _free_recorders(self, last: int) -> None:
+        """Of attempts up to `last`: what they held has been read. A job that restarts often would fill the memory."""
+        for key, watch in list(self._ranks.items()):
+            if watch.attempt <= last and watch.ended:
+                watch.remove()
+                del self._ranks[key]
+
+    def _end_rank(self, rank: int, attempt: int, code: int | None, by: str, now: float) -> None:
+        watch = self._ranks.get((rank, attempt))
+        if watch is not None and watch.was_removed and (attempt, rank) in self._ends_told:
+            watch.ended = True
+        if watch is not None and not watch.ended:
+            for body in watch.end(code, by, now):
+                self._put(self._with_what_ranks_cannot_see(body), needed=True)
+
+    def _with_what_ranks_cannot_see(self, body: AgentBody) -> AgentBody:
+        """When a rank ended. And the kernel's out-of-memory killer sends SIGKILL, as others do: its counter tells."""
+        if not isinstance(body, EventMessage) or not isinstance(body.event, WorkerExit):
+            return body
+        before, after, kills = self._memory_kills, memory_kills(), 0
+        if body.event.code == -signal.SIGKILL and before is not None and after is not None:
+            kills = max(0, after - before)
+        where = body.event.where
+        alive_ns, ended_ns = self._ends.when_ns((where.rank, where.attempt))
+        if body.event.ended_ns:  # when a fatal signal came
+            alive_ns = ended_ns = body.event.ended_ns
+        ended_ns = ended_ns or time.time_ns()
+        return EventMessage(replace(body.event, memory_kills=kills, alive_ns=alive_ns, ended_ns=ended_ns))
+
+    def _launch_done(self, done: LaunchDone, now: float) -> None:
+        if self._done is not None:
+            return
+        for watch in self._ranks.values():
+            if not watch.ended:
+                self._end_rank(watch.rank, watch.attempt, None, "torchrun", now)
+        self._tell_signal(done)
+        self._done = done
+        self._done_at = now
+        self._put_telemetry(self._telemetry.ended())
+        self._gpus.end(now)
+        if self._worst is ExitCode.CLEAN and done.outcome == "failed":
+            self._worst = ExitCode.SCRIPT_FAILED
+
+    def _launch_closed(self, now: float) -> None:
+        """The launch was killed. What torchrun has started ends with it; what a command leaves behind is ended."""
+        if self._done is None:
+            self._launch_gone = True
+            adopt_scratch(self._folder)
+            if self._config.ends_ranks:
+                self._tell_signal(LaunchDone("failed", int(signal.SIGKILL)))
+                self._orphans = Orphans(self._folder, self._launch_session, self._pids_of_ranks, now)
+            else:
+                self._conclude_for_launch(now)
+
+    def _end_orphans(self, now: float) -> None:
+        if self._orphans is not None and self._orphans.are_gone(now):
+            self._orphans = None
+            self._conclude_for_launch(now)
+
+    def _pids_of_ranks(self) -> list[int]:
+        """Of what is a rank, and of what would have become one."""
+        others = [int(path.stem.rpartition("-")[2]) for path in self._folder.glob(PROCESSES)]
+        return [*(watch.pid for watch in self._ranks.values()), *others]
+
+    def _conclude_for_launch(self, now: float) -> None:
+        for watch in list(self._ranks.values()):
+            if not psutil.pid_exists(watch.pid):
+                self._end_rank(watch.rank, watch.attempt, None, "unknown", now)
+        self._launch_done(LaunchDone("failed", int(signal.SIGKILL)), now)
+
+    def _tell_signal(self, done: LaunchDone) -> None:
+        """When it came: what ranks say after it, they say because of it."""
+        if done.signal and not self._signal_told:
+            self._signal_told = True
+            self._put(EventMessage(NodeSignal(done.signal, time.time_ns(), done.reason, done.down_nodes, done.told_by)))
+
+    def _say_goodbye(self, now: float) -> None:
+        """After it comes nothing more: the last counters of the GPUs come first, unless NVML does not answer."""
+        if self._done is not None and not self._said_goodbye and self._gpus.settled(now):
+            self._said_goodbye = True
+            self._put(
+                Bye(self._done.outcome, self._done.signal, self._done.note, self._done.unwatched, self._done.error)
+            )
+
+    # -- the GPUs -----------------------------------------------------------------------------------------------
+
+    def _poll_gpus(self, poller: select.poll, ready: dict[int, int], now: float) -> None:
+        fd = self._gpus.fd
+        if fd is not None and fd in ready:
+            self._gpus.hear()
+        self._gpus.tick(now)
+        if fd is not None and self._gpus.fd is None:
+            poller.unregister(fd)
+        for event in self._gpus.events():
+            self._put(EventMessage(event))
+
+    # -- the ranks ----------------------------------------------------------------------------------------------
+
+    def _poll_ranks(self, now: float) -> None:
+        for watch in self._ranks.values():
+            for body in watch.poll(now):
+                self._put(body)
+        if self._done is None:
+            for stalled in self._stalls.stalled(self._of_ranks, now):
+                self._put(EventMessage(stalled))
+                self._put_telemetry(self._telemetry.told("stall", now))
+            for look in self._stalls.seen(now):
+                self._put(EventMessage(look))
+
+    @property
+    def _of_ranks(self) -> list[RankWatch]:
+        """A process that is no rank may rest for as long as it likes: it waits for its children."""
+        return [watch for watch in self._ranks.values() if is_rank(watch.rank)]
+
+    def _running(self) -> list[tuple[int, int]]:
+        return [(watch.rank, watch.pid) for watch in self._ranks.values() if not watch.ended]
+
+    def _put_telemetry(self, message: Telemetry | None) -> None:
+        if message is not None:
+            self._put(message)
+
+    def _put(self, body: AgentBody, *, needed: bool = False) -> None:
+        """`needed`: it is one of the last pages of its rank."""
+        if isinstance(body, EventMessage):
+            self._note(body)
+        self._spool.append(
+            self.outbox.put(body, needed=needed), is_page=isinstance(body, PageMessage | History | Telemetry)
+        )
+
+    def _note(self, message: EventMessage) -> None:
+        """What this node would exit with, should the collector never answer."""
+        event = message.event
+        if isinstance(event, Anomaly):
+            self.outbox.need(event.where.attempt, event.where.batch)
+            self._gpus.anomaly(self._now)
+            self._put_telemetry(self._telemetry.told("anomaly", self._now))
+        if isinstance(event, PreflightResult) and event.stops:
+            self._worst = ExitCode.PREFLIGHT_FAILED
+        elif isinstance(event, Anomaly) and self._worst is not ExitCode.PREFLIGHT_FAILED:
+            self._worst = ExitCode.OVERFLOW
+        elif (
+            isinstance(event, WorkerExit)
+            and event.by == "itself"
+            and event.code is not None
+            and event.code < 0
+            and self._worst is ExitCode.CLEAN
+        ):
+            self._worst = ExitCode.LOST
+
+    # -- the collector ------------------------------------------------------------------------------------------
+
+    def _hear_collector(self, now: float) -> None:
+        self._used = False
+        while int(self._socket.EVENTS) & zmq.POLLIN:
+            data = self._socket.recv()
+            try:
+                message = decode_collector(data)
+            except WireError as error:
+                self._tell(Notice(f"the collector sent what this agent does not understand: {error}"))
+                continue
+            self._heard = now
+            self._welcomed = True
+            self._resending.heard(now)
+            if isinstance(message, Welcome):
+                self._tell(Welcomed(message.run_id))
+                self.outbox.change_first(replace(self._hello, run=message.run_id))
+                if self._told_unreachable:
+                    self._tell(Notice(f"the collector at {self._config.collector} answers now"))
+            elif isinstance(message, Ack):
+                self._clock.hear(message.echo_ns, message.time_ns, time.time_ns())
+                self._beats.answered(message.echo_ns)
+                self._looks = message.looks
+                if self.outbox.acknowledged(message.n, message.credit, message.received):
+                    self._resending.acknowledged(now)
+                if message.resend and self.outbox.is_forgotten(message.n):
+                    self._start_over()
+                elif message.resend or self._resending.is_lost(message.echo_ns, message.received, now):
+                    self.outbox.send_again()
+            elif isinstance(message, Want):
+                self.outbox.need(message.attempt, message.batch)
+                for watch in self._ranks.values():
+                    watch.want(message, now)
+            elif isinstance(message, LookAtRanks):
+                self._stalls.look(self._of_ranks, message.number, now)
+                self._put_telemetry(self._telemetry.told("stall", now))
+            elif isinstance(message, Stop):
+                self._tell(StopRequest(message.reason, message.restart))
+            elif isinstance(message, Final):
+                self._final = message
+                self._try_send(encode(AgentMessage(0, Leaving())))
+            elif isinstance(message, Refused):
+                self._refused = True
+                self._tell(Notice(f"the collector at {self._config.collector} refuses this node: {message.reason}"))
+
+    def _start_over(self) -> None:
+        """The collector's store was lost. Another agent reads everything again; the launch starts it."""
+        if not self._launch_gone:
+            raise Forgotten
+
+    def _send(self, now: float) -> None:
+        if self._refused:
+            return
+        if not self.outbox.empty and self._resending.is_due(now):
+            self.outbox.send_again()
+        for number, data in self.outbox.due():
+            if not self._try_send(data):
+                break
+            self.outbox.sent(number)
+            self._resending.moved(now)
+        if self._beats.is_due(now):
+            states = [state for watch in self._ranks.values() if not watch.ended and (state := watch.state())]
+            beat = self._beat(states)
+            self._beats.sent(beat.sent_ns, now)
+            if self._try_send(encode(AgentMessage(0, beat))):
+                self._resending.beat(beat.sent_ns, self.outbox.last_sent)
+        if (
+            self._config.collector
+            and not self._welcomed
+            and not self._told_unreachable
+            and now - self._began > UNREACHABLE_S
+        ):
+            self._told_unreachable = True
+            self._tell(
+                Notice(
+                    f"no collector answers at {self._config.collector} after {UNREACHABLE_S:.0f} s; the training goes "
+                    "on and this node's records are kept; if that is the wrong place, pass --collector tcp://HOST:PORT "
+                    "or --collector-port PORT"
+                )
+            )
+
+    def _beat(self, states: list[RankState]) -> Beat:
+        clock = self._clock.best
+        return Beat(
+            states,
+            dict(self.outbox.pages_dropped),
+            time.time_ns(),
+            clock.offset_ns if clock is not None else None,
+            clock.round_trip_ns if clock is not None else None,
+            self._hottest() if self._looks else b"",
+            pack_gpus(self._telemetry.gpus_now()) if self._looks else b"",
+        )
+
+    def _hottest(self) -> bytes:
+        found = [hot for watch in self._ranks.values() if not watch.ended for hot in watch.hottest()]
+        return pack_hot(closest_modules(found, MOST_HOT))
+
+    def _try_send(self, data: bytes) -> bool:
+        self._used = True
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        final = self._final
+        if final is not None:
+            self._tell(Verdict(final.exit_code, final.kind, final.text, final.report))
+            return
+        more = self.outbox.unacknowledged() if self._spool.left_out else []
+        spool = keep_spools(self._spools(), Path(self._config.spool_dir), node_of(self._id), more)
+        kept = f"; this node's records are in {spool}, read them with: gpuwatch report {spool}" if spool else ""
+        assert self._done is not None
+        worst = self._worst if self._worst is not ExitCode.CLEAN else ExitCode.UNKNOWN
+        code = int(ExitCode.SIGNAL) + self._done.signal if self._done.outcome == "signal" else int(worst)
+        where = self._config.collector
+        why = f"the collector at {where} did not answer" if where else "no collector could be started"
+        text = f"gpuwatch: no verdict: {why}{kept}"
+        saw = spool if self._worst is ExitCode.OVERFLOW else None
+        self._tell(Verdict(code, "unknown", text, "", overflow_in=str(saw or "")))
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        write_line(self._to_launch, message)
+
+
+class LineReader:
+    """Lines from a pipe that is polled beside sockets."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.closed = False
+        self._rest = b""
+
+    def lines(self) -> list[bytes]:
+        """The complete lines that are there; `closed` once the other side is gone."""
+        data = os.read(self.fd, 1 << 16)
+        if not data:
+            self.closed = True
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines
+
+
+def _give_back_pages() -> None:
+    """Memory of a message goes back to the system when it is freed: glibc would keep it in pieces between others."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
+def main() -> NoReturn:
+    """Entry. Ends the process: the interpreter would wait for ZeroMQ's thread (see _MOST_LINGER_S)."""
+    code = 1
+    try:
+        code = _run()
+    except BaseException:
+        traceback.print_exc()
+    flush_streams()
+    os._exit(code)
+
+
+def _run() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # the launch decides when it is over: it closes the pipe
+    config = read_config(0, AgentConfig)
+    if config is None:
+        return int(ExitCode.USAGE)
+    _give_back_pages()
+    try:
+        Agent(config, sys.stdout.buffer).run()
+    except Forgotten:
+        write_line(sys.stdout.buffer, Notice("the collector has lost what it had received; this node tells it again"))
+        return 1
+    return 0

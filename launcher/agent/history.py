@@ -1,0 +1,245 @@
+"""How large the outputs of one rank's modules were over its batches: every batch at first, coarser with age.
+
+It is read from pages that the recorder holds anyway. It takes a bounded share of a processor, so of a rank whose
+batches are very short it sees only some; and bounded memory for any length of run. It is sent once, when the rank has
+ended and somebody has asked for one of its batches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy
+from msgspec.structs import replace
+
+from ...core.events import Definition, Forecast, ModuleDef, SlotDef, Where
+from ...core.recorder.layout import Field
+from ...core.recorder.page_tables import PageTables
+from ...core.recorder.reader import RecorderReader
+from ...core.values import DTYPE_MAX, DTYPE_NAMES
+from ...core.wire.columns import ABSENT, OutputSlots, pack
+from ...core.wire.messages import History, HotModule, PageMessage
+from .forecast import Forecasts, Told, closest
+
+# How what is kept of a long run gets coarser with age. Pure.
+
+T = TypeVar("T")
+
+
+def thinned(rows: Sequence[T], number: Callable[[T], int], every: int) -> list[T]:
+    """Of the rows that are older than `every` one of 2 numbers, of those twice as old one of 4, and so on.
+
+    `number` counts the rows as they came.
+
+    >>> thinned(range(12), int, 4)
+    [0, 4, 6, 8, 9, 10, 11]
+    """
+    newest = number(rows[-1])
+    kept: dict[tuple[int, int], T] = {}
+    for row in rows:
+        step = 1 << max(0, ((newest - number(row)) // every).bit_length())
+        kept.setdefault((step, number(row) // step), row)
+    return list(kept.values())
+
+
+def spread(rows: Sequence[T], most: int) -> list[T]:
+    """At most so many: the newest half of them, and as many of the older ones at even distances."""
+    if len(rows) <= most:
+        return list(rows)
+    newest = rows[-(most // 2) :]
+    older = rows[: -(most // 2)]
+    left = most - len(newest)
+    return [*(older[n * len(older) // left] for n in range(left)), *newest]
+
+
+SHARE = 0.0015
+"""So much of one processor it may take for all ranks of a node."""
+EVERY_BATCH = 64
+"""The newest batches of a root, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
+BYTES = 8 << 20
+"""Of one rank: what is over it is left out, the oldest first."""
+SENT_BYTES = 128 << 10
+"""Of one root, before it is packed."""
+_PENDING_S = 1.0
+"""So long is waited for numbers that come back late from a device."""
+_AT_A_TIME = 4
+"""Batches that are looked at in one turn."""
+_LAST = 16
+"""Pages of the ring that are looked at when the rank has ended."""
+
+
+class _Row(NamedTuple):
+    batch: int
+    step: int
+    columns: Any
+    codes: Any
+
+
+class RankHistory:
+    """Of one rank in one attempt, one of `ranks` on its node. `clock` is processor time in seconds."""
+
+    def __init__(self, ranks: int = 1, clock: Callable[[], float] = time.thread_time) -> None:
+        self._clock = clock
+        self._share = SHARE / ranks
+        self._slots = OutputSlots()
+        self._dtypes: dict[int, int] = {}
+        self._rows: dict[int, list[_Row]] = {}
+        """By root, in the order of their batches."""
+        self._bytes = 0
+        self._done = -1
+        """The last page that was looked at."""
+        self._since: tuple[int, float] = (-1, 0.0)
+        """A page whose numbers are late, and since when."""
+        self._due = 0.0
+        self._modules: dict[int, ModuleDef] = {}
+        self._module_of: dict[int, int] = {}
+        """Slot -> module."""
+        self._forecasts: dict[int, Forecasts] = {}
+        """By root."""
+        self._told: list[Forecast] = []
+        self.forecast_error: Exception | None = None
+        """The first error of ours in them."""
+        self._hottest: list[HotModule] = []
+        self._hottest_of: tuple[int, ...] = ()
+
+    def define(self, entries: Iterable[Definition]) -> None:
+        """New definitions of the rank."""
+        entries = list(entries)
+        self._slots.define(entries)
+        for entry in entries:
+            if isinstance(entry, ModuleDef):
+                self._modules[entry.id] = entry
+            elif isinstance(entry, SlotDef):
+                self._module_of[entry.id] = entry.module
+
+    def look(self, reader: RecorderReader, header: tuple[int, ...], now: float) -> None:
+        """Look at the newest batches that are over, if it is time for that. `now` is monotonic time in seconds."""
+        if now < self._due:
+            return
+        number = header[Field.PAGE] - 1
+        if number <= self._done:
+            return
+        began = self._clock()
+        if self._since[0] != number:
+            self._since = number, now
+        late = now - self._since[1] > _PENDING_S
+        for earlier in range(max(self._done + 1, number - _AT_A_TIME + 1), number + 1):
+            self._take(reader.page(earlier), late=late)
+        self._due = now + (self._clock() - began) / self._share
+
+    def told(self, rank: int, attempt: int) -> list[Forecast]:
+        """The forecasts that were made since the last call: a module before the ones around it."""
+        if not self._told:
+            return []
+        told, self._told = sorted(self._told, key=_depth, reverse=True), []
+        return [replace(each, where=replace(each.where, rank=rank, attempt=attempt)) for each in told]
+
+    def hottest(self, rank: int, most: int) -> list[HotModule]:
+        """Of the newest batch of each root, the modules that are closest to their limit."""
+        newest = tuple(rows[-1].batch for rows in self._rows.values())
+        if newest != self._hottest_of:
+            self._hottest_of = newest
+            self._hottest = [
+                HotModule(rank, rows[-1].batch, module.name, DTYPE_NAMES[self._dtypes[close.column]], *close[1:])
+                for rows in self._rows.values()
+                for close in closest(rows, self._dtypes, most)
+                if (module := self._modules.get(self._module_of.get(self._slots.slots[close.column], -1))) is not None
+            ]
+        return self._hottest
+
+    def finish(self, reader: RecorderReader) -> None:
+        """The rank has ended: look at what its recorder still holds."""
+        for held in reader.held()[-_LAST:]:
+            if held.number > self._done:
+                self._take(reader.page(held.number), late=True)
+
+    def _take(self, page: PageMessage | None, *, late: bool) -> None:
+        if page is None:
+            return
+        reading = self._slots.read(PageTables(page))
+        if reading.pending and not late:
+            return
+        self._done = page.number
+        if not len(reading.columns):
+            return
+        self._dtypes.update(zip(reading.columns.tolist(), reading.dtypes.tolist(), strict=True))
+        rows = self._rows.setdefault(page.root, [])
+        row = _Row(page.batch, page.step, reading.columns.astype(numpy.uint32), reading.codes)
+        rows.append(row)
+        self._bytes += _size(row)
+        if len(rows) % EVERY_BATCH == 0 or self._bytes > BYTES:
+            self._thin()
+        try:
+            told = self._forecasts.setdefault(page.root, Forecasts()).look(self._rows[page.root], self._dtypes)
+            self._told += [found for each in told if (found := self._forecast(each, page)) is not None]
+        except Exception as error:  # it decides nothing, and costs the history nothing
+            self.forecast_error = self.forecast_error or error
+
+    def _forecast(self, told: Told, page: PageMessage) -> Forecast | None:
+        module = self._modules.get(self._module_of.get(self._slots.slots[told.column], -1))
+        if module is None:
+            return None
+        where = Where(0, 0, page.step, page.batch, "", page.number, time_ns=time.time_ns())
+        passing = told.passing
+        return Forecast(
+            where,
+            module.name,
+            module.cls,
+            told.dtype,
+            DTYPE_MAX[told.dtype],
+            told.abs_max,
+            passing.after,
+            passing.earliest,
+            passing.latest,
+            passing.since,
+        )
+
+    def _thin(self) -> None:
+        for root, rows in self._rows.items():
+            self._rows[root] = thinned(rows, _batch_of, EVERY_BATCH)
+        self._bytes = sum(_size(row) for rows in self._rows.values() for row in rows)
+        while self._bytes > BYTES and any(len(rows) > 1 for rows in self._rows.values()):
+            rows = max(self._rows.values(), key=len)
+            left = rows[len(rows) // 2 :]
+            self._bytes -= sum(map(_size, rows[: len(rows) // 2]))
+            rows[:] = left
+
+    def messages(self, rank: int, attempt: int) -> list[History]:
+        """All of it, one message for each root."""
+        found = []
+        for root, rows in self._rows.items():
+            used = sorted({column for row in rows for column in row.columns.tolist()})
+            rows = spread(rows, max(8, SENT_BYTES // (2 * max(1, len(used)))))
+            place = numpy.full(len(self._slots.slots), 0, numpy.int64)
+            place[used] = numpy.arange(len(used))
+            codes = numpy.full((len(rows), len(used)), ABSENT, numpy.uint16)
+            for n, row in enumerate(rows):
+                codes[n, place[row.columns]] = row.codes
+            found.append(
+                History(
+                    rank,
+                    attempt,
+                    root,
+                    [row.batch for row in rows],
+                    [row.step for row in rows],
+                    [self._slots.slots[column] for column in used],
+                    bytes(self._dtypes[column] for column in used),
+                    pack(codes),
+                )
+            )
+        return found
+
+
+def _depth(forecast: Forecast) -> int:
+    return forecast.module.count(".") + (forecast.module != "")
+
+
+def _batch_of(row: _Row) -> int:
+    return row.batch
+
+
+def _size(row: _Row) -> int:
+    """Bytes in memory, with what Python needs for it."""
+    return int(row.columns.nbytes + row.codes.nbytes) + 400

@@ -1,0 +1,198 @@
+"""The host's own figures, as Linux shows them. What cannot be read is left out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ...core.lone_process import rank_name
+from ...core.metrics import HOST
+
+# What a reading is.
+
+Values = dict[tuple[str, str], float]
+"""(what it is of, a key of METRICS) -> the figure; a count as it stands."""
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_KIB = 1024
+
+
+def read_host(root: Path = Path("/")) -> Values:
+    """Processors, memory, swap and network of the host."""
+    found: Values = {}
+    for part in (_processors, _memory, _swapping, _network):
+        with suppress(OSError, ValueError, IndexError, KeyError, ZeroDivisionError):
+            found.update({(HOST, what): value for what, value in part(root)})
+    return found
+
+
+def _processors(root: Path) -> Iterator[tuple[str, float]]:
+    """/proc/stat: seconds, of all processors together divided by their number. (man 5 proc)"""
+    with (root / "proc/stat").open() as file:
+        first = file.readline().split()
+        number = 0
+        for line in file:
+            if not line.startswith("cpu"):
+                break
+            number += 1
+    ticks = [int(word) for word in first[1:9]]
+    user, nice, system, _, iowait, irq, softirq, steal = ticks
+    per_second = 1 / (_TICKS * number)
+    yield "cpu", (user + nice + system + irq + softirq) * per_second
+    yield "iowait", iowait * per_second
+    yield "steal", steal * per_second
+
+
+def _memory(root: Path) -> Iterator[tuple[str, float]]:
+    words = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    kib = {name: int(words[name].split()[0]) for name in ("MemTotal", "MemAvailable", "SwapTotal", "SwapFree")}
+    yield "memory_used", (kib["MemTotal"] - kib["MemAvailable"]) * _KIB
+    yield "memory_total", kib["MemTotal"] * _KIB
+    yield "swap_used", (kib["SwapTotal"] - kib["SwapFree"]) * _KIB
+
+
+def _swapping(root: Path) -> Iterator[tuple[str, float]]:
+    for line in (root / "proc/vmstat").read_text().splitlines():
+        name, _, number = line.partition(" ")
+        if name in ("pswpin", "pswpout"):
+            yield {"pswpin": "swap_in", "pswpout": "swap_out"}[name], int(number) * _PAGE
+
+
+def _network(root: Path) -> Iterator[tuple[str, float]]:
+    """/proc/net/dev of all interfaces that are devices; of all but the loopback where none is, as in a container."""
+    numbers = {}
+    for line in (root / "proc/net/dev").read_text().splitlines()[2:]:
+        name, _, rest = line.partition(":")
+        numbers[name.strip()] = [int(word) for word in rest.split()]
+    numbers.pop("lo", None)
+    devices = [name for name in numbers if (root / "sys/class/net" / name / "device").exists()] or list(numbers)
+    if devices:
+        yield "net_received", sum(numbers[name][0] for name in devices)
+        yield "net_sent", sum(numbers[name][8] for name in devices)
+        yield "net_errors", sum(numbers[name][2] + numbers[name][10] for name in devices)
+
+
+def read_disks(folders: dict[str, Path]) -> Values:
+    """Room on the disks of these folders. A file system may never answer."""
+    found: Values = {}
+    for name, folder in folders.items():
+        with suppress(OSError):
+            disk = os.statvfs(folder)
+            found[name, "disk_free"] = disk.f_bavail * disk.f_frsize
+            found[name, "disk_size"] = disk.f_blocks * disk.f_frsize
+    return found
+
+
+# What the job's own limits leave it: of its memory and its processors. (docs.kernel.org/admin-guide/cgroup-v2.html)
+
+
+def read_cgroup(root: Path = Path("/")) -> Values:
+    """Of the cgroup that this process is in, or the one above it that has the limit. {} where there is none."""
+    found: Values = {}
+    with suppress(OSError):
+        membership = (root / "proc/self/cgroup").read_text()
+        inside = next((line[3:].strip() for line in membership.splitlines() if line.startswith("0::")), None)
+        if inside is None:
+            return found
+        for part in (_group_memory, _group_processors):
+            with suppress(OSError, ValueError, KeyError, IndexError):
+                found.update({(HOST, what): value for what, value in part(root / "sys/fs/cgroup", inside)})
+    return found
+
+
+def _group_memory(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
+    """Without the pages of files, which the kernel takes back when it must."""
+    limits = [(int(word), folder) for folder, word in _limited(cgroups, inside, "memory.max")]
+    if limits:
+        limit, folder = min(limits)
+        stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())
+        files = int(stat["active_file"]) + int(stat["inactive_file"])
+        yield "job_memory_used", max(0, int((folder / "memory.current").read_text()) - files)
+        yield "job_memory_limit", limit
+
+
+def _group_processors(cgroups: Path, inside: str) -> Iterator[tuple[str, float]]:
+    """Periods in which it was held back, in seconds."""
+    for folder, _ in _limited(cgroups, inside, "cpu.max"):
+        stat = dict(line.split(" ", 1) for line in (folder / "cpu.stat").read_text().splitlines())
+        period_us = int((folder / "cpu.max").read_text().split()[1])
+        yield "job_cpu_held", int(stat["nr_throttled"]) * period_us / 1e6
+        return
+
+
+def _limited(cgroups: Path, inside: str, name: str) -> Iterator[tuple[Path, str]]:
+    """(folder, limit) of the cgroup and of those above it that have one."""
+    path = Path(inside.lstrip("/"))
+    if ".." in path.parts:  # of a process that was moved out of the container's own cgroup
+        return
+    for place in (path, *path.parents):
+        with suppress(OSError, IndexError):
+            word = (cgroups / place / name).read_text().split()[0]
+            if word != "max":
+                yield cgroups / place, word
+
+
+# The counters of the host's InfiniBand ports. (docs.kernel.org/infiniband/sysfs.html)
+
+_WORD = 4
+"""port_rcv_data and port_xmit_data count words of four bytes."""
+_ERRORS = (
+    "symbol_error",
+    "link_error_recovery",
+    "link_downed",
+    "port_rcv_errors",
+    "port_rcv_remote_physical_errors",
+    "port_xmit_discards",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+)
+
+
+def read_infiniband(root: Path = Path("/")) -> Values:
+    """By `mlx5_0/1`: bytes in each direction, and all errors together."""
+    found: Values = {}
+    for folder in (root / "sys/class/infiniband").glob("*/ports/*/counters"):
+        name = f"{folder.parent.parent.parent.name}/{folder.parent.name}"
+        for what, counters, size in (
+            ("ib_received", ("port_rcv_data",), _WORD),
+            ("ib_sent", ("port_xmit_data",), _WORD),
+            ("ib_errors", _ERRORS, 1),
+        ):
+            counts = [count for counter in counters if (count := _count(folder / counter)) is not None]
+            if counts:
+                found[name, what] = size * sum(counts)
+    return found
+
+
+def _count(file: Path) -> int | None:
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None
+
+
+# What a rank's own process takes. (man 5 proc)
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+def read_ranks(pids: Iterable[tuple[int, int]], root: Path = Path("/")) -> Values:
+    """By `rank 3`: memory, processor and open files. `pids` are (rank, pid); one that has ended is left out."""
+    found: Values = {}
+    for rank, pid in pids:
+        folder, name = root / "proc" / str(pid), rank_name(rank)
+        with suppress(OSError, ValueError, IndexError):
+            found[name, "rss"] = int((folder / "statm").read_text().split()[1]) * _PAGE_BYTES
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            found[name, "rank_cpu"] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        with suppress(OSError, ValueError, IndexError):  # another user's
+            open_files = sum(1 for _ in (folder / "fd").iterdir())
+            found[name, "open_files"] = open_files
+            limits = (folder / "limits").read_text().splitlines()
+            limit = next(line.split()[3] for line in limits if line.startswith("Max open files"))
+            found[name, "open_files_limit"] = int(limit)
+    return found

@@ -1,0 +1,366 @@
+"""What a node agent has to send: kept until the collector has it. Names and pages wait for credit, nothing else does.
+
+    events                          ----------> numbered, sent, kept until they are acknowledged
+    names, needed pages, other pages  --> wait here --> numbered when the collector has room for their bytes
+
+So a collector is never sent more bytes than it has room for, and an event overtakes what waits. Credit is free again
+when the collector has taken a message from its socket; the message is kept until it is stored. Pages take bounded
+memory: one that nothing needs is dropped first, then the oldest, and last of all those of the batches that were needed
+first: the verdict is about these. It is counted, and the spool has it. Histories and telemetry may be dropped likewise.
+Nothing else is ever dropped.
+
+A page is needed if it is of a batch in which a rank has met something, or among the last of its rank.
+
+No socket here: `due()` says what to send now, `acknowledged()` forgets it, `send_again()` starts over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...core.wire.messages import (
+    FIRST_CREDIT,
+    AgentBody,
+    Bye,
+    Definitions,
+    History,
+    PageMessage,
+    Telemetry,
+    encode_body,
+    envelope,
+)
+
+PAGE_BYTES = 12 << 20
+"""Pages that wait for credit, and those that were sent and are not stored, may take so much memory together."""
+OTHER_BYTES = 8 << 20
+"""So much of it those may take that wait and that nothing needs."""
+_MOST_NEEDED = 512
+"""Batches that are remembered as needed; the oldest are forgotten."""
+_FIRST_NEEDED = 4
+"""Of each attempt: an overflow's batch, and those before it."""
+
+
+class _Waiting(NamedTuple):
+    data: bytes
+    rank: int
+    """-1 where it is about the node"""
+    of: tuple[int, int]
+    """attempt and batch"""
+
+
+class Outbox:
+    """Numbered messages in order, and the pages that wait for a number."""
+
+    def __init__(self, page_bytes: int = PAGE_BYTES, other_bytes: int = OTHER_BYTES) -> None:
+        self._page_limit = page_bytes
+        self._other_limit = min(page_bytes, other_bytes)
+        self._names: deque[bytes] = deque()
+        self._needed: deque[_Waiting] = deque()
+        self._others: deque[_Waiting] = deque()
+        """Pages that nothing needs."""
+        self._needed_batches: dict[tuple[int, int], None] = {}
+        self._first_needed: set[tuple[int, int]] = set()
+        self._page_bytes = self._other_bytes = 0
+        """Of all that waits, and of what nothing needs of it."""
+        self._bye: bytes | None = None
+        self._credit = FIRST_CREDIT
+        self._on_the_way = 0
+        self._kept_bytes = 0
+        """Of what has taken credit and is not acknowledged."""
+        self._kept: dict[int, tuple[bytes, bool]] = {}
+        """By number, without a gap: body, and whether it has taken credit."""
+        self._next = 1
+        self._spooled = 0
+        self._sent = 0
+        self._received = 0
+        self._acknowledged = 0
+        self.pages_dropped: dict[int, int] = {}
+        """rank -> pages and histories that were dropped"""
+
+    def put(self, body: AgentBody, *, needed: bool = False) -> bytes:
+        """Keep a message. Returns it for the spool, which counts for itself. `needed` is said of a page."""
+        data = encode_body(body)
+        if isinstance(body, PageMessage):
+            of = body.attempt, body.batch
+            self._wait(_Waiting(data, body.rank, of), needed or of in self._needed_batches)
+        elif isinstance(body, History | Telemetry):
+            page = _Waiting(data, body.rank if isinstance(body, History) else -1, (-1, -1))
+            if self._page_bytes + len(data) <= self._page_limit // 2:  # it displaces no page
+                self._wait(page, needed=True)
+            else:
+                self._count_dropped(page)
+        elif isinstance(body, Definitions):
+            self._names.append(data)
+        elif isinstance(body, Bye):  # after everything else
+            self._bye = data
+        else:
+            self._number(data)
+        self._spooled += 1
+        return envelope(self._spooled, self._spooled - 1, data)
+
+    def need(self, attempt: int, batch: int) -> None:
+        """A rank has met something in this batch: the pages of it go first, and are dropped last."""
+        if (attempt, batch) not in self._needed_batches:
+            if sum(of == attempt for of, _ in self._first_needed) < _FIRST_NEEDED:
+                self._first_needed.add((attempt, batch))
+            self._needed_batches[attempt, batch] = None
+        if len(self._needed_batches) > _MOST_NEEDED:
+            del self._needed_batches[next(iter(self._needed_batches))]
+        found = [page for page in self._others if page.of == (attempt, batch)]
+        if found:
+            self._others = deque(page for page in self._others if page.of != (attempt, batch))
+            self._other_bytes -= sum(len(page.data) for page in found)
+            self._needed.extend(found)
+
+    def change_first(self, body: AgentBody) -> None:
+        """If the first message has to be sent again, send this in its place: a hello that knows its run by then."""
+        if 1 in self._kept:
+            self._kept[1] = encode_body(body), False
+
+    def _number(self, data: bytes, *, on_credit: bool = False) -> None:
+        self._kept[self._next] = data, on_credit
+        self._next += 1
+        if on_credit:
+            self._on_the_way += len(data)
+            self._kept_bytes += len(data)
+
+    def _wait(self, page: _Waiting, needed: bool) -> None:
+        (self._needed if needed else self._others).append(page)
+        self._page_bytes += len(page.data)
+        self._other_bytes += 0 if needed else len(page.data)
+        while len(self._others) > 1 and self._other_bytes > self._other_limit:
+            self._drop(self._others)
+        while self._page_bytes + self._kept_bytes > self._page_limit and len(self._needed) + len(self._others) > 1:
+            if self._others and (self._needed or len(self._others) > 1):
+                self._drop(self._others)
+            else:
+                later = (n for n, each in enumerate(self._needed) if each.of not in self._first_needed)
+                self._drop(self._needed, next(later, -1))
+
+    def _drop(self, pages: deque[_Waiting], number: int = 0) -> None:
+        self._count_dropped(self._take(pages, number))
+
+    def _count_dropped(self, page: _Waiting) -> None:
+        if page.rank != -1:
+            self.pages_dropped[page.rank] = self.pages_dropped.get(page.rank, 0) + 1
+
+    def _take(self, pages: deque[_Waiting], number: int = 0) -> _Waiting:
+        page = pages[number]
+        del pages[number]
+        self._page_bytes -= len(page.data)
+        self._other_bytes -= len(page.data) if pages is self._others else 0
+        return page
+
+    def _release(self) -> None:
+        """Number what there is credit for: names first, as the pages are about them; then what is needed."""
+        while self._names and self._may_go(self._names[0]):
+            self._number(self._names.popleft(), on_credit=True)
+        while not self._names and (pages := self._needed or self._others) and self._may_go(pages[0].data):
+            if self._kept_bytes > self._page_limit and self._bye is None:  # no disk takes them
+                break
+            self._number(self._take(pages).data, on_credit=True)
+        if self._bye is not None and not (self._names or self._needed or self._others):
+            self._number(self._bye)
+            self._bye = None
+
+    def _may_go(self, data: bytes) -> bool:
+        """One at a time may, however big it is, if there is any credit at all."""
+        return (self._credit > 0 and not self._on_the_way) or self._on_the_way + len(data) <= self._credit
+
+    def due(self) -> list[tuple[int, bytes]]:
+        """(number, bytes) of what is to be sent now, in order."""
+        self._release()
+        return [(number, self._enveloped(number)) for number in range(self._sent + 1, self._next)]
+
+    def _enveloped(self, number: int) -> bytes:
+        return envelope(number, number - 1, self._kept[number][0])
+
+    def sent(self, number: int) -> None:
+        """Everything up to `number` is on its way."""
+        self._sent = max(self._sent, number)
+
+    def acknowledged(self, number: int, credit: int = -1, received: int = -1) -> bool:
+        """The collector has stored everything up to `number`, and has room for so many bytes; -1: it does not say.
+
+        `received` is the number up to which it has everything, stored or not. Returns whether `number` is news.
+        """
+        if credit >= 0:
+            self._credit = credit
+        number = min(number, self._next - 1)
+        news = number > self._acknowledged
+        self._free_credit(min(max(number, received), self._next - 1))
+        for old in range(self._acknowledged + 1, number + 1):
+            data, on_credit = self._kept.pop(old)
+            self._kept_bytes -= len(data) if on_credit else 0
+        self._acknowledged = max(self._acknowledged, number)
+        self._sent = max(self._sent, self._acknowledged)
+        return news
+
+    def is_forgotten(self, number: int) -> bool:
+        """Whether a collector that has everything up to `number` has lost what it had acknowledged before."""
+        return number < self._acknowledged
+
+    def _free_credit(self, received: int) -> None:
+        for number in range(self._received + 1, received + 1):
+            data, on_credit = self._kept[number]
+            self._on_the_way -= len(data) if on_credit else 0
+        self._received = max(self._received, received)
+
+    @property
+    def last_sent(self) -> int:
+        """The highest number that is on its way, or has come."""
+        return self._sent
+
+    def send_again(self) -> None:
+        """Whatever is not acknowledged may have been lost on the way."""
+        self._sent = self._acknowledged
+
+    @property
+    def empty(self) -> bool:
+        """The collector has everything."""
+        return not (self._kept or self._names or self._needed or self._others or self._bye)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all messages that the collector has not stored."""
+        return sum(map(len, self._names)) + self._page_bytes + sum(len(data) for data, _ in self._kept.values())
+
+    def unacknowledged(self) -> list[bytes]:
+        """For the spool, when the collector never came back."""
+        numbered = [self._enveloped(number) for number in self._kept]
+        pages = [page.data for page in (*self._needed, *self._others)]
+        waiting = [*self._names, *pages, *([self._bye] if self._bye is not None else [])]
+        return [*numbered, *(envelope(number, number - 1, data) for number, data in enumerate(waiting, self._next))]
+
+
+# When a node agent sends again what was not acknowledged. No socket, no clock.
+#
+# One connection keeps the order. So if a beat is answered, all that was sent before it has come, or is lost: the answer
+# says which. A collector that is slow is sent nothing twice; only its silence, or a loss, is a reason. A silent one is
+# sent it once more: what is sent waits in the socket, and would pile up there. From then on beats ask.
+
+RESEND_S = 3.0
+LONGEST_RESEND_S = 60.0
+"""Twice as long each time, while nothing is acknowledged."""
+_KEPT_BEATS = 256
+
+
+class Resending:
+    """`now` is monotonic time in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._last = now
+        self._pause_s = RESEND_S
+        self._not_before = now
+        self._sent_before: dict[int, int] = {}
+        """By the time in a beat: the highest number that had been sent before it."""
+        self._sent_in_silence = False
+
+    def moved(self, now: float) -> None:
+        """Something was sent."""
+        self._last = now
+
+    def heard(self, now: float) -> None:
+        """The collector has said something."""
+        self._last = now
+        self._sent_in_silence = False
+
+    def acknowledged(self, now: float) -> None:
+        """Something new was acknowledged."""
+        self._sent_in_silence = False
+        self._pause_s = RESEND_S
+        self._not_before = now
+
+    def beat(self, sent_ns: int, number: int) -> None:
+        """A beat leaves, after everything up to `number`."""
+        self._sent_before[sent_ns] = number
+        if len(self._sent_before) > _KEPT_BEATS:
+            del self._sent_before[next(iter(self._sent_before))]
+
+    def is_lost(self, echo_ns: int, received: int, now: float) -> bool:
+        """Whether a beat is answered and something before it has not come; `received` is -1 if that is not said."""
+        number = self._sent_before.pop(echo_ns, 0)
+        return 0 <= received < number and now >= self._not_before and self._again(now)
+
+    def is_due(self, now: float) -> bool:
+        """Whether nothing has moved for too long, for the first time since the collector was heard."""
+        if self._sent_in_silence or now - self._last <= self._pause_s:
+            return False
+        self._sent_in_silence = True
+        return self._again(now)
+
+    def _again(self, now: float) -> bool:
+        self._last = now
+        self._not_before = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_RESEND_S)
+        self._sent_before.clear()  # those beats came before what is sent now
+        return True
+
+
+# When a node agent beats: twice a second, and less often while a collector that has too much to do owes the answer.
+#
+# Beats need no credit. Those of a thousand agents would wait in the collector's memory without end, and events behind
+# them. No socket, no clock.
+
+BEAT_S = 0.5
+UNANSWERED_S = 2.0
+"""So long an answer is waited for. Then it beats all the same: the beat or its answer may be lost."""
+
+
+class Beats:
+    """`now` is monotonic time in seconds."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._waits_for = 0
+        """The time in the beat that has not been answered; 0: none."""
+
+    def is_due(self, now: float) -> bool:
+        """Whether to send one."""
+        return self._last is None or now - self._last >= (UNANSWERED_S if self._waits_for else BEAT_S)
+
+    def sent(self, sent_ns: int, now: float) -> None:
+        """One has left, or there was no room for it."""
+        self._last = now
+        self._waits_for = sent_ns
+
+    def answered(self, echo_ns: int) -> None:
+        """The collector has heard the beat with this time."""
+        if echo_ns == self._waits_for:
+            self._waits_for = 0
+
+
+# By how much the collector's clock is ahead of this host's, as NTP measures it: the quickest of many exchanges counts.
+#
+# offset = the collector's time - the middle between sending and hearing;  uncertain by half of the round trip
+
+KEPT = 64
+"""Exchanges that are compared: half a minute of beats, so that a clock which was set is believed soon."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One question and its answer; nanoseconds."""
+
+    round_trip_ns: int
+    offset_ns: int
+
+
+class ClockOffset:
+    """What the exchanges have told so far."""
+
+    def __init__(self) -> None:
+        self._exchanges: deque[Exchange] = deque(maxlen=KEPT)
+
+    def hear(self, sent_ns: int, theirs_ns: int, now_ns: int) -> None:
+        """An answer has come at `now_ns` to what was sent at `sent_ns`, both by this host's clock."""
+        if not sent_ns or not theirs_ns or now_ns < sent_ns:  # an older collector; a clock that was set back meanwhile
+            return
+        self._exchanges.append(Exchange(now_ns - sent_ns, theirs_ns - (sent_ns + now_ns) // 2))
+
+    @property
+    def best(self) -> Exchange | None:
+        """The quickest exchange; None before the first."""
+        return min(self._exchanges, key=lambda exchange: exchange.round_trip_ns, default=None)

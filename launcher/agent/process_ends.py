@@ -1,0 +1,191 @@
+"""When the processes of a node's ranks ended, by the host's own clock.
+
+torchrun looks ten times a second whether a rank has ended. Two ranks that fail 50 ms apart then end at the same time.
+A process that was killed takes a while to end: its memory is freed first, for tens of milliseconds. The kernel takes
+the memory from the process before it frees it (exit_mm() in kernel/exit.c), and /proc/PID/statm is zero from then on.
+So that is looked at in each turn of the agent. A pidfd (pidfd_open(2), Linux 5.3) wakes it when the process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from ...core.recorder.run_folder import RUN_VARIABLE
+
+RankKey = tuple[int, int]
+"""(rank, attempt)"""
+
+
+class _Watched(NamedTuple):
+    key: RankKey
+    pidfd: int
+    statm: int
+
+
+class ProcessEnds:
+    """Notes between which two looks each process that it watches has begun to end."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._watched: list[_Watched] = []
+        self._looked_ns = time.time_ns()
+        self._ended: dict[RankKey, tuple[int, int]] = {}
+
+    @property
+    def fd(self) -> int:
+        """Readable when a process is gone. Then call `look`."""
+        return self._epoll.fileno()
+
+    def watch(self, key: RankKey, pid: int) -> None:
+        """From now on. A process that cannot be watched, or is gone already, has no time."""
+        with suppress(OSError, AttributeError):  # Python has the call only where Linux had it when Python was built
+            pidfd = os.pidfd_open(pid)
+            try:
+                self._watched.append(_Watched(key, pidfd, os.open(f"/proc/{pid}/statm", os.O_RDONLY)))
+            except OSError:
+                os.close(pidfd)
+                raise
+            self._epoll.register(pidfd, select.EPOLLIN)
+
+    def look(self) -> None:
+        """Note which have begun to end since the last look."""
+        now_ns = time.time_ns()
+        for watched in [watched for watched in self._watched if _is_ending(watched.statm)]:
+            self._ended[watched.key] = (self._looked_ns, now_ns)
+            self._watched.remove(watched)
+            _close(watched)  # the epoll forgets it, too
+        self._looked_ns = now_ns
+
+    def when_ns(self, key: RankKey) -> tuple[int, int]:
+        """(when the rank's process was last seen alive, when it was seen to end); (0, 0) if that is not known."""
+        self.look()
+        return self._ended.get(key, (0, 0))
+
+    def close(self) -> None:
+        """Let go of all processes."""
+        for watched in self._watched:
+            _close(watched)
+        self._watched.clear()
+        self._epoll.close()
+
+
+def _is_ending(statm: int) -> bool:
+    try:
+        return os.pread(statm, 2, 0) in (b"0 ", b"")
+    except OSError:  # it is gone
+        return True
+
+
+def _close(watched: _Watched) -> None:
+    os.close(watched.pidfd)
+    os.close(watched.statm)
+
+
+# How many processes of this job the kernel has ended for lack of memory, as its memory cgroup counts them.
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def memory_kills(membership: str | None = None, root: Path = CGROUPS) -> int | None:
+    """The counter of this process's cgroup, version 2 or 1; None if it cannot be read.
+
+    `membership` is what /proc/self/cgroup says. (docs.kernel.org/admin-guide/cgroup-v2.html, memory.events)
+    """
+    try:
+        text = Path("/proc/self/cgroup").read_text() if membership is None else membership
+    except OSError:
+        return None
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        inside = path.lstrip("/")
+        if "memory" in controllers.split(","):
+            found = _counter(root / "memory" / inside / "memory.oom_control")
+        elif not controllers:
+            found = _counter(root / inside / "memory.events")
+        else:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def _counter(file: Path) -> int | None:
+    try:
+        words = dict(line.split(" ", 1) for line in file.read_text().splitlines() if " " in line)
+        return int(words["oom_kill"])
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+# What a command has left when its `gpuwatch run` was killed: asked to end, and ended after a while.
+#
+# The kernel sends the command SIGTERM then. What the command itself has started may hear nothing of it: the children of
+# a shell, ranks that a shell or Ray has started, a Python that is about to become a rank.
+
+GRACE_S = 30.0
+"""From SIGTERM to SIGKILL, as torchrun has it."""
+_GIVE_UP_S = 40.0
+"""What not even SIGKILL ends by then, such as a process in a driver, is left to itself."""
+_LOOK_S = 0.5
+
+
+def session_of(pid: int) -> int | None:
+    """The session of a process; None if it has ended.
+
+    0 is a session, too: one whose leader is outside of this PID namespace, as a container's first session may be.
+    """
+    with suppress(OSError):
+        return os.getsid(pid)
+    return None
+
+
+class Orphans:
+    """Those of one run: what has its variable, and is in its session or a rank.
+
+    A process that has left the session and is no rank is a service that was meant to stay.
+    """
+
+    def __init__(self, scratch: Path, session: int | None, ranks: Callable[[], Collection[int]], now: float) -> None:
+        """`session` is that of the run, None if unknown; `ranks` says the process ids of its ranks."""
+        self._scratch = str(scratch)
+        self._session = session
+        self._ranks = ranks
+        self._began = now
+        self._next_look = now
+        self._asked: set[int] = set()
+
+    def are_gone(self, now: float) -> bool:
+        """Look, and ask those to end that were not asked yet. True once none is left, or nothing more can be done."""
+        if now < self._next_look:
+            return False
+        self._next_look = now + _LOOK_S
+        left = self._find()
+        for process in left:
+            with suppress(psutil.Error):
+                if now - self._began > GRACE_S:
+                    process.kill()
+                elif process.pid not in self._asked:
+                    process.terminate()
+                    self._asked.add(process.pid)
+        return not left or now - self._began > _GIVE_UP_S
+
+    def _find(self) -> list[psutil.Process]:
+        ranks, found = set(self._ranks()), []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(RUN_VARIABLE) != self._scratch or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+            except psutil.Error:  # it has ended, or is somebody else's
+                continue
+            if process.pid in ranks or (self._session is not None and session_of(process.pid) == self._session):
+                found.append(process)
+        return found

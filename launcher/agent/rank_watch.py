@@ -1,0 +1,488 @@
+"""The node agent's eyes on its ranks: reads their recorders, says what is new. No socket, no process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ...core.events import (
+    Anomaly,
+    Definition,
+    Fault,
+    Forecast,
+    GroupState,
+    ScriptError,
+    ScriptExit,
+    Where,
+    WorkerEvent,
+    WorkerExit,
+    split_label,
+)
+from ...core.lone_process import is_rank, rank_name
+from ...core.recorder.layout import FRAME, VALUE, Field, file_name
+from ...core.recorder.reader import HeldPage, NotReady, RecorderReader
+from ...core.stalls import stack_file_name
+from ...core.values import PENDING
+from ...core.wire.messages import AgentBody, Beat, Definitions, EventMessage, HotModule, PageMessage, RankState, Want
+from .history import RankHistory
+from .stacks import fatal_stack
+from .step_times import RankSteps
+from .traced import TracedBatches
+
+PAGE_WAIT_S = 5.0
+"""How long an unfinished page may still grow before it is sent as it is."""
+PAGE_SENDS = 5
+"""How often a page may be sent while its rank runs: it is complete when the next batch begins, and in a pipeline its
+backward comes after that. At the end it is sent once more if it has grown."""
+_FATAL = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
+"""Signals after which a rank has written its stack."""
+RESTS_S = 2.0
+"""A rank that has not moved for so long tells in its beats which collective it is in."""
+MOST_HOT = 4
+"""Modules of a rank whose headroom is told in a beat."""
+EARLIER_PAGES = 3
+"""Traced pages from before an anomaly that tell how it came: they are sent, whatever is thinned."""
+LAST_PAGES = 8
+"""Of the pages that are unfinished when a rank ends, so many are sent: one for each root that was at work."""
+
+
+@dataclass
+class _Wanted:
+    """A batch that somebody asked for."""
+
+    deadline: float
+    met: bool = False
+    """Whether a page of it has been seen."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What of a page has been sent."""
+
+    times: int
+    extent: tuple[int, int, bool]
+    """Frames and values since its beginning, and whether it was complete."""
+    pending: int
+    """Values that had not come back from their device."""
+
+
+class RankWatch:
+    """One rank of one attempt."""
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        local_rank: int,
+        attempt: int,
+        pid: int,
+        traced: list[int],
+        ranks: int = 1,
+        traces: TracedBatches | None = None,
+    ) -> None:
+        """`traced` are batches that the user has asked for, `ranks` is how many the node has.
+
+        `traces` says which of the traced ones are sent.
+        """
+        self.rank = rank
+        self.local_rank = local_rank
+        self.attempt = attempt
+        self.pid = pid
+        self.ended = False
+        self._even_damaged = False
+        self._path = folder / file_name(rank, attempt)
+        self._reader: RecorderReader | None = None
+        self._wanted: dict[tuple[str, int, int], _Wanted] = {}
+        """by root class, ordinal, batch"""
+        self._traced = frozenset(traced)
+        self._traces = traces if traces is not None else TracedBatches()
+        self._thinned: set[int] = set()
+        """By number: traced pages that the ring holds and that were not sent."""
+        self._thinned_before = 0
+        """Those that the ring holds no more."""
+        self._looked_at = -1
+        """The last segment that was looked at for a traced batch."""
+        self._traced_until = -1
+        """The segment that overwrites the last one that had some."""
+        self._sent: dict[int, _Copy] = {}
+        """by number of the page, as long as the ring holds something of it"""
+        self._anomaly_sent = False
+        self._broken = False
+        self._script_ended = False
+        """Whether it has recorded how its script ended."""
+        self._script_code: int | None = None
+        """What it then ends with."""
+        self._history = RankHistory(ranks)
+        self._steps = RankSteps()
+        self._asked = False
+        """Whether a batch of it was asked for, by its own anomaly or by the collector."""
+        self._faults: dict[str, Fault | None] = {}
+        """By part: errors of ours that cost no frame; None once told."""
+
+    def poll(self, now: float) -> list[AgentBody]:
+        """What this rank has recorded since the last call."""
+        if self._broken:
+            return []
+        try:
+            return self._poll(now)
+        except Exception as error:  # whatever is in the file, the other ranks of this node must be read on
+            return [self._give_up(error)]
+
+    def _give_up(self, error: Exception) -> AgentBody:
+        self._broken = True
+        note = (
+            f"the recorder of {rank_name(self.rank)} is damaged and is read no further: {type(error).__name__}: {error}"
+        )
+        return EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note))
+
+    def _poll(self, now: float) -> list[AgentBody]:
+        reader = self._open()
+        if reader is None:
+            return []
+        header = reader.header()
+        messages: list[AgentBody] = []
+        definitions: list[Definition] = []
+        events: list[WorkerEvent] = []
+        if reader.has_more(header):
+            definitions, events = reader.new_entries()
+            messages += self._definitions(definitions)
+        messages += self._look_back(reader, header, definitions, now)
+        events = [self._of_this_rank(event) for event in events]
+        messages += [EventMessage(event) for event in events]
+        for event in events:
+            if isinstance(event, ScriptExit | ScriptError):
+                self._script_ended = True
+                self._script_code = event.code if isinstance(event, ScriptExit) else 1
+            self._react(event, now)
+        messages += self._due_pages(reader, now)
+        return messages
+
+    def want(self, want: Want, now: float) -> None:
+        """The collector asks for a batch."""
+        if want.attempt == self.attempt:
+            self._asked = True
+            self._wanted.setdefault((want.root_cls, want.root_ordinal, want.batch), _Wanted(now + PAGE_WAIT_S))
+
+    def end(self, code: int | None, by: str, now: float) -> list[AgentBody]:
+        """The process has ended: read the rest, and send its last pages, its last state and where it was."""
+        self._even_damaged = True  # nobody writes it any more: its head will not get better
+        messages = self.poll(now)
+        self.ended = True
+        bare = EventMessage(WorkerExit(Where(self.rank, self.attempt), code, by, "starting"))
+        reader = self._reader
+        if reader is None:
+            return [*messages, bare]
+        if reader.head_is_damaged:
+            note = f"the head of the recorder of {rank_name(self.rank)} is damaged"
+            messages.append(EventMessage(Fault(Where(self.rank, self.attempt), "recorder", note)))
+        if not self._broken:
+            try:
+                return [*messages, *self._end(reader, code, by, now)]
+            except Exception as error:
+                messages.append(self._give_up(error))
+        with suppress(Exception):  # whatever is damaged: the header may still say that the rank saw an overflow
+            messages += self._unlogged_anomaly(reader)
+        return [*messages, bare]
+
+    def _end(self, reader: RecorderReader, code: int | None, by: str, now: float) -> list[AgentBody]:
+        messages = self._due_pages(reader, now)
+        messages += self._last_pages(reader)
+        messages += self._unlogged_anomaly(reader)
+        state = replace(reader.state(), final=True, pending=_pending_in_ring(reader), traces_thinned=self._num_thinned)
+        root = reader.roots.get(reader[Field.ROOT])
+        where = Where(
+            rank=self.rank,
+            attempt=self.attempt,
+            step=state.step,
+            batch=state.batch,
+            root=root.label if root is not None else "",
+            page=reader[Field.PAGE],
+            seq=state.seq,
+        )
+        if state.phase == "finished" and not self._script_ended and code is not None and code >= 0:
+            # its own Python could not tell the code that its script ended with (worker/joining.py)
+            messages.append(EventMessage(ScriptExit(where, code)))
+        if code is None and by == "itself":  # nobody could see it
+            code = self._script_code
+        exit_ = WorkerExit(where, code, by, state.phase, state.module, state.cls, reader.groups())
+        if by == "itself" and code is not None and -code in _FATAL:
+            stack, when_ns = fatal_stack(self._path.parent, self.rank, self.attempt)
+            exit_ = replace(
+                exit_, stack=stack, ended_ns=when_ns, shm_free=_shm_free() if -code == signal.SIGBUS else -1
+            )
+        times = self._steps.event(where)
+        if times is not None:
+            messages.append(EventMessage(times))
+        return [*messages, *self._history_of(reader, code), Beat([state], {}), EventMessage(exit_)]
+
+    def _of_this_rank(self, event: WorkerEvent) -> WorkerEvent:
+        """What a process has recorded before it was known which rank it is, is this rank's."""
+        where = event.where
+        if (where.rank, where.attempt) == (self.rank, self.attempt):
+            return event
+        return replace(event, where=replace(where, rank=self.rank, attempt=self.attempt))
+
+    def _look_back(
+        self, reader: RecorderReader, header: tuple[int, ...], definitions: list[Definition], now: float
+    ) -> list[AgentBody]:
+        """The history and the times of steps decide nothing: without them, everything else goes on.
+
+        Returns what the history says of the batches to come, and what has failed.
+        """
+        forecasts: list[Forecast] = []
+        try:
+            self._steps.look(reader, header)
+        except Exception as error:
+            self._failed("step times", error)
+        try:
+            if definitions:
+                self._history.define(definitions)
+            if not self.ended:
+                self._history.look(reader, header, now)
+                forecasts = self._history.told(self.rank, self.attempt)
+        except Exception as error:
+            self._failed("history", error)
+        if self._history.forecast_error is not None:
+            self._failed("forecasts", self._history.forecast_error)
+        return [*map(EventMessage, forecasts), *self._new_faults()]
+
+    def _failed(self, part: str, error: Exception) -> None:
+        """An error of ours that costs no frame is told once for each part."""
+        where = Where(self.rank, self.attempt)
+        self._faults.setdefault(part, Fault(where, part, f"{type(error).__name__}: {error}"))
+
+    def _new_faults(self) -> list[EventMessage]:
+        if not self._faults:
+            return []
+        found = [EventMessage(fault) for fault in self._faults.values() if fault is not None]
+        self._faults = dict.fromkeys(self._faults)
+        return found
+
+    def _history_of(self, reader: RecorderReader, code: int | None) -> list[AgentBody]:
+        """Of a rank that ended well nobody wants to know, unless a batch of it was asked for."""
+        if code == 0 and not self._asked:
+            return []
+        found: list[AgentBody] = []
+        try:
+            self._history.finish(reader)
+            found += self._history.messages(self.rank, self.attempt)
+        except Exception as error:
+            self._failed("history", error)
+        return [*found, *self._new_faults()]
+
+    def _unlogged_anomaly(self, reader: RecorderReader) -> list[AgentBody]:
+        """The anomaly of the recorder's header, where the log had no room for it or is damaged."""
+        anomaly = reader.first_anomaly() if not self._anomaly_sent else None
+        if anomaly is None:
+            return []
+        if is_rank(self.rank) and (anomaly.where.rank, anomaly.where.attempt) != (self.rank, self.attempt):
+            return []
+        return [EventMessage(self._of_this_rank(anomaly))]
+
+    def state(self) -> RankState | None:
+        """Where the rank is, for a beat; None if that cannot be read."""
+        if self._reader is None or self._broken:
+            return None
+        try:
+            timed, parts_us = self._steps.so_far
+            state = replace(
+                self._reader.state(), steps_timed=timed, parts_us=parts_us, traces_thinned=self._num_thinned
+            )
+        except OSError:  # the next `poll` tells it
+            return None
+        return state if state.age_s < RESTS_S else _resting(state, self.groups())
+
+    @property
+    def _num_thinned(self) -> int:
+        return self._thinned_before + len(self._thinned)
+
+    def movement(self) -> tuple[int, ...]:
+        """What changes when the rank moves; () without a recorder."""
+        if self._reader is None or self._broken:
+            return ()
+        try:
+            return self._reader.movement()
+        except OSError:  # the next `poll` tells it
+            return ()
+
+    @property
+    def last_steps_s(self) -> list[float]:
+        """Seconds of its last steps."""
+        return self._steps.last_s
+
+    def groups(self) -> list[GroupState]:
+        """What the rank does in its process groups; [] if that cannot be read."""
+        if self._reader is None or self._broken:
+            return []
+        try:
+            return self._reader.groups()
+        except OSError:  # the next `poll` tells it
+            return []
+
+    def hottest(self) -> list[HotModule]:
+        """Its modules that are closest to their limit; [] where that is not known."""
+        try:
+            return self._history.hottest(self.rank, MOST_HOT)
+        except Exception as error:
+            self._failed("hottest modules", error)
+            return []
+
+    def where(self, state: RankState) -> Where:
+        """The place of a state."""
+        return Where(self.rank, self.attempt, state.step, state.batch, seq=state.seq, time_ns=time.time_ns())
+
+    @property
+    def was_removed(self) -> bool:
+        """Whether there is no recorder, or none any more."""
+        return self._reader is None and not self._path.exists()
+
+    def remove(self) -> None:
+        """Free the recorder's memory."""
+        self.close()
+        for path in (self._path, self._path.with_name(stack_file_name(self.rank, self.attempt))):
+            with suppress(OSError):
+                path.unlink()
+
+    def close(self) -> None:
+        """Let go of the recorder."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _open(self) -> RecorderReader | None:
+        if self._reader is None:
+            try:
+                reader = RecorderReader(self._path, even_damaged=self._even_damaged)
+            except (OSError, NotReady):
+                return None
+            if not is_rank(self.rank) and reader.pid == self.pid:
+                reader.rank, reader.attempt = self.rank, self.attempt
+            if (reader.rank, reader.attempt) != (self.rank, self.attempt):
+                reader.close()
+                raise ValueError(f"it says that it is of rank {reader.rank}, attempt {reader.attempt}")
+            self._reader = reader
+        return self._reader
+
+    def _definitions(self, entries: list[Definition]) -> list[AgentBody]:
+        return [Definitions(self.rank, self.attempt, entries)] if entries else []
+
+    def _react(self, event: WorkerEvent, now: float) -> None:
+        if isinstance(event, Anomaly):
+            self._anomaly_sent = self._asked = True
+            root, batch = split_label(event.where.root), event.where.batch
+            self._wanted.setdefault((*root, batch), _Wanted(now + PAGE_WAIT_S))
+            for earlier in range(max(0, batch - EARLIER_PAGES), batch):
+                if earlier in self._traced:
+                    self._wanted.setdefault((*root, earlier), _Wanted(now + PAGE_WAIT_S))
+
+    def _due_pages(self, reader: RecorderReader, now: float) -> list[AgentBody]:
+        if not self._wanted and (self.ended or not self._traced_in_ring(reader)):
+            return []
+        messages: list[AgentBody] = []
+        held = reader.held()
+        seen: set[tuple[str, int, int]] = set()
+        for page in held:
+            root = reader.roots.get(page.root)
+            key = (root.cls, root.ordinal, page.batch) if root is not None else ("", -1, page.batch)
+            wanted = self._wanted.get(key)
+            if wanted is not None:
+                wanted.met = True
+                seen.add(key)
+            is_traced = page.batch in self._traced
+            if wanted is not None or (is_traced and self._traces.takes(page.batch)):
+                messages += self._page(reader, page, overdue=wanted is not None and now >= wanted.deadline)
+            elif is_traced and page.number not in self._sent:
+                self._thinned.add(page.number)
+        for key, wanted in list(self._wanted.items()):
+            if self.ended or (key not in seen and (wanted.met or now >= wanted.deadline)):
+                del self._wanted[key]  # it will not change, or was overwritten, or never came
+        numbers = {page.number for page in held}
+        self._sent = {number: copy for number, copy in self._sent.items() if number in numbers}
+        gone = self._thinned - numbers
+        self._thinned -= gone
+        self._thinned_before += len(gone)
+        return messages
+
+    def _traced_in_ring(self, reader: RecorderReader) -> bool:
+        """Whether the ring holds a batch that is traced."""
+        if not self._traced:
+            return False
+        for number, batch in reader.begun_after(self._looked_at):
+            self._looked_at = number
+            if batch in self._traced:
+                self._traced_until = number + reader.segments
+        return self._looked_at < self._traced_until
+
+    def _last_pages(self, reader: RecorderReader) -> list[AgentBody]:
+        """The page that was written last, and those that more was expected in."""
+        held = reader.held()
+        traced = [page for page in held if page.batch in self._traced]
+        numbers = {page.number for page in traced if self._traces.takes(page.batch)}
+        self._thinned.update({page.number for page in traced} - numbers - self._sent.keys())
+        numbers.update([page.number for page in held if not page.complete][-LAST_PAGES:])
+        numbers.add(reader[Field.PAGE])
+        return [
+            message for page in held if page.number in numbers for message in self._page(reader, page, overdue=True)
+        ]
+
+    def _page(self, reader: RecorderReader, held: HeldPage, *, overdue: bool) -> list[AgentBody]:
+        """The page if it is time to send it: when it is complete, or overdue; again when it is complete and has grown.
+
+        What has been sent and has not changed is never sent again.
+        """
+        sent = self._sent.get(held.number)
+        if sent is not None and not sent.pending and sent.extent == (held.frames, held.values, held.complete):
+            return []
+        if not self.ended:
+            if sent is not None and sent.times >= PAGE_SENDS:
+                return []
+            if not held.complete and (sent is not None or not overdue):
+                return []
+        page = reader.page(held.number)
+        if page is None:
+            return []
+        extent, pending = _extent(page), _pending(page)
+        if sent is not None and (extent, pending) == (sent.extent, sent.pending):
+            return []
+        if pending and not self.ended and (sent is not None or not overdue):
+            return []
+        self._thinned.discard(held.number)
+        if held.batch in self._traced:
+            self._traces.sent(page)
+        self._sent[held.number] = _Copy(sent.times + 1 if sent is not None else 1, extent, pending)
+        return [page]
+
+
+def _resting(state: RankState, groups: list[GroupState]) -> RankState:
+    largest = max(groups, key=lambda group: group.size, default=None)
+    if largest is None:
+        return state
+    return replace(state, begun=largest.begun, waits=any(group.phase in ("issuing", "waiting") for group in groups))
+
+
+def _shm_free() -> int:
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return -1
+    return found.f_bavail * found.f_frsize
+
+
+def _pending_in_ring(reader: RecorderReader) -> int:
+    """Numbers of all batches in the ring that have not come back from their device."""
+    return sum(_pending(page) for held in reader.held() if (page := reader.page(held.number)) is not None)
+
+
+def _extent(page: PageMessage) -> tuple[int, int, bool]:
+    last = page.segments[-1]
+    frames = last.frame_base + len(last.frames) // FRAME.size
+    return frames, last.value_base + len(last.values) // VALUE.size, page.complete
+
+
+def _pending(page: PageMessage) -> int:
+    return sum(memoryview(segment.values).cast("q")[2::3].tolist().count(PENDING) for segment in page.segments)

@@ -1,0 +1,158 @@
+"""The node agent's watch over ranks that do not move: tells of one that stalls, and looks at all when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ...core.events import RankLook, Stalled
+from ...core.stalls import takes_long
+from .rank_watch import RankWatch
+from .stacks import Look
+from .step_times import HangLimit, fixed_limit, learned_limit
+
+# When a rank has not moved for too long: decided from what its recorder shows, and from how it has moved so far. Pure.
+#
+# A limit that suits one job is wrong for the next. A rank may rest for as long as the limit says (hang_limit.py), for
+# three times the longest rest that it has come back from, and before its first batch for four times as long: data is
+# loaded there, and models are compiled.
+
+LONGEST_REST_TIMES = 3.0
+BEFORE_FIRST_BATCH_TIMES = 4.0
+TAKES_LONG_TIMES = 4.0
+"""Where a rank compiles, or writes a checkpoint."""
+_SCRIPT = frozenset({"script", "forward", "backward", "optimizer", "finished", "raised"})
+"""Phases in which a rank is expected to move, or to end. What a preflight waits for has deadlines of its own."""
+
+
+class Rest:
+    """How long one rank has rested. Times are monotonic seconds."""
+
+    def __init__(self, now: float) -> None:
+        self._last: tuple[int, ...] = ()
+        self._since = now
+        self._longest = 0.0
+        self._batch = -1
+        """The newest one when it last moved."""
+        self._times_told = 0
+
+    def seconds(self, now: float) -> float:
+        """Since it last moved."""
+        return now - self._since
+
+    def moved(self, movement: tuple[int, ...], batch: int, now: float) -> None:
+        """What its recorder shows now (`RecorderReader.movement`); `batch` is its newest one, -1 before the first."""
+        if movement == self._last:
+            return
+        if min(batch - 1, self._batch) >= 0:  # rests before are of another kind: imports, compilation
+            self._longest = max(self._longest, now - self._since)
+        self._last, self._since, self._times_told, self._batch = movement, now, 0, batch
+
+    def limit_s(self, batch: int, limit: HangLimit, *, takes_long: bool = False) -> float:
+        """How long it may rest. `batch` is its newest one, -1 before the first."""
+        times = max(BEFORE_FIRST_BATCH_TIMES if batch < 0 else 0.0, TAKES_LONG_TIMES if takes_long else 0.0)
+        return max(limit.within_steps_s, times * limit.elsewhere_s, LONGEST_REST_TIMES * self._longest)
+
+    def paused(self, seconds: float) -> None:
+        """Nobody has looked for so long, as the machine or all of the job stood still: that was no rest."""
+        self._since += seconds
+
+    def is_told(self, phase: str, batch: int, limit: HangLimit, now: float) -> bool:
+        """True when a rest has become too long, and each time that it is twice as long as when it was last told of."""
+        limit_s = self.limit_s(batch, limit) * 2**self._times_told
+        if phase not in _SCRIPT or self.seconds(now) <= limit_s:
+            return False
+        self._times_told += 1
+        return True
+
+
+MOST_SPYING = 16
+"""Ranks that py-spy is asked about at a time."""
+_EVERY_S = 1.0
+_PAUSED_S = 5.0
+"""The agent looks many times in a second. If it has not for so long, it stood still itself: Ctrl-Z, a laptop asleep."""
+
+
+class StallWatch:
+    """Of the ranks of one node. `timeout_s` 0: tells of none; None: each rank's limit is learned from its steps."""
+
+    def __init__(self, folder: Path, timeout_s: float | None) -> None:
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._rests: dict[tuple[int, int], Rest] = {}
+        self._looks: list[tuple[int, RankWatch, Look]] = []
+        self._next = 0.0
+        self._looked = 0.0
+
+    def stalled(self, watches: Collection[RankWatch], now: float) -> Iterator[Stalled]:
+        """Ranks that have rested for too long, each once."""
+        self._notice_pause(now)
+        if now < self._next or self._timeout_s == 0:
+            return
+        self._next = now + _EVERY_S
+        for key in self._rests.keys() - {(watch.rank, watch.attempt) for watch in watches if not watch.ended}:
+            del self._rests[key]
+        for watch in watches:
+            state = watch.state() if not watch.ended else None
+            if state is None:
+                continue
+            rest = self._rest(watch, state.batch, now)
+            limit = self._limit(watch)
+            if rest.is_told(state.phase, state.batch, limit, now):
+                limit_s = rest.limit_s(state.batch, limit)
+                yield Stalled(watch.where(state), round(rest.seconds(now), 1), round(limit_s, 1))
+
+    def look(self, watches: Collection[RankWatch], number: int, now: float) -> None:
+        """Look at all of these ranks; `seen` gives what comes of it."""
+        for watch in watches:
+            if not watch.ended:
+                self._looks.append((number, watch, Look(self._folder, watch.rank, watch.attempt, watch.pid, now)))
+
+    def seen(self, now: float) -> Iterator[RankLook]:
+        """The looks that are finished."""
+        due = [entry for entry in self._looks if entry[2].is_due(now, may_spy=self._may_spy())]
+        self._looks = [entry for entry in self._looks if entry not in due]
+        for number, watch, look in due:
+            found = look.result(now)
+            state = watch.state()
+            if state is None or watch.ended:
+                continue
+            rest = self._rest(watch, state.batch, now)
+            yield RankLook(
+                where=watch.where(state),
+                number=number,
+                still_s=round(rest.seconds(now), 1),
+                phase=state.phase,
+                module=state.module,
+                cls=state.cls,
+                state=found.state,
+                busy=found.busy,
+                stack=found.stack,
+                groups=watch.groups(),
+                native=found.native,
+                threads=found.threads,
+                limit_s=round(rest.limit_s(state.batch, self._limit(watch), takes_long=takes_long(found.stack)), 1),
+            )
+
+    def _may_spy(self) -> bool:
+        return sum(look.is_spying for _, _, look in self._looks) < MOST_SPYING
+
+    def close(self) -> None:
+        """Let go of looks that are not finished."""
+        for _, _, look in self._looks:
+            look.close()
+        self._looks.clear()
+
+    def _limit(self, watch: RankWatch) -> HangLimit:
+        return learned_limit(watch.last_steps_s) if self._timeout_s is None else fixed_limit(self._timeout_s)
+
+    def _notice_pause(self, now: float) -> None:
+        if self._looked and now - self._looked > _PAUSED_S:
+            for rest in self._rests.values():
+                rest.paused(now - self._looked)
+        self._looked = now
+
+    def _rest(self, watch: RankWatch, batch: int, now: float) -> Rest:
+        rest = self._rests.setdefault((watch.rank, watch.attempt), Rest(now))
+        rest.moved(watch.movement(), batch, now)
+        return rest

@@ -1,0 +1,289 @@
+"""A node's telemetry: when its figures are read, what becomes of them, and when they are sent. No socket.
+
+    every few seconds  --> a thread reads the host      --.
+                       --> the child of gpus.py asks NVML --> one sample, in the record of the node
+
+Who does not answer is waited for without harm: samples go on without its figures, and that is said.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
+
+import numpy
+
+from ...core.gpu.lines import SampleLine
+from ...core.threads import start_thread
+from ...core.wire.columns import pack_samples
+from ...core.wire.messages import GpuNow, SeriesName, Telemetry
+from .history import spread, thinned
+from .host_figures import Values, read_cgroup, read_disks, read_host, read_infiniband, read_ranks
+
+# The thread that reads the host's figures: a file system that does not answer stops it, and nothing else.
+
+_END_S = 1.0
+Pids = Sequence[tuple[int, int]]
+"""(rank, pid)"""
+
+
+def read_all(folders: dict[str, Path], pids: Pids) -> Values:
+    """Everything that is read of a host without its GPUs: disks last, which may never answer."""
+    return {**read_host(), **read_cgroup(), **read_ranks(pids), **read_infiniband(), **read_disks(folders)}
+
+
+class ReadingThread:
+    """Reads when it is asked. It is started with the first question."""
+
+    def __init__(self, read: Callable[[Pids], Values]) -> None:
+        self._read = read
+        self._questions: SimpleQueue[Pids | None] = SimpleQueue()
+        self._answers: deque[Values] = deque()
+        self._ended: threading.Event | None = None
+        """Set when the thread has ended; None without one."""
+        self.trouble = ""
+        """The last error of a reading."""
+
+    def ask(self, pids: Pids) -> None:
+        """Read once; `answer` has it later."""
+        if self._ended is None:
+            if not start_thread(self._run):
+                raise RuntimeError("no thread can be started")
+            self._ended = threading.Event()
+        self._questions.put(pids)
+
+    def answer(self) -> Values | None:
+        """What was read since the last call; None if that has not come yet."""
+        return self._answers.popleft() if self._answers else None
+
+    def close(self) -> None:
+        """End it, if it answers: a thread that is stuck ends with the process."""
+        if self._ended is not None:
+            self._questions.put(None)
+            self._ended.wait(_END_S)
+            self._ended = None
+
+    def _run(self) -> None:
+        while (pids := self._questions.get()) is not None:
+            values: Values = {}
+            try:
+                values = self._read(pids)
+            except Exception as error:
+                self.trouble = f"the host's figures could not be read: {type(error).__name__}: {error}"
+            self._answers.append(values)
+        if self._ended is not None:
+            self._ended.set()
+
+
+# The samples of one node, in bounded memory for any length of run: the older, the further apart. Pure.
+#
+# A count is kept as it stood, so that its growth over a gap is known however many samples were let go of in it. A level
+# is what it was at the samples that are kept.
+
+NEWEST = 64
+"""The newest samples, each of which is kept; of those before, one of 2, of 4, and so on, 32 of each."""
+MOST_SERIES = 512
+SENT_BYTES = 128 << 10
+"""Before it is packed."""
+
+
+class _Sample(NamedTuple):
+    number: int
+    time_ns: int
+    values: array[float]
+    """By series; those that were not known yet are not in it."""
+
+
+class NodeRecord:
+    """Of one node, since its agent began."""
+
+    def __init__(self) -> None:
+        self._series: dict[tuple[str, str], int] = {}
+        self._samples: list[_Sample] = []
+        self._taken = 0
+
+    def add(self, time_ns: int, values: Values) -> None:
+        """A sample, by the host's own clock."""
+        for name in values:
+            if name not in self._series and len(self._series) < MOST_SERIES:
+                self._series[name] = len(self._series)
+        row = array("d", [math.nan]) * len(self._series)
+        for name, value in values.items():
+            if name in self._series:
+                row[self._series[name]] = value
+        self._samples.append(_Sample(self._taken, time_ns, row))
+        self._taken += 1
+        if self._taken % NEWEST == 0:
+            self._samples = thinned(self._samples, lambda sample: sample.number, NEWEST)
+
+    def message(self, reason: str, sent_ns: int, interval_s: float, troubles: list[str]) -> Telemetry | None:
+        """All of it; None if there is nothing."""
+        samples = _ascending(spread(self._samples, max(8, SENT_BYTES // (8 + 4 * max(1, len(self._series))))))
+        if not samples or not self._series:
+            return None
+        table = numpy.full((len(samples), len(self._series)), numpy.nan)
+        for n, sample in enumerate(samples):
+            table[n, : len(sample.values)] = sample.values
+        return Telemetry(
+            samples[0].time_ns,
+            sent_ns,
+            reason,
+            interval_s,
+            [SeriesName(of, what) for of, what in self._series],
+            pack_samples([sample.time_ns for sample in samples], table, [what for _, what in self._series]),
+            troubles,
+        )
+
+
+def _ascending(samples: list[_Sample]) -> list[_Sample]:
+    """Without those that a clock that was set back has put behind later ones."""
+    found: list[_Sample] = []
+    for sample in samples:
+        while found and found[-1].time_ns > sample.time_ns:
+            found.pop()
+        found.append(sample)
+    return found
+
+
+AGAIN_S = 60.0
+"""From a stall or an overflow to the next one that is worth a message of its own; each time twice as long."""
+
+
+SILENT_S = 10.0
+"""Who has not answered for so long is told of."""
+
+
+class GpuSamples(Protocol):
+    """The part of GpuWatch that gives samples."""
+
+    def ask_samples(self, now: float) -> bool:
+        """Whether NVML was asked."""
+
+    def samples(self) -> list[SampleLine] | None:
+        """Of all GPUs; None if they have not come yet."""
+
+
+class NodeTelemetry:
+    """Of one node. `now` is monotonic time in seconds; `interval_s` 0: reads nothing, and sends nothing."""
+
+    def __init__(
+        self,
+        interval_s: float,
+        folders: dict[str, Path],
+        gpus: GpuSamples,
+        *,
+        read: Callable[[Pids], Values] | None = None,
+        time_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._interval_s = interval_s
+        self._gpus = gpus
+        self._time_ns = time_ns
+        self._thread = ReadingThread(read if read is not None else lambda pids: read_all(folders, pids))
+        self._record = NodeRecord()
+        self._next = 0.0
+        self._asked_ns = 0
+        """When the sample was begun that is not complete; 0: there is none."""
+        self._values: Values = {}
+        """What has come of it."""
+        self._waits: dict[str, float] = {}
+        """Who was asked, and when. One that has not answered is not asked again."""
+        self._troubles: dict[str, str] = {}
+        self._gpus_now: list[GpuNow] = []
+        self._again_s = AGAIN_S
+        self._told_at: float | None = None
+
+    def turn(self, pids: Callable[[], Pids], now: float) -> None:
+        """Take what has come, and ask anew if it is time. `pids` gives (rank, pid) of the ranks that run."""
+        if self._interval_s == 0:
+            return
+        try:
+            self._turn(pids, now)
+        except Exception as error:  # such as a limit on threads: the agent goes on without it
+            self._troubles["own"] = f"no more was read: {type(error).__name__}: {error}"
+            self._interval_s = 0
+
+    def _turn(self, pids: Callable[[], Pids], now: float) -> None:
+        self._take(now)
+        if self._asked_ns and (not self._waits or now >= self._next):
+            self._close_sample()
+        if now >= self._next:
+            self._next = now + self._interval_s
+            self._ask(pids(), now)
+
+    def _ask(self, pids: Pids, now: float) -> None:
+        self._asked_ns = self._time_ns()
+        for name, since in self._waits.items():
+            if now - since >= SILENT_S:
+                self._troubles[name] = f"{_WHO[name]} did not answer for {now - since:.0f} s"
+                self._gpus_now = [] if name == "gpus" else self._gpus_now
+        if "host" not in self._waits:
+            self._thread.ask(pids)
+            self._waits["host"] = now
+        if "gpus" not in self._waits and self._gpus.ask_samples(now):
+            self._waits["gpus"] = now
+
+    def _take(self, now: float) -> None:
+        values = self._thread.answer()
+        if values is not None:
+            self._values.update(values)
+            del self._waits["host"]
+        if self._thread.trouble:
+            self._troubles["own"] = self._thread.trouble
+        lines = self._gpus.samples()
+        if lines is not None and "gpus" in self._waits:
+            del self._waits["gpus"]
+            self._gpus_now = [_gpu_now(line) for line in lines]
+            for line in lines:
+                self._values.update({(line.device, what): value for what, value in line.values.items()})
+                if line.trouble:
+                    self._troubles[line.device] = f"NVML has no figures of {line.device}: {line.trouble}"
+
+    def _close_sample(self) -> None:
+        if self._asked_ns and self._values:
+            self._record.add(self._asked_ns, self._values)
+        self._asked_ns, self._values = 0, {}
+
+    def gpus_now(self) -> list[GpuNow]:
+        """As NVML found them last; none where there is no GPU, or NVML does not answer."""
+        return self._gpus_now
+
+    def told(self, reason: str, now: float) -> Telemetry | None:
+        """What to send because of a stall or an anomaly; None if the last one was not long ago, or nothing is known."""
+        if self._told_at is not None and now - self._told_at < self._again_s:
+            return None
+        message = self._message(reason)
+        if message is not None:
+            self._again_s *= 1 if self._told_at is None else 2
+            self._told_at = now
+        return message
+
+    def ended(self) -> Telemetry | None:
+        """What to send when the run has ended; None if nothing is known."""
+        return self._message("end")
+
+    def _message(self, reason: str) -> Telemetry | None:
+        self._close_sample()
+        with suppress(Exception):  # it decides nothing
+            return self._record.message(reason, self._time_ns(), self._interval_s, list(self._troubles.values()))
+        return None
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        self._thread.close()
+
+
+def _gpu_now(line: SampleLine) -> GpuNow:
+    total = line.values.get("gpu_memory_total", 0.0)
+    memory = line.values.get("gpu_memory_used", 0.0) / total if total > 0 else -1.0
+    return GpuNow(line.device, line.values.get("gpu_use", -1.0), memory)
+
+
+_WHO = {"host": "the host's own files, or a file system,", "gpus": "NVML"}

@@ -1,0 +1,243 @@
+"""What watches the ranks of a host that another host's launcher has brought into a run: `python -m` this, PATH.
+
+    head:   gpuwatch run --other-hosts -- COMMAND --ssh, Ray, mpirun--> python train.py   (this host)
+                                                                          | import torch
+                                                                          `- this, the first time
+
+Every Python there that imports torch, and has the run's variables, runs it. The first one becomes the host's watcher,
+in the background: it has the scratch folder and the node agent. It stays as long as a rank runs here, or a process has
+the variables while the run's command goes on. All others are told the folder. It prints the folder once ranks can be
+recorded there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+from msgspec.structs import replace as with_fields
+
+from ..core import host
+from ..core.errors import ExitCode, GpuwatchError, UsageError
+from ..core.host import host_name
+from ..core.recorder.run_folder import JOIN_VARIABLE, write_meeting_key, write_settings
+from ..core.recorder.scratch import keep_rescued, make_scratch, remove_scratch
+from ..core.settings import WorkerSettings
+from ..core.tell import tell
+from ..core.wire.keys import Join, read_join, write_join
+from ..core.wire.pipe import AgentConfig, LaunchDone
+from .children import NodeAgent
+from .command import GRACE_S
+from .helpers import first_that_answers
+from .option_types import bracketed
+from .plan import Plan, split_endpoint
+from .run_ranks import Ranks
+from .tasks import Tasks
+
+_USUAL_RANKS = 8
+_LOOK_S = 0.1
+_ANY_LEFT_S = 1.0
+_WELCOME_S = 10.0
+"""So long the first rank waits for the collector's answer: a short job could be over before it comes."""
+_AGENT_END_S = 20.0
+
+
+def main() -> int:
+    """Entry. Returns an exit code; what is wrong is said in one sentence on stderr."""
+    try:
+        path = Path(sys.argv[1])
+        join = read_join(path)
+        tasks = Tasks(f"join {path} {host.host_name()}", 1)
+        if tasks.is_owner:
+            return _become_the_watcher(path, join, tasks)
+        scratch = _told_by_the_watcher(tasks)
+        tasks.close()
+    except (GpuwatchError, OSError) as error:
+        tell(str(error))
+        return int(ExitCode.USAGE)
+    return _answer(str(scratch or ""))
+
+
+def _answer(scratch: str) -> int:
+    if not scratch:
+        tell("the watcher of this host has ended")
+        return int(ExitCode.UNKNOWN)
+    print(scratch, flush=True)
+    return 0
+
+
+def _told_by_the_watcher(tasks: Tasks) -> Path | None:
+    scratch = tasks.scratch()
+    while scratch is None and tasks.owner_lives():
+        time.sleep(_LOOK_S)
+        scratch = tasks.scratch()
+    return scratch
+
+
+def _become_the_watcher(path: Path, join: Join, tasks: Tasks) -> int:
+    """In a process that is nobody's child: whoever imports torch here waits for its own children, maybe, not ours."""
+    told, tell = os.pipe()
+    if os.fork():
+        os.close(tell)
+        with os.fdopen(told) as lines:
+            scratch = lines.read()
+        sys.stdout.flush()
+        code = _answer(scratch)
+        sys.stdout.flush()
+        os._exit(code)
+    os.close(told)
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+    def ready(scratch: Path) -> None:
+        tasks.share_scratch(scratch)
+        os.write(tell, str(scratch).encode())
+        os.close(tell)
+
+    try:
+        with (path.parent / "logs" / f"joined-{host.host_name()}.log").open("a", buffering=1) as log:
+            _Watcher(path, join, log.write).run(ready)
+    finally:
+        tasks.close()
+    return 0
+
+
+class _Watcher:
+    def __init__(self, path: Path, join: Join, log: Callable[[str], object]) -> None:
+        self._path = str(path)
+        self._join = join
+        self._log = log
+        self._stop = threading.Event()
+
+    def run(self, ready: Callable[[Path], None]) -> None:
+        """To the end of the last process here that has the variables, or of the run."""
+        join = self._join
+        scratch = make_scratch(_USUAL_RANKS, self._say)
+        config = with_fields(
+            join.agent,
+            collector=self._address(),
+            recorder_dir=str(scratch),
+            versions=host.versions(),
+            job=None,
+            ends_ranks=False,
+            starts_all=False,
+        )
+        self._agent = NodeAgent(config, self._say, lambda reason, restart: self._end(reason))
+        self._ranks = Ranks(scratch, self._agent.tell, lambda attempt, rank, code: None)
+        try:
+            write_meeting_key(scratch, join.meeting_key)
+            write_settings(scratch, with_fields(join.settings, recorder_dir=str(scratch)))
+            self._agent.welcomed.wait(_WELCOME_S)
+            ready(scratch)
+            self._watch()
+            self._agent.tell(LaunchDone("failed" if self._ranks.any_failed else "ok"))
+            self._agent.wait()
+        finally:
+            self._ranks.close()
+            self._agent.end(_AGENT_END_S)
+            keep_rescued(scratch, self._say)
+            remove_scratch(scratch)
+
+    def _address(self) -> str:
+        """At which the run's own collector answers."""
+        keys, addresses = self._join.agent, self._join.addresses
+        found = first_that_answers(addresses, keys.server_key, keys.public_key, keys.private_key)
+        if found is None:
+            self._say(f"no collector answers at any of {', '.join(addresses)}")
+        return found or addresses[0]
+
+    def _watch(self) -> None:
+        next_look = 0.0
+        kill_at = None
+        while not self._agent.is_over:
+            self._ranks.look({})
+            now = time.monotonic()
+            if self._stop.wait(_LOOK_S):
+                time.sleep(_LOOK_S)
+                if kill_at is None:
+                    kill_at = now + GRACE_S
+                    self._ranks.stopping = True
+                    self._ranks.signal(signal.SIGTERM)
+                elif now > kill_at:
+                    self._ranks.signal(signal.SIGKILL)
+            if now >= next_look:
+                next_look = now + _ANY_LEFT_S
+                if not self._ranks.running and not self._anybody_left():
+                    break
+        self._ranks.last_look({})
+
+    def _anybody_left(self) -> bool:
+        """Whether a process here may still become a rank of this run: none does once the command has ended."""
+        if not Path(self._path).exists():
+            return False
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(JOIN_VARIABLE) == self._path and process.status() != psutil.STATUS_ZOMBIE:
+                    return True
+            except psutil.Error:  # it has ended, or is somebody else's
+                continue
+        return False
+
+    def _end(self, reason: str) -> None:
+        self._say(f"stopping the ranks of this host: {reason}")
+        self._stop.set()
+
+    def _say(self, sentence: str) -> None:
+        self._log(f"{time.strftime('%H:%M:%S')} {sentence}\n")
+
+
+# `gpuwatch run --other-hosts`: a run of one host that others may join, once the command has brought them in.
+
+_MOST_HOSTS = 100_000
+_LINK_LOCAL = ("169.254.", "fe80:")
+
+
+def open_plan(args: argparse.Namespace, plan: Plan) -> Plan:
+    """The same, with a collector that listens on every address. Raises UsageError where it is not this run's alone."""
+    if not plan.local:
+        raise UsageError(
+            "--other-hosts: expected one gpuwatch run that has the collector, found --nnodes or --collector; "
+            "leave out --other-hosts, and start gpuwatch run on each host"
+        )
+    port = str(args.collector_port) if args.collector_port is not None else "*"
+    return replace(plan, max_nodes=_MOST_HOSTS, bind=f"tcp://*:{port}", starts_all=True)
+
+
+def open_run(
+    args: argparse.Namespace, folder: Path, address: str, agent: AgentConfig, settings: WorkerSettings, meeting_key: str
+) -> Path:
+    """Write the file by which others join. `address` is what the collector has bound. Raises OSError."""
+    port = address.rpartition(":")[2]
+    hosts = [split_endpoint(args.head, 0)[0]] if args.head is not None else [host_name(), *_addresses()]
+    return write_join(folder, Join([f"tcp://{bracketed(host)}:{port}" for host in hosts], agent, settings, meeting_key))
+
+
+def close_run(join: Path) -> None:
+    """Nobody joins any more."""
+    with suppress(OSError):
+        join.unlink()
+
+
+def _addresses() -> list[str]:
+    """This host's, as others may reach it: IPv4 first."""
+    found: dict[socket.AddressFamily, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            of_family = found.get(entry.family)
+            if of_family is not None and name != "lo" and not entry.address.startswith(_LINK_LOCAL):
+                of_family.append(entry.address)
+    return [address for addresses in found.values() for address in addresses]

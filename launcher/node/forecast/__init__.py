@@ -1,1 +1,0 @@
-"""The forecast: a line through what a module returned, and which modules are worth one."""

@@ -1,1 +1,0 @@
-"""Whether ranks of this node rest, and where they stand."""

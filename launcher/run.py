@@ -1,0 +1,319 @@
+"""`gpuwatch run` from its options to its exit code. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec.structs import replace as with_fields
+
+from ..core.errors import ExitCode, UsageError
+from ..core.host import host_name, loopback
+from ..core.recorder.run_folder import RUN_VARIABLE, UNWATCHED, read_failed, write_meeting_key, write_settings
+from ..core.recorder.scratch import keep_rescued, make_scratch, remove_scratch
+from ..core.settings import WorkerSettings
+from ..core.tell import tell
+from ..core.wire.keys import meeting_key, read_secret
+from ..core.wire.pipe import LaunchDone, PreflightOver, StageLine
+from .command import (
+    GRACE_S,
+    AttendedCommand,
+    block_signals,
+    exit_code,
+    leaves_at_once,
+    run_as_guest,
+    run_unwatched,
+    shell_code,
+    why_not_started,
+)
+from .helpers import Helpers
+from .join import close_run, open_plan, open_run
+from .option_types import bracketed
+from .options import parse_run
+from .plan import Plan, job_keys, meeting_place, run_plan, worker_settings
+from .run_ranks import Ranks
+from .say import Overflows, say, tell_of_torch, where_it_is
+from .schedulers.environment import read_task
+from .schedulers.job import Job
+from .tasks import NoFolder, Task, Tasks
+
+_USUAL_RANKS = 8
+"""So many recorders are looked for room for, as nobody says how many ranks there will be."""
+_MOST_UNWATCHED = 16
+_PEERS_S = 5.0
+"""For ranks to raise what the end of another one makes them raise: their own words are worth more than a signal's."""
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command. Returns the exit code; raises UsageError when the options cannot work."""
+    args = parse_run(arguments)
+    if os.environ.get(RUN_VARIABLE):
+        raise UsageError(
+            "expected one gpuwatch run, found one inside another: the outer one watches all ranks below it; "
+            "leave out one of them"
+        )
+    problem = why_not_started(args.command[0])
+    if problem is not None:
+        reason, code = problem
+        say(f"{args.command[0]}: {reason}")
+        return code
+    job = read_task(os.environ)
+    plan = run_plan(args, job)
+    if args.other_hosts:
+        plan = open_plan(args, plan)
+    try:
+        tasks = _tasks(args, job, plan)
+    except NoFolder as error:
+        say(f"the tasks of this host have no folder to hear of each other, and go on unwatched: {error}")
+        return run_unwatched(args.command, block_signals(), job=job)
+    unblocked = block_signals()
+    try:
+        if tasks is not None and not tasks.is_owner:
+            return run_as_guest(args.command, tasks, unblocked, job=job)
+        command = AttendedCommand(args.command, unblocked=unblocked, job=job)
+        return _Run(args, plan, ["gpuwatch", "run", *arguments], job, tasks, command).run()
+    finally:
+        if tasks is not None:
+            tasks.close()
+
+
+def _tasks(args: argparse.Namespace, job: Job | None, plan: Plan) -> Tasks | None:
+    """The other tasks of this host, if the environment speaks of any. Raises NoFolder."""
+    if job is None or job.tasks_here < 2:
+        return None
+    words = [plan.job, job.node or host_name()]
+    secret = read_secret(args.secret_file)  # with one, nobody else can tell the folder's name beforehand
+    return Tasks(" ".join([*words, *filter(None, [secret])]), job.tasks_here)
+
+
+class _Run:
+    """The one of this host that has the agent."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        plan: Plan,
+        words: list[str],
+        job: Job | None,
+        tasks: Tasks | None,
+        command: AttendedCommand,
+    ) -> None:
+        self._args = args
+        self._plan = plan
+        self._job = job
+        self._tasks = tasks
+        self._command = command
+        keys = job_keys(args, plan)
+        self._helpers = Helpers(args, plan, keys, 0, words, job, "the command")
+        self._meeting_key = meeting_key(keys)
+        self._join: Path | None = None
+        """The file by which other hosts join."""
+        self._failed_at = 0.0
+
+    def run(self) -> int:
+        """Helpers up, the command, helpers down, exit code."""
+        self._scratch = make_scratch(_USUAL_RANKS, say)
+        self._overflows = Overflows(self._scratch)
+        self._ranks = Ranks(self._scratch, self._helpers.tell, self._rank_ended)
+        try:
+            address = self._helpers.start_collector(self._scratch, self._show)
+            run_dir = self._helpers.run_dir
+            logs = run_dir / "logs" if run_dir is not None else self._scratch
+            settings = with_fields(
+                worker_settings(self._args, self._scratch, logs),
+                meets_at=meeting_place(self._args, self._plan, address),
+            )
+            with suppress(OSError):  # the ranks meet, and seal nothing
+                write_meeting_key(self._scratch, self._meeting_key)
+            write_settings(self._scratch, settings)
+            if self._args.other_hosts:
+                address = self._let_others_join(address, settings)
+            self._helpers.start_agent(address, self._scratch, self._stop)
+            tell_of_torch()
+            code = self._until_it_ends()
+            return self._finish(code)
+        finally:
+            self._clear_up()
+
+    def _let_others_join(self, address: str, settings: WorkerSettings) -> str:
+        """Returns the collector's address for this node's own agent."""
+        folder = self._helpers.run_dir
+        if folder is None:
+            say("without a collector no other host can join")
+            return address
+        agent = self._helpers.agent_config(address, self._scratch)
+        self._join = open_run(self._args, folder, address, agent, settings, self._meeting_key)
+        return f"tcp://{bracketed(loopback())}:{address.rpartition(':')[2]}"
+
+    def _show(self, line: StageLine | PreflightOver) -> None:
+        """What the preflight came to, in a line. Where there was none, and one was asked for, so much."""
+        if isinstance(line, StageLine) or self._args.preflight == "off":
+            return
+        if not line.grade:
+            say("there was no preflight: no rank has called init_process_group")
+        for text in filter(None, [line.text, *line.warnings]):
+            say(text)
+
+    def _stop(self, reason: str, restart: bool) -> None:
+        """`restart` is for torchrun alone: nobody here starts a command again."""
+        say(f"stopping the command: {reason}")
+        self._ranks.stopping = True
+        self._command.stop.set()
+        if self._tasks is not None:
+            self._tasks.stop(reason)
+
+    def _rank_ended(self, attempt: int, rank: int, code: int | None) -> None:
+        self._overflows.look(attempt, {rank: code})
+
+    # -- the command --------------------------------------------------------------------------------------------
+
+    def _until_it_ends(self) -> int:
+        """The command, those of the other tasks, and their ranks. Returns its exit code, negative for a signal."""
+        command, tasks = self._command, self._tasks
+        command.start(self._scratch, self._join)
+        if tasks is not None:
+            tasks.share_scratch(self._scratch)
+            tasks.say(Task(command.pid))
+        while (code := command.turn()) is None:
+            self._ranks.look(self._codes)
+            self._stop_after_failure()
+        while tasks is not None and not tasks.all_ended():
+            command.take_signal()
+            self._ranks.look(self._codes)
+            self._stop_after_failure()
+        self._ranks.last_look(self._codes)
+        self._ranks.stopping = True
+        if self._join is not None:
+            close_run(self._join)
+        self._wait_for_ranks(code)
+        return code
+
+    def _stop_after_failure(self) -> None:
+        """A task of this host has failed: the others end, as under torchrun. First they may raise by themselves."""
+        tasks = self._tasks
+        if (
+            tasks is None
+            or self._command.stop.is_set()
+            or not (tasks.any_failed() or any(self._command.codes.values()))
+        ):
+            return
+        self._failed_at = self._failed_at or time.monotonic()
+        if time.monotonic() - self._failed_at > _PEERS_S:
+            self._stop("another task of this host has failed", restart=False)
+
+    @property
+    def _codes(self) -> dict[int, int | None]:
+        """Exit codes of this host's commands."""
+        others = self._tasks.commands() if self._tasks is not None else {}
+        return {**others, **self._command.codes}
+
+    def _wait_for_ranks(self, code: int) -> None:
+        """The command has ended. Ranks that it has left behind end with it if it was killed; else they may go on."""
+        ends = code < 0 or self._command.stop.is_set() or self._command.ended_by is not None
+        told = False
+        kill_at = time.monotonic() + GRACE_S
+        while self._ranks.running:
+            if ends and not told:
+                self._ranks.signal(signal.SIGTERM)
+            elif not told:
+                say(f"the command has ended, and {len(self._ranks.running)} of its ranks go on: waiting for them")
+            told = True
+            if ends and time.monotonic() >= kill_at:
+                self._ranks.signal(signal.SIGKILL)
+            taken = self._command.take_signal()
+            if taken is not None:
+                self._ranks.signal(taken)
+            self._ranks.last_look(self._codes)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _finish(self, code: int) -> int:
+        """Wait for the verdict, print it, and say what to exit with."""
+        done = self._outcome(code)
+        if self._command.ended_by is not None and done.outcome == "signal":
+            say(f"got {self._command.ended_by.name}; writing the report (Ctrl-C: leave at once)")
+        self._helpers.tell(done)
+        own = shell_code(code)
+        if not self._wait_for_verdict():
+            self._helpers.hurry = True
+            return self._exit_code(own, own, "unknown")
+        verdict = self._helpers.verdict
+        if self._tasks is not None:
+            self._tasks.share_verdict(verdict)
+        if verdict is None:
+            say("no verdict: the node agent ended without one")
+            return self._exit_code(own, int(ExitCode.UNKNOWN), "unknown")
+        if self._job is None or not self._job.node_rank:  # the output of all nodes is one: once is enough
+            tell(verdict.text)
+        return self._exit_code(own, verdict.exit_code, verdict.kind)
+
+    def _outcome(self, code: int) -> LaunchDone:
+        """Of all commands of this host."""
+        done = self._how_it_ended(code)
+        found = (
+            []
+            if not self._ranks.heard
+            else [f"process {pid} was not watched ({why})" for pid, why in self._unwatched()]
+        )
+        error = read_failed(self._scratch, self._command.pid) if done.outcome == "failed" else ""
+        return with_fields(done, error=error, note="" if self._ranks.heard else self._why_no_rank(), unwatched=found)
+
+    def _how_it_ended(self, code: int) -> LaunchDone:
+        others = self._tasks.results() if self._tasks is not None else []
+        if code == 0 and all(task.code == 0 for task in others):
+            return LaunchDone("ok")
+        signals = [int(self._command.ended_by or 0), *(task.ended_by for task in others)]
+        if any(signals):
+            return LaunchDone("signal", next(filter(None, signals)))
+        if code < 0 and not self._ranks.has(self._command.pid) and not self._ranks.any_failed:
+            return LaunchDone("signal", -code, "it was sent to the command")
+        return LaunchDone("failed")
+
+    def _why_no_rank(self) -> str:
+        """What Python processes have left behind that could not be watched; else what it can be."""
+        for _, why in self._unwatched():
+            has_none = "ModuleNotFoundError" in why or "ImportError" in why
+            return f"{why}: install gpuwatch into that Python, too" if has_none else why
+        return (
+            "no Python below the command has imported torch and made a model or joined a process group, as far as can "
+            "be seen: python -S, -I and -E, env -i and containers hide it"
+        )
+
+    def _unwatched(self) -> list[tuple[str, str]]:
+        """(process id, reason) of Python processes that could not be watched."""
+        found = []
+        for path in sorted(self._scratch.glob(UNWATCHED))[:_MOST_UNWATCHED]:
+            with suppress(OSError):
+                found.append((path.name.rpartition("-")[2], path.read_text()[:500]))
+        return found
+
+    def _wait_for_verdict(self) -> bool:
+        """False if the user would not wait."""
+        waiting = threading.Thread(target=self._helpers.wait, daemon=True, name="gpuwatch-verdict")
+        waiting.start()
+        while waiting.is_alive():
+            if leaves_at_once():
+                return self._helpers.verdict is not None
+        return True
+
+    def _exit_code(self, own: int, code: int, kind: str) -> int:
+        """What a rank has said itself counts more than a verdict that knows nothing of it."""
+        overflow = self._overflows.sentence
+        if overflow and kind not in ("overflow", "preflight"):
+            say(f"{overflow}; {where_it_is(self._helpers.verdict)}")
+            return int(ExitCode.OVERFLOW)
+        return exit_code(own, code, kind, stopped=self._command.stop.is_set())
+
+    def _clear_up(self) -> None:
+        self._command.terminate()
+        if self._join is not None:
+            close_run(self._join)
+        self._ranks.close()
+        self._helpers.end()
+        keep_rescued(self._scratch, say)
+        remove_scratch(self._scratch)

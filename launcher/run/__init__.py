@@ -1,1 +1,0 @@
-"""`gpuwatch run`: a command as it stands, and what becomes a rank below it."""

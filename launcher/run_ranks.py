@@ -1,0 +1,322 @@
+"""What has become a rank below the command, and how it ends: found in the scratch folder, told to the node agent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ..core.host import host_name
+from ..core.lone_process import is_rank, number_of_process
+from ..core.recorder.layout import Field, file_name
+from ..core.recorder.reader import NotReady, RecorderReader
+from ..core.recorder.run_folder import LATER_PROGRAMS, PROCESSES, RANKS, tell_unwatched
+from ..core.wire.pipe import WorkersEnded, WorkersStarted
+
+# A process that somebody else started: when it ends, and with which code.
+
+_INFO = struct.Struct("=QQ11Ii")
+"""struct pidfd_info of linux/pidfd.h: mask, control group, eleven ids, wait status"""
+_HAS_EXIT = 1 << 3
+_GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
+"""ioctl PIDFD_GET_INFO. It tells the status of a process that was waited for already, from Linux 6.15 on."""
+
+
+class OtherProcess:
+    """Raises ProcessLookupError from the constructor if there is no such process any more."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = os.pidfd_open(pid)
+        self._status: int | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._wait, daemon=True, name=f"gpuwatch-{pid}").start()
+
+    def has_ended(self) -> bool:
+        """Whether it has."""
+        return self._ended.is_set()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for its end."""
+        return self._ended.wait(seconds)
+
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None if that cannot be known any more."""
+        return os.waitstatus_to_exitcode(self._status) if self._status is not None else None
+
+    def _wait(self) -> None:
+        """In a thread of its own: its parent may take the status away at once."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        poll.poll()
+        self._status = self._status_of_zombie()
+        if self._status is None:
+            self._status = self._status_of_ended()
+        self._ended.set()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        with suppress(OSError):
+            signal.pidfd_send_signal(self._fd, number)
+
+    def close(self) -> None:
+        """Let go of it, if it has ended."""
+        if self._ended.is_set():
+            os.close(self._fd)
+
+    def _status_of_ended(self) -> int | None:
+        data = bytearray(_INFO.pack(_HAS_EXIT, *[0] * 13))
+        with suppress(OSError):
+            fcntl.ioctl(self._fd, _GET_INFO, data)
+            mask, *_, status = _INFO.unpack(data)
+            return int(status) if mask & _HAS_EXIT else None
+        return None
+
+    def _status_of_zombie(self) -> int | None:
+        """The last field of /proc/PID/stat, as long as its parent has not waited for it."""
+        with suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return int(fields[49]) if fields[0] == "Z" else None
+        return None
+
+
+_BY_OTHERS = (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT)
+"""How ranks are ended."""
+_LAST_END_S = 2.0
+"""The command has ended: so long the end of a process that it has waited for may take to be seen."""
+
+
+@dataclass
+class _Rank:
+    rank: int
+    attempt: int
+    pid: int
+    process: OtherProcess | None
+    """None if it had ended before it was seen."""
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a recorder says of its process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    attempt: int
+    pid: int
+    started_ns: int
+    trains: bool
+    """It has made an optimizer step, or met an overflow."""
+    ran: bool
+    """It has done so, or called a module."""
+
+    @property
+    def is_alone(self) -> bool:
+        """It trains, and nothing says that it is one of several."""
+        return self.trains and self.world_size == 1
+
+
+class Ranks:
+    """Those of this host. `tell` takes what the node agent is to hear."""
+
+    def __init__(
+        self, folder: Path, tell: Callable[[msgspec.Struct], None], ended: Callable[[int, int, int | None], None]
+    ) -> None:
+        """`ended` is told of each rank: attempt, rank, exit code."""
+        self._folder = folder
+        self._tell = tell
+        self._told_end = ended
+        self._ranks: dict[Path, _Rank] = {}
+        self._processes: dict[int, OtherProcess | None] = {}
+        """By process id: those that may become a rank. None for one that had ended before it was seen."""
+        self._taken: set[Path] = set()
+        """Recorders of processes that have become a rank, or are in the report as what is none."""
+        self._waited = False
+        self.any_failed = False
+        """A rank has ended badly."""
+        self.stopping = False
+        """The command has ended, or is being ended: its ranks end for that reason."""
+
+    def has(self, pid: int) -> bool:
+        """Whether a process is a rank."""
+        return any(rank.process is not None and rank.process.pid == pid for rank in self._ranks.values())
+
+    @property
+    def running(self) -> list[int]:
+        """Ranks that have not ended."""
+        return sorted(rank.rank for rank in self._ranks.values() if not rank.ended and is_rank(rank.rank))
+
+    @property
+    def heard(self) -> bool:
+        """Whether there was any."""
+        return bool(self._ranks)
+
+    def look(self, own_codes: dict[int, int | None]) -> None:
+        """Find new ones, and those that have ended. `own_codes`: those of commands, by pid; None for one that runs."""
+        if self._ranks and any(self._folder.glob(LATER_PROGRAMS)):
+            pids = {rank.pid for rank in self._ranks.values() if is_rank(rank.rank)}
+            self._adopt(lambda header: header.pid in pids)
+        for path in sorted(self._folder.glob(RANKS)):
+            if path not in self._ranks and (header := _read(path)) is not None:
+                self._start(path, header.rank, header)
+        self._end_programs()
+        self._look_at_processes()
+        if not self._ranks:
+            self._adopt(lambda header: header.is_alone)
+        else:
+            self._tell_of_processes(lambda header: header.is_alone or self._is_over(header.pid, own_codes))
+        self._find_ended(own_codes)
+
+    def _find_ended(self, own_codes: dict[int, int | None]) -> None:
+        ended = [(rank, self._code(rank, own_codes)) for rank in self._ranks.values() if _has_ended(rank, own_codes)]
+        for rank, code in sorted(ended, key=lambda entry: entry[1] == -signal.SIGTERM):
+            self._end(rank, code, rank.pid in own_codes)
+
+    def last_look(self, own_codes: dict[int, int | None]) -> None:
+        """The command has ended. If nothing became a rank for sure, what had a model was one."""
+        self.look(own_codes)
+        if not self._ranks:
+            self._adopt(lambda header: True)
+            self.look(own_codes)
+        self._tell_of_processes(lambda header: True)
+        self._wait_for_processes()
+        self._find_ended(own_codes)
+
+    def _wait_for_processes(self) -> None:
+        """Once: what the command has waited for has ended with it. What it has left behind is not waited for."""
+        if self._waited:
+            return
+        self._waited = True
+        deadline = time.monotonic() + _LAST_END_S
+        for rank in self._ranks.values():
+            if not rank.ended and not is_rank(rank.rank) and rank.process is not None:
+                rank.process.ends_within(max(0.0, deadline - time.monotonic()))
+
+    def signal(self, number: int) -> None:
+        """Send it to all that run."""
+        for rank in self._ranks.values():
+            if not rank.ended and rank.process is not None:
+                rank.process.signal(number)
+
+    def close(self) -> None:
+        """Let go of their processes."""
+        for rank in self._ranks.values():
+            if rank.process is not None:
+                rank.process.close()
+        for process in self._processes.values():
+            if process is not None:
+                process.close()
+
+    def _end_programs(self) -> None:
+        """Where a rank's process has gone on as another program (os.exec), that one is a later attempt of the rank."""
+        last: dict[int, int] = {}
+        for rank in self._ranks.values():
+            last[rank.pid] = max(rank.attempt, last.get(rank.pid, 0))
+        for rank in self._ranks.values():
+            if rank.attempt < last[rank.pid] and not rank.ended:
+                self._end(rank, 0, is_own=False)
+
+    def _adopt(self, is_rank: Callable[[_Header], bool]) -> None:
+        """Of processes that joined no group: one for each rank that their environment speaks of, the first to start.
+
+        The others are in the report as what is no rank.
+        """
+        found = []
+        for path in self._folder.glob(PROCESSES):
+            header = _read(path)
+            if header is not None and is_rank(header):
+                found.append(((not header.ran, header.started_ns), path, header))
+        for _, path, header in sorted(found, key=lambda entry: entry[0]):
+            with suppress(OSError):  # there is one
+                (self._folder / file_name(header.rank, header.attempt)).hardlink_to(path)
+                self._taken.add(path)
+
+    def _look_at_processes(self) -> None:
+        """Notice how they end, from early on."""
+        for path in self._folder.glob(PROCESSES):
+            pid = int(path.stem.rpartition("-")[2])
+            if pid not in self._processes and path not in self._taken:
+                self._processes[pid] = _process(pid)
+
+    def _is_over(self, pid: int, own_codes: dict[int, int | None]) -> bool:
+        process = self._processes.get(pid)
+        return own_codes.get(pid) is not None or process is None or process.has_ended()
+
+    def _tell_of_processes(self, is_due: Callable[[_Header], bool]) -> None:
+        """Of those that ran a module and are no rank. Each is looked at, and has its own row in the report."""
+        for path in sorted(self._folder.glob(PROCESSES)):
+            header = _read(path) if path not in self._taken else None
+            if header is None or not header.ran or not is_due(header):
+                continue
+            self._taken.add(path)
+            number = number_of_process(header.pid, host_name())
+            own = self._folder / file_name(number, 0)
+            try:
+                own.hardlink_to(path)
+                self._start(own, number, header)
+            except FileExistsError:  # it has gone on as another program (os.exec)
+                tell_unwatched(self._folder, header.pid, f"process {header.pid} (no rank) went on as another program")
+            except OSError:  # it has just become a rank
+                pass
+
+    def _start(self, path: Path, number: int, header: _Header) -> None:
+        process = self._processes.pop(header.pid, None) or _process(header.pid)
+        attempt = header.attempt if is_rank(number) else 0
+        self._ranks[path] = _Rank(number, attempt, header.pid, process)
+        self._tell(WorkersStarted(attempt, {number: header.pid}, {number: header.local_rank}))
+
+    def _code(self, rank: _Rank, own_codes: dict[int, int | None]) -> int | None:
+        code = own_codes.get(rank.pid)
+        return rank.process.code() if code is None and rank.process is not None else code
+
+    def _end(self, rank: _Rank, code: int | None, is_own: bool) -> None:
+        """Whoever started the ranks ends the others once one has failed: by SIGTERM, which nobody can tell from one
+        that came from elsewhere, and then by others."""
+        rank.ended = True
+        stopped = code == -signal.SIGTERM and not is_own
+        stopped = stopped or ((self.any_failed or self.stopping) and code in _BY_OTHERS)
+        self.any_failed = self.any_failed or (bool(code) and not stopped)
+        self._told_end(rank.attempt, rank.rank, code)
+        self._tell(WorkersEnded(rank.attempt, {rank.rank: code}, [] if stopped else [rank.rank]))
+
+
+def _has_ended(rank: _Rank, own_codes: dict[int, int | None]) -> bool:
+    """Whether it has since the last look; of a command, whoever has started it says so, and knows it first."""
+    if rank.ended or rank.process is None:
+        return not rank.ended
+    if rank.pid in own_codes:
+        return own_codes[rank.pid] is not None
+    return rank.process.has_ended()
+
+
+def _process(pid: int) -> OtherProcess | None:
+    with suppress(OSError):
+        return OtherProcess(pid)
+    return None
+
+
+def _read(path: Path) -> _Header | None:
+    """None if it is not ready, or gone."""
+    with suppress(OSError, NotReady), closing(RecorderReader(path)) as reader:
+        return _Header(
+            reader.rank,
+            reader.local_rank,
+            reader[Field.WORLD_SIZE],
+            reader.attempt,
+            reader.pid,
+            reader[Field.STARTED_NS],
+            trains := reader[Field.STEP] > 0 or reader.overflow_seen,
+            trains or reader[Field.BATCH] >= 0,
+        )
+    return None

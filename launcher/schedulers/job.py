@@ -1,0 +1,149 @@
+"""What a launch may know of the job that it is part of, and what it must be told of a scheduler to find that out.
+
+A scheduler is one file, such as slurm.py. What is in its `Scheduler` is all that the rest of gpuwatch knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.errors import UsageError
+from ...core.wire.messages import SchedulerJob
+from ..option_types import is_number, parse_nnodes
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A fact of the environment: the names that it may have, the best one first, and how it is written."""
+
+    names: tuple[str, ...]
+    parse: Callable[[str], Any] = str
+    may_be_empty: bool = False
+    """Empty is a value; else it is as good as unset."""
+
+
+@dataclass(frozen=True)
+class EndReason:
+    """Why a scheduler ends a job."""
+
+    reason: str = ""
+    """"" where it does not say."""
+    down_nodes: tuple[str, ...] = ()
+    """Nodes of the job that it has lost."""
+    told_by: str = ""
+    """The command that told of them."""
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """A batch scheduler: its words, and what only it can tell."""
+
+    name: str
+    """What users call it."""
+    variables: Mapping[str, Variable]
+    """Fact -> the variables of the environment that tell it. `job_id` is there in every job of its."""
+    read: Callable[[Mapping[str, str]], Job]
+    """The job that an environment speaks of. Raises UsageError on a senseless value."""
+    why_it_ends: Callable[[Job], EndReason]
+    """Asks it; never raises, and takes seconds at most."""
+    on_each_node: str
+    """How a command is started once on each of `{nodes}` nodes."""
+    drain: str = ""
+    """As core.scheduler_job.SchedulerJob has it, like the next two."""
+    exclude: str = ""
+    daemon: str = ""
+    signals_by: str = ""
+    """The name of the process that signals all of a step."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of the job; None is unknown."""
+
+    scheduler: Scheduler | None
+    """None: plain variables speak of it."""
+    nodes: tuple[int, int] | None = None
+    """Fewest and most."""
+    node_rank: int | None = None
+    head: str | None = None
+    """The name of the first node, where the nodes meet."""
+    port: int | None = None
+    """The rendezvous' port there; the next one is the collector's."""
+    rdzv_id: str | None = None
+    nproc: str | None = None
+    """Processes on this node, as --nproc-per-node takes them."""
+    job_id: str | None = None
+    node: str | None = None
+    """What the scheduler calls this node."""
+    hosts: tuple[str, ...] = ()
+    """The nodes by node rank."""
+    in_step: bool = True
+    """One launch is started on each node. Not so in a batch script, which runs on the first node alone."""
+    tasks_per_node: int = 1
+    """The most on any node."""
+    ends: int | None = None
+    """When the time limit is reached, in seconds since 1970."""
+    tasks_here: int = 1
+    """On this node."""
+
+    @property
+    def name(self) -> str:
+        """`SLURM job 17`, for a sentence."""
+        return f"{self.scheduler.name} job {self.job_id}" if self.scheduler is not None else "this job"
+
+    @property
+    def on_the_wire(self) -> SchedulerJob | None:
+        """What the collector is told of it; None where no scheduler runs it."""
+        scheduler = self.scheduler
+        if scheduler is None or self.job_id is None:
+            return None
+        return SchedulerJob(
+            scheduler.name,
+            self.job_id,
+            self.node or "",
+            list(self.hosts),
+            scheduler.drain,
+            scheduler.exclude,
+            scheduler.daemon,
+        )
+
+
+def whole(text: str) -> int:
+    """A variable that is a whole number. Raises ValueError with what was expected."""
+    if not is_number(text):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """A variable that is a port. Raises ValueError with what was expected."""
+    if not is_number(text) or not 0 < int(text) < 65536:
+        raise ValueError("a port from 1 to 65535")
+    return int(text)
+
+
+def nodes(text: str) -> tuple[int, int]:
+    """A variable that is a number of nodes. Raises ValueError with what was expected."""
+    try:
+        return parse_nnodes(text)
+    except UsageError:
+        raise ValueError("a number of nodes or MIN:MAX") from None
+
+
+def read_facts(table: Mapping[str, Variable], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Each fact of a table, None where no variable tells it."""
+    facts: dict[str, Any] = dict.fromkeys(table)
+    for fact, variable in table.items():
+        for name in variable.names:
+            text = environ.get(name, "").strip()
+            if not text and not (variable.may_be_empty and name in environ):
+                continue
+            try:
+                facts[fact] = variable.parse(text)
+            except ValueError as error:
+                raise UsageError(f"{name}: expected {error}, found {text[:80]!r}") from error
+            if facts[fact] is not None:
+                break
+    return facts

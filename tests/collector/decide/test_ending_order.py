@@ -1,0 +1,199 @@
+"""In which order ranks ended, from the facts of their ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from gpuwatch.collector.decide.decide import decide
+from gpuwatch.collector.decide.ending_order import Endings, endings_of
+from gpuwatch.collector.facts.fold import fold
+from gpuwatch.collector.report.model import Verdict
+from gpuwatch.core.events import GroupState, ScriptError, ScriptExit, Where, WorkerExit
+from gpuwatch.core.wire.messages import AgentBody, Bye, EventMessage, Hello
+
+S = 10**9
+NOON = 10**6 * S
+
+
+@dataclass(frozen=True)
+class End:
+    """Of one rank; times are seconds after noon."""
+
+    raised: str = ""
+    message: str = "boom"
+    peer: bool = False
+    left_with: int | None = None
+    """By sys.exit."""
+    code: int = 1
+    by: str = "itself"
+    clock: dict[str, int] = field(default_factory=dict)
+    """What the rank itself says that it had issued."""
+    begun: dict[str, int] = field(default_factory=dict)
+    """What its table shows, in the group of all ranks and in others."""
+    failed: bool = False
+    """A collective has raised in it."""
+    at_s: float = 0.0
+    seen_s: tuple[float, float] = (0.0, 0.0)
+    host: str = "h0"
+
+    def bodies(self, rank: int) -> list[AgentBody]:
+        seq = sum(self.clock.values()) if self.clock else -1
+        own = Where(rank, seq=seq, clock=self.clock, time_ns=NOON + round(self.at_s * S))
+        groups = [
+            GroupState(name, "0-2", 3, begun=count, at=count, phase="failed" if self.failed else "none")
+            for name, count in self.begun.items()
+        ]
+        stale = Where(rank, batch=3, seq=1)  # as it was at the last forward
+        alive, ended = (NOON + round(each * S) for each in self.seen_s)
+        exit_ = WorkerExit(stale, self.code, self.by, "script", groups=groups, alive_ns=alive, ended_ns=ended)
+        said: list[AgentBody] = []
+        if self.raised:
+            said.append(EventMessage(ScriptError(own, self.raised, self.message, "Traceback", None, self.peer)))
+        if self.left_with is not None:
+            said.append(EventMessage(ScriptExit(own, self.left_with)))
+        return [*said, EventMessage(exit_)]
+
+
+def messages(ends: list[End]) -> list[tuple[str, int, AgentBody]]:
+    hosts = sorted({end.host for end in ends})
+    found: list[tuple[str, int, AgentBody]] = []
+    for host in hosts:
+        nproc = sum(end.host == host for end in ends)
+        hello = Hello(host, host, 1, nproc, len(hosts), len(hosts), command=["gpuwatch"], versions={}, rdzv_id="job")
+        of_host = [body for rank, end in enumerate(ends) if end.host == host for body in end.bodies(rank)]
+        found += [(host, number, body) for number, body in enumerate([hello, *of_host, Bye("failed")], 1)]
+    return found
+
+
+def endings(*ends: End) -> Endings:
+    return endings_of(fold(messages([*ends])), 0)
+
+
+def judged(*ends: End) -> Verdict:
+    return decide(fold(messages([*ends])))
+
+
+RAISES = End("ValueError", clock={"0": 8}, begun={"0": 8}, at_s=1.0)
+
+
+def test_fewer_collectives_are_earlier_whatever_the_numbers_of_other_groups_are():
+    """A sum over groups is no clock: rank 1 has worked in a group of its own."""
+    waits = End("ArithmeticError", clock={"0": 9}, at_s=1.001)
+    busy = End("ValueError", clock={"0": 8, "1": 5}, at_s=1.0)
+    assert (judged(waits, busy).rank, judged(waits, busy).certainty) == (1, "established")
+    elsewhere = replace(waits, host="h1")
+    assert (judged(elsewhere, busy).rank, judged(elsewhere, busy).certainty) == (1, "established")
+
+
+def test_groups_of_which_each_had_issued_more_in_one_put_nobody_in_order():
+    left = End("ValueError", clock={"0": 8, "1": 2})
+    right = End("ValueError", clock={"0": 7, "1": 3}, host="h1")
+    assert judged(left, right).certainty == "supported"
+
+
+def test_of_one_host_the_clock_has_the_last_word_and_nothing_is_established_then():
+    """Rank 0 has begun a collective more that it does not wait for, and rank 1 failed a second later."""
+    ahead, behind = End("ValueError", clock={"0": 9}, at_s=1.0), End("KeyError", clock={"0": 8}, at_s=2.0)
+    verdict = judged(ahead, behind)
+    assert (verdict.rank, verdict.certainty) == (0, "supported")
+    assert "rank 1 had issued fewer collectives, and ended at least 1000 ms later" in "".join(verdict.evidence)
+    apart = judged(ahead, replace(behind, host="h1"))
+    assert (apart.rank, apart.certainty) == (1, "established")
+
+
+def test_what_a_process_showed_at_its_last_forward_is_not_compared_with_what_another_said():
+    """It left by os._exit some collectives after that, because its peer was gone."""
+    left = End(code=1, begun={"0": 9}, seen_s=(1.0, 1.05))
+    assert judged(left, RAISES).rank == 1
+    killed = End(code=-9, begun={"0": 8}, seen_s=(0.9, 0.95))
+    wraps = End("ArithmeticError", clock={"0": 9}, begun={"0": 9}, at_s=1.0)
+    assert (judged(wraps, killed).rank, judged(wraps, killed).certainty) == (1, "established")
+
+
+def test_an_agent_may_see_late_that_a_rank_was_killed():
+    killed = End(code=-9, begun={"0": 8}, seen_s=(1.07, 1.09))
+    raises = End("ValueError", clock={"0": 9}, begun={"0": 9}, at_s=1.0)
+    assert (judged(killed, raises).kind, judged(killed, raises).certainty) == ("lost", "established")
+    long_after = judged(replace(killed, seen_s=(3.0, 3.1)), raises)
+    assert (long_after.kind, long_after.certainty) == ("crash", "supported")
+
+
+@pytest.mark.parametrize("hidden", [End(left_with=1), End(code=3)])
+def test_an_exit_code_after_a_collective_has_raised_is_no_reason_of_ones_own(hidden: End):
+    caught = replace(hidden, begun={"0": 4}, failed=True, at_s=0.5, seen_s=(0.5, 0.6))
+    assert judged(caught, RAISES).rank == 1
+    alone = judged(caught, End(code=-15, by="torchrun", begun={"0": 4}))
+    assert (alone.kind, alone.rank, alone.certainty) == ("lost", None, "unknown")
+    assert "after a collective had raised in it" in alone.evidence[0]
+    ready = replace(caught, failed=False)
+    assert (judged(ready, RAISES).rank, judged(ready, RAISES).kind) == (0, "crash")
+    assert (
+        judged(ready, RAISES).evidence[0]
+        == "no exception of it was heard; its recorder says: outside of a forward, after batch 3"
+    )
+
+
+def test_who_leaves_when_its_launcher_stops_it_was_not_first():
+    told = End(left_with=1, by="torchrun", clock={"0": 7}, begun={"0": 7}, at_s=1.2)
+    assert (judged(told, RAISES).rank, judged(told, RAISES).certainty) == (1, "established")
+    before = replace(told, at_s=0.5)  # it was slow to leave
+    assert judged(before, RAISES).rank == 0
+    elsewhere = judged(replace(told, clock={"0": 8}, begun={"0": 8}, host="h1"), RAISES)
+    assert (elsewhere.rank, elsewhere.certainty) == (1, "supported")
+    assert judged(told, End(code=-15, by="torchrun")).rank == 0, "nobody else has a reason"
+
+
+def test_who_was_aborted_when_its_script_had_ended_well_lost_its_peers():
+    aborted = End(left_with=0, code=-6, begun={"0": 5}, seen_s=(1.3, 1.3))
+    assert (judged(aborted, RAISES).kind, judged(aborted, RAISES).rank) == ("crash", 1)
+    assert judged(aborted, End(code=-15, by="torchrun")).signal == "SIGABRT"
+
+
+def test_all_that_ended_are_told_the_first_one_first():
+    lost = End("RuntimeError", peer=True, clock={"0": 4}, at_s=0.2)
+    second = End("KeyError", clock={"0": 8}, at_s=1.5)
+    found = endings(lost, second, RAISES)
+    assert [rank.rank for rank in found.by_themselves] == [2, 1, 0]
+    assert found.first is not None
+    assert [(rank.rank, ns) for rank, ns in found.later] == [(1, S // 2)]
+
+
+def test_what_its_launcher_ended_is_never_first():
+    """Rank 1 has raised because it could not connect: torchrun then sent SIGTERM to rank 0."""
+    lost = End("DistNetworkError", peer=True, at_s=1.0, seen_s=(1.0, 1.1))
+    ended = End(code=-15, by="torchrun", left_with=-15, at_s=1.2, seen_s=(1.2, 1.3))
+    verdict = judged(ended, lost)
+    assert (verdict.kind, verdict.rank, verdict.certainty) == ("lost", None, "unknown")
+    assert "rank 1" in verdict.evidence[0]
+    told = judged(End("SystemExit", code=1, by="torchrun", at_s=1.2), lost)
+    assert (told.rank, told.certainty) == (None, "unknown")
+    before = judged(End("ValueError", code=1, by="torchrun", at_s=0.5), lost)
+    assert before.rank == 0, "it was slow to leave"
+
+
+@pytest.mark.parametrize(
+    ("other", "ms", "who"),
+    [
+        ("ValueError", 5, "Rank 0 (and rank 1 at the same point)"),
+        ("ValueError", 13, "Rank 0 (and rank 1 at the same point)"),
+        ("ValueError", 990, "Rank 0 (and rank 1 at the same point)"),
+        ("ValueError", 1010, "Rank 0"),
+        ("KeyError", 13, "Rank 0"),
+    ],
+)
+def test_ranks_that_raise_the_same_within_a_second_are_named_together(other: str, ms: int, who: str):
+    first, second = replace(RAISES, message="row 3 of 8"), replace(RAISES, raised=other, message="row 7 of 8")
+    verdict = judged(first, replace(second, at_s=RAISES.at_s + ms / 1000))
+    assert verdict.statement.startswith(f"{who} on h0 raised ValueError: row 3 of 8")
+    assert verdict.certainty == "supported"
+
+
+def test_what_torchrun_raised_itself_is_the_reason_where_no_rank_has_one():
+    error = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
+    hello = Hello("h0", "h0", 1, 2, 1, 1, command=["gpuwatch"], versions={}, rdzv_id="job")
+    verdict = decide(fold([("h0", 1, hello), ("h0", 2, Bye("failed", error=error))]))
+    assert (verdict.kind, verdict.certainty) == ("crash", "supported")
+    said = "DistNetworkError: The server socket has failed to listen: port 29500, EADDRINUSE"
+    assert verdict.statement == f"torchrun failed by itself: {said}."
+    assert "--master-port" in verdict.next[0]

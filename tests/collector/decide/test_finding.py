@@ -1,0 +1,337 @@
+"""Who the others wait for, from where the ranks stood. The stacks are those of real ranks (tests/e2e/test_hangs.py)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from gpuwatch.collector.decide.hang_finding import find_hang
+from gpuwatch.core.events import GroupState, Issued, RankLook, StackLine, Where, WorkerExit
+
+TORCH = "/site-packages/torch"
+MAIN = StackLine("/home/me/train.py", 60, "main", "main()")
+IN_ALL_REDUCE = [
+    StackLine(f"{TORCH}/distributed/distributed_c10d.py", 3007, "all_reduce", "work.wait()"),
+    StackLine(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper", "return func(*args, **kwargs)"),
+    StackLine("/home/me/train.py", 41, "step", "dist.all_reduce(loss)"),
+    MAIN,
+]
+IN_BROADCAST = [
+    StackLine(f"{TORCH}/distributed/distributed_c10d.py", 2871, "broadcast", "work.wait()"),
+    StackLine("/home/me/train.py", 52, "share", "dist.broadcast(x, 0)"),
+    MAIN,
+]
+IN_BACKWARD = [
+    StackLine(
+        f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward", "return Variable._execution_engine.run_backward("
+    ),
+    StackLine(f"{TORCH}/_tensor.py", 623, "backward", "torch.autograd.backward("),
+    StackLine("/home/me/train.py", 40, "step", "loss.backward()"),
+    MAIN,
+]
+IN_WAIT = [StackLine("/home/me/train.py", 44, "step", "work.wait()"), MAIN]
+LOADING = [StackLine("/home/me/data.py", 7, "load", "time.sleep(1)"), MAIN]
+
+
+def look(rank, stack, *, state="S", busy=0.0, phase="script", still_s=300.0, module=None, groups=()):
+    cls = "Net" if module else None
+    return RankLook(Where(rank, batch=4), 1, still_s, phase, module, cls, state, busy, stack, list(groups))
+
+
+def table(begun, *waits_in, name="0", members="0-1"):
+    """Of one group; it waits in its last operation, if there is one."""
+    recent = [Issued(begun - n, operation, "float32", 8) for n, operation in enumerate(reversed(waits_in))]
+    phase, ended = ("waiting", begun - 1) if waits_in else ("none", begun)
+    return GroupState(name, members, 2, begun, ended, phase, begun, 300.0, recent)
+
+
+def left(rank, code=0):
+    return {rank: WorkerExit(Where(rank, batch=3), code, "itself", "finished")}
+
+
+def find(*looks, ended=(), world=None):
+    exits = dict(ended)
+    return find_hang(looks, exits, world if world is not None else len(looks) + len(exits))
+
+
+def test_the_only_rank_that_is_elsewhere_did_not_come():
+    found = find(look(0, IN_ALL_REDUCE), look(1, LOADING), look(2, IN_ALL_REDUCE))
+
+    assert (found.rank, found.certainty, found.others) == (1, "established", [])
+    assert found.statement == (
+        "Rank 1 did not come to all_reduce, in which ranks 0, 2 have waited for 300 s. "
+        "It is outside of a forward, after batch 4, at data.py:7 in load: time.sleep(1)."
+    )
+    assert found.evidence == [
+        "ranks 0, 2 wait in all_reduce: train.py:41 in step: dist.all_reduce(loss)",
+        "rank 1 is outside of a forward, after batch 4: data.py:7 in load: time.sleep(1)",
+    ]
+
+
+@pytest.mark.parametrize("busy", [0.0, 1.0])
+def test_a_rank_that_computes_or_sleeps_while_others_wait_is_named_alike(busy):
+    assert find(look(0, IN_ALL_REDUCE), look(1, LOADING, busy=busy)).rank == 1
+
+
+def test_a_backward_that_uses_no_processor_seems_to_wait_and_is_not_proof():
+    found = find(look(0, IN_BACKWARD, phase="backward"), look(1, LOADING), look(2, IN_BACKWARD, phase="backward"))
+
+    assert (found.rank, found.certainty) == (1, "supported")
+    assert "ranks 0, 2 seem to wait in the backward's reduction of gradients" in found.evidence[0]
+
+
+def test_an_import_of_torchs_own_modules_is_no_wait():
+    """As it was met on a slow machine."""
+    importing = [
+        StackLine(f"{TORCH}/distributed/tensor/_ops/_pointwise_ops.py", 567, "_get_pointwise_ops_from_tag", "if torch"),
+        StackLine("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
+        MAIN,
+    ]
+    logging = [StackLine(f"{TORCH}/distributed/c10d_logger.py", 9, "<module>"), *importing[1:]]
+    assert find(look(0, importing), look(1, LOADING)).rank is None
+    assert find(look(0, logging), look(1, LOADING)).rank is None
+
+
+def test_a_collective_that_torch_issues_without_a_function_in_python_is_a_wait():
+    syncing = [StackLine(f"{TORCH}/nn/parallel/distributed.py", 2120, "_sync_module_states"), MAIN]
+    assert find(look(0, syncing), look(1, LOADING)).rank == 1
+    assert find(look(0, syncing, busy=0.9, state="R"), look(1, LOADING)) is None
+
+
+def test_a_backward_that_computes_does_not_wait():
+    found = find(look(0, IN_ALL_REDUCE), look(1, IN_BACKWARD, busy=0.98, phase="backward"))
+
+    assert (found.rank, found.certainty) == (1, "established")
+    assert "It is in the backward of batch 4" in found.statement
+
+
+def test_a_stopped_rank_is_told_as_stopped():
+    found = find(look(0, IN_ALL_REDUCE), look(1, [], state="T"))
+
+    assert (found.rank, found.certainty) == (1, "established")
+    assert "It is stopped (by SIGSTOP, Ctrl-Z or a debugger)" in found.statement
+
+
+def test_all_ranks_stopped_is_somebody_at_work():
+    assert find(look(0, [], state="T"), look(1, [], state="T")) is None
+
+
+def test_a_rank_without_a_stack_is_no_proof():
+    found = find(look(0, IN_ALL_REDUCE), look(1, []))
+
+    assert (found.rank, found.certainty) == (1, "supported")
+
+
+def test_several_that_did_not_come_are_all_told():
+    found = find(*(look(rank, IN_ALL_REDUCE) for rank in (0, 3)), look(1, LOADING), look(2, LOADING))
+
+    assert (found.rank, found.certainty, found.others) == (None, "supported", [1, 2])
+    assert found.statement.startswith("Ranks 1, 2 did not come to all_reduce")
+
+
+def test_a_rank_that_has_left_while_others_wait():
+    found = find(look(0, IN_ALL_REDUCE), look(2, IN_ALL_REDUCE), ended=left(1))
+
+    assert (found.rank, found.certainty) == (1, "established")
+    assert "left early: its script ended with exit code 0, while ranks 0, 2 have waited for 300 s" in found.statement
+
+
+def test_the_last_living_rank_that_stands_still_is_named_and_may_be_ended():
+    found = find(look(1, LOADING), ended={**left(0), **left(2)})
+
+    assert (found.rank, found.certainty, found.may_end, found.outlook.kind) == (1, "established", True, "may go on")
+    assert found.statement == (
+        "Rank 1 has not moved for 300 s, and all other ranks have ended. "
+        "It is outside of a forward, after batch 4, at data.py:7 in load: time.sleep(1)."
+    )
+
+
+def test_the_last_living_rank_is_not_known_to_be_the_last_one_where_a_rank_was_not_seen():
+    found = find(look(1, LOADING), ended=left(0), world=3)
+
+    assert (found.rank, found.certainty, found.may_end) == (None, "unknown", False)
+
+
+def test_the_last_living_rank_is_not_named_where_another_one_failed():
+    assert find(look(1, LOADING), ended=left(0, code=1)).rank is None
+
+
+def test_the_only_rank_of_a_job_is_not_ended():
+    assert find(look(0, LOADING)).may_end is False
+
+
+def test_a_rank_that_raised_because_another_had_left_is_not_the_one_that_did_not_come():
+    """On a loaded machine: rank 0 leaves, rank 1 has lost the connection to it, ranks 2 and 3 do so in a moment."""
+    found = find(
+        look(0, [], phase="finished"),
+        look(1, [], phase="raised"),
+        look(2, IN_ALL_REDUCE),
+        look(3, IN_ALL_REDUCE),
+        world=5,
+    )
+    assert (found.rank, found.certainty, found.others) == (0, "supported", [])
+
+
+def test_a_rank_that_was_never_seen_leaves_the_others_without_a_culprit():
+    found = find(look(0, IN_ALL_REDUCE), look(2, IN_ALL_REDUCE), world=3)
+
+    assert (found.rank, found.certainty) == (None, "unknown")
+    assert "1 of the ranks did not tell where they stand" in found.statement
+
+
+def test_a_rank_that_was_never_seen_keeps_the_one_that_is_elsewhere_from_being_sure():
+    assert find(look(0, IN_ALL_REDUCE), look(2, LOADING), world=3).certainty == "supported"
+
+
+def test_all_came_names_nobody():
+    found = find(*(look(rank, IN_ALL_REDUCE) for rank in range(4)))
+
+    assert (found.rank, found.certainty, found.others) == (None, "unknown", [])
+    assert "All 4 ranks have come to all_reduce" in found.statement
+
+
+def test_one_that_waits_in_another_operation_than_all_others():
+    found = find(*(look(rank, IN_ALL_REDUCE) for rank in (0, 1, 3)), look(2, IN_BROADCAST))
+
+    assert (found.rank, found.certainty) == (2, "supported")
+    assert "Rank 2 waits in broadcast, where 3 other ranks wait in all_reduce" in found.statement
+
+
+def test_of_two_that_wait_in_different_operations_neither_is_the_odd_one():
+    found = find(look(0, IN_ALL_REDUCE), look(1, IN_BROADCAST))
+
+    assert (found.rank, found.certainty) == (None, "unknown")
+
+
+def test_a_wait_for_an_operation_that_is_not_seen_names_nobody():
+    found = find(look(0, IN_ALL_REDUCE), look(1, IN_ALL_REDUCE), look(2, IN_WAIT))
+
+    assert (found.rank, found.certainty) == (None, "unknown")
+
+
+def test_on_a_gpu_a_rank_waits_where_it_asks_its_device():
+    at_item = [StackLine("/home/me/train.py", 45, "step", "total += loss.item()"), MAIN]
+    found = find(look(0, at_item, busy=1.0), look(1, LOADING), look(2, at_item, busy=1.0))
+    assert (found.rank, found.certainty) == (1, "supported")
+
+    found = find(*(look(rank, at_item, busy=1.0) for rank in range(3)))
+    assert (found.rank, found.certainty) == (None, "unknown")
+    assert "in which collective a GPU stands cannot be seen" in found.statement
+
+
+def test_ranks_that_compute_and_wait_for_nobody_are_no_hang():
+    assert find(look(0, LOADING, busy=1.0), look(1, LOADING, busy=0.9)) is None
+    assert find(look(0, LOADING, busy=1.0)) is None
+
+
+@pytest.mark.parametrize(("phase", "may_end"), [("finished", False), ("raised", True)])
+def test_a_rank_that_does_not_end(phase, may_end):
+    held = [StackLine("/usr/lib/python3.11/threading.py", 1590, "_shutdown", "lock.acquire()")]
+    found = find(look(1, held, phase=phase), ended=left(0) | left(2), world=3)
+
+    assert (found.rank, found.certainty, found.may_end) == (1, "established", may_end)
+    assert found.statement.startswith("Rank 1 has not ended for 300 s since its script")
+
+
+@pytest.mark.parametrize(
+    ("looks", "kind", "free"),
+    [
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING)], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING, busy=1.0)], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_WAIT)], "may go on", [1]),  # of what, its table does not show
+        ([look(0, IN_ALL_REDUCE), look(1, [])], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, [], state="t")], "may go on", [1]),  # a debugger
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING, phase="finished")], "may go on", [1]),
+        ([look(0, IN_ALL_REDUCE), look(1, LOADING, phase="raised")], "all wait", []),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_ALL_REDUCE, busy=1.0)], "may go on", [1]),  # it packs what it sends
+        ([look(0, IN_ALL_REDUCE), look(1, IN_ALL_REDUCE)], "all wait", []),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_BROADCAST)], "all wait", []),
+        ([look(0, IN_ALL_REDUCE), look(1, IN_BACKWARD)], "all wait", []),
+        ([look(0, IN_BACKWARD), look(1, IN_BACKWARD, busy=1.0)], "may go on", [1]),
+    ],
+)
+def test_a_job_may_go_on_as_long_as_a_rank_stands_in_code_of_its_own(looks, kind, free):
+    found = find(*looks)
+
+    assert (found.outlook.kind, found.outlook.free) == (kind, free)
+
+
+IN_ANOTHER_GROUP = [table(3), table(1, "all_reduce", name="1")]
+
+
+@pytest.mark.parametrize(
+    ("looks", "ended", "cause", "kind"),
+    [
+        (
+            [
+                look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]),
+                look(1, IN_BROADCAST, groups=[table(4, "broadcast")]),
+            ],
+            {},
+            "mismatch",
+            "cannot go on",
+        ),
+        (
+            [
+                look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce"), table(0, name="1")]),
+                look(1, IN_ALL_REDUCE, groups=IN_ANOTHER_GROUP),
+            ],
+            {},
+            "order",
+            "all wait",
+        ),
+        (
+            [look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]), look(1, [], state="T", groups=[table(3)])],
+            {},
+            "did not come",
+            "cannot go on",
+        ),
+        ([look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")])], left(1), "left early", "cannot go on"),
+        (
+            [look(rank, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]) for rank in range(2)],
+            {},
+            "all came",
+            "all wait",
+        ),
+        (
+            [
+                look(0, IN_ALL_REDUCE, groups=[table(4, "all_reduce")]),
+                look(1, LOADING, groups=[table(4, "broadcast")]),  # it has issued that and works
+            ],
+            {},
+            "mismatch",
+            "may go on",
+        ),
+    ],
+)
+def test_what_cannot_go_on_is_shown_by_the_tables_of_all_ranks(looks, ended, cause, kind):
+    found = find(*looks, ended=ended)
+
+    assert (found.cause, found.outlook.kind) == (cause, kind)
+
+
+def test_a_job_of_which_a_node_is_not_seen_may_go_on():
+    found = find(look(0, IN_ALL_REDUCE), world=2)
+
+    assert (found.outlook.kind, found.outlook.free) == ("may go on", [])
+
+
+def test_what_computes_on_a_gpu_may_go_on():
+    at_item = [StackLine("/home/me/train.py", 45, "step", "total += loss.item()"), MAIN]
+
+    assert find(look(0, at_item), look(1, at_item)).outlook.kind == "may go on"
+
+
+def test_ranks_that_rest_and_wait_for_nobody():
+    assert find(look(0, LOADING), look(1, LOADING)).rank is None
+    assert find(look(0, LOADING)).rank == 0
+
+
+def test_nobody_seen_is_nothing_to_say():
+    assert find(world=2) is None
+
+
+def test_the_order_in_which_ranks_tell_changes_nothing():
+    looks = [look(0, IN_ALL_REDUCE), look(1, LOADING), look(2, IN_BACKWARD), look(3, [], state="T")]
+
+    assert len({repr(find(*order)) for order in itertools.permutations(looks)}) == 1

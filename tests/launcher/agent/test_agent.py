@@ -1,0 +1,138 @@
+"""The whole way: a real agent reads a real process from /proc, and what it sends makes the figures of the report."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+from gpuwatch.collector.assemble.build import build_report
+from gpuwatch.collector.facts.fold import fold
+from gpuwatch.core.events import Anomaly, Where
+from gpuwatch.core.wire.keys import derive_keys
+from gpuwatch.core.wire.messages import Bye, EventMessage, Telemetry, decode_agent
+from gpuwatch.core.wire.pipe import AgentConfig, LaunchDone, WorkersEnded, WorkersStarted
+from gpuwatch.launcher.agent.agent import Agent
+
+WAIT_S = 300.0
+MIB = 1 << 20
+GROWS = """
+import sys
+data = []
+for line in sys.stdin:
+    data.append(b"x" * int(line))
+    print("done", flush=True)
+"""
+
+
+class Process:
+    """A process that takes memory when it is told to."""
+
+    def __init__(self) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-c", GROWS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.pid = self._child.pid
+
+    def take(self, num_bytes: int) -> None:
+        self._child.stdin.write(f"{num_bytes}\n")
+        self._child.stdin.flush()
+        assert self._child.stdout.readline() == "done\n"
+
+    def end(self) -> None:
+        self._child.communicate()
+
+
+@pytest.fixture
+def process():
+    made = Process()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def agent(tmp_path):
+    keys = derive_keys("a secret of the tests", "job")
+    config = AgentConfig(
+        collector="tcp://127.0.0.1:1",
+        server_key=keys.collector.public.decode(),
+        public_key=keys.agent.public.decode(),
+        private_key=keys.agent.private.decode(),
+        recorder_dir=str(tmp_path),
+        spool_dir=str(tmp_path),
+        nproc=1,
+        min_nodes=1,
+        max_nodes=1,
+        command=["gpuwatch", "launch", "train.py"],
+        versions={},
+        rdzv_id="job",
+        identity="node",
+        telemetry_s=5.0,
+    )
+    made = Agent(config, io.BytesIO())
+    yield made
+    made.close()
+
+
+def anomaly():
+    return EventMessage(
+        Anomaly(Where(1, batch=3, time_ns=time.time_ns()), 2, "fc", "Linear", "forward", "output", "+inf", "float32")
+    )
+
+
+def sampled(agent, now):
+    """One sample, begun at this time."""
+    end = time.monotonic() + WAIT_S
+    agent.turn(now)
+    while agent._telemetry._waits:
+        assert time.monotonic() < end
+        agent.turn(now)
+        time.sleep(0.001)
+
+
+def sent(agent):
+    return [(agent._id, n, decode_agent(data).body) for n, data in enumerate(agent.outbox.unacknowledged(), 1)]
+
+
+def test_what_a_rank_takes_is_in_the_report(agent, process):
+    now = time.monotonic()
+    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid}, {1: 0})), now)
+    process.take(0)
+    sampled(agent, now)
+    process.take(200 * MIB)
+    sampled(agent, now + 5)
+    agent._put(anomaly())
+    agent.hear_launch(msgspec.json.encode(WorkersEnded(0, {1: 1}, [1])), now)
+    agent.hear_launch(msgspec.json.encode(LaunchDone("failed")), now)
+    agent.turn(now + 6)
+
+    messages = sent(agent)
+    reasons = [body.reason for _, _, body in messages if isinstance(body, Telemetry)]
+    assert reasons == ["anomaly", "end"]
+    assert isinstance(messages[-1][2], Bye)
+    report = build_report(fold(messages), run_id="x", started=None, ended=None)
+    assert report.telemetry is not None
+    assert report.telemetry.trouble == ""
+    (node,) = report.telemetry.nodes
+    by_name = {(figure.of, figure.what): figure.values for figure in node.figures}
+    first, last = by_name["rank 1", "rss"]
+    assert 200 * MIB <= last - first + MIB < 220 * MIB, "four digits are shown"
+    assert by_name["", "memory_used"][0] <= by_name["", "memory_total"][0]
+    assert {("runs-dir", "disk_free"), ("scratch", "disk_free"), ("rank 1", "open_files")} <= set(by_name)
+    assert node.troubles == []
+
+
+def test_an_agent_that_goes_on_for_another_sends_what_that_one_had(agent, process, tmp_path):
+    now = time.monotonic()
+    agent.hear_launch(msgspec.json.encode(WorkersStarted(0, {1: process.pid}, {1: 0})), now)
+    sampled(agent, now)
+    agent._put(anomaly())
+    first = [body for _, _, body in sent(agent) if isinstance(body, Telemetry)]
+    second = Agent(msgspec.structs.replace(agent._config, life=1), io.BytesIO())
+    try:
+        assert [body for _, _, body in sent(second) if isinstance(body, Telemetry)] == first
+    finally:
+        second.close()

@@ -1,0 +1,230 @@
+"""The history of a rank, read from a recorder that a real writer writes."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+import pytest
+from gpuwatch.collector.decide.clean_verdict import that_cost_frames
+from gpuwatch.core.events import Fault, ModuleDef, RootDef, SlotDef
+from gpuwatch.core.frames import Phase, RowKind
+from gpuwatch.core.recorder.layout import NOTHING, file_name
+from gpuwatch.core.recorder.reader import RecorderReader
+from gpuwatch.core.recorder.writer import RecorderWriter
+from gpuwatch.core.values import DTYPE_CODES, PENDING, Encoding, NonFinite
+from gpuwatch.core.wire.columns import unpack
+from gpuwatch.core.wire.messages import EventMessage, History, PageMessage, Segment, Want
+from gpuwatch.launcher.agent import history
+from gpuwatch.launcher.agent.history import EVERY_BATCH, RankHistory, thinned
+from gpuwatch.launcher.agent.outbox import Outbox
+from gpuwatch.launcher.agent.rank_watch import RankWatch
+
+NAMES = [RootDef(0, "Net"), ModuleDef(0, 0, "fc", "Linear"), SlotDef(0, 0, "output")]
+
+
+@pytest.fixture
+def writer(tmp_path):
+    recorder = RecorderWriter(
+        tmp_path / file_name(0, 0), rank=0, local_rank=0, world_size=1, attempt=0, log_bytes=1 << 16, segments=8
+    )
+    yield recorder
+    recorder.close()
+
+
+@pytest.fixture
+def reader(writer):
+    found = RecorderReader(writer.path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def watch(tmp_path):
+    found = RankWatch(tmp_path, 0, 0, 0, 4242, [])
+    yield found
+    found.close()
+
+
+def float32(number: float) -> tuple[int, int, int]:
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    return 0, bits, Encoding.FLOAT32 << 8
+
+
+def batch(writer: RecorderWriter, number: int, value: tuple[int, int, int]) -> None:
+    """`fc` returns a tensor whose abs max is `value`."""
+    page = writer.begin_page(0, number, number)
+    writer.resume_page(page)
+    index = writer.value(*value)
+    writer.frame(0, NOTHING, 0, Phase.FORWARD, 0, [(0, index, 0, DTYPE_CODES["float32"], RowKind.MEASURED, 0)])
+    writer.end_page(page)
+
+
+def all_of(rank_history: RankHistory) -> tuple[list[int], list[float]]:
+    (found,) = rank_history.messages(0, 0)
+    return found.batches, unpack(found)[:, 0].tolist()
+
+
+def test_every_batch_that_is_over_is_looked_at_once(writer, reader):
+    kept = RankHistory(clock=lambda: 0.0)
+    kept.define(NAMES)
+    for number in range(20):
+        batch(writer, number, float32(number + 1))
+        kept.look(reader, reader.header(), number)
+        kept.look(reader, reader.header(), number)
+    assert all_of(kept) == (list(range(19)), [float(number + 1) for number in range(19)])
+    kept.finish(reader)
+    assert all_of(kept)[0] == list(range(20)), "and the last one when the rank has ended"
+
+
+def test_it_takes_a_bounded_share_of_a_processor(writer, reader):
+    """Each look at a page takes 10 ms: at 1 %, the next is a second later."""
+    used = iter(n * 0.01 for n in range(10_000))
+    kept = RankHistory(clock=lambda: next(used))
+    kept.define(NAMES)
+    for number in range(400):
+        batch(writer, number, float32(1.0))
+        kept.look(reader, reader.header(), number * 0.05)
+    assert len(all_of(kept)[0]) <= 20 * history._AT_A_TIME + 1
+
+
+def test_numbers_that_are_late_are_waited_for(writer, reader):
+    kept = RankHistory(clock=lambda: 0.0)
+    kept.define(NAMES)
+    batch(writer, 0, (0, 0, PENDING))
+    batch(writer, 1, float32(1.0))
+    kept.look(reader, reader.header(), 0.0)
+    assert kept.messages(0, 0) == []
+    segment = writer.segment_at(0)
+    assert segment is not None
+    place = bytes(writer.view).index(PENDING.to_bytes(8, "little"), segment) - 16
+    writer.view[place : place + 24] = b"".join(part.to_bytes(8, "little") for part in float32(5.0))
+    kept.look(reader, reader.header(), 0.5)
+    assert all_of(kept) == ([0], [5.0])
+
+
+def test_the_older_the_coarser():
+    rows = list(range(1000))
+    kept = thinned(rows, int, EVERY_BATCH)
+    assert kept[-EVERY_BATCH:] == list(range(1000 - EVERY_BATCH, 1000))
+    steps = [later - earlier for earlier, later in itertools.pairwise(kept)]
+    assert steps == sorted(steps, reverse=True)
+    assert thinned(kept, int, EVERY_BATCH) == kept, "it is thin already"
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_batches_stay_inside_the_bound(monkeypatch):
+    """What is kept grows with the logarithm of the run's length; the message has a bound of its own."""
+    kept = RankHistory(clock=lambda: 0.0)
+    slots = 2_000
+    kept.define([*NAMES[:2], *(SlotDef(number, 0, f"output[{number}]") for number in range(slots))])
+    monkeypatch.setattr(history, "BYTES", 1 << 20)
+    message = page_of(slots)
+    most = 0
+    for number in range(100_000):
+        kept._take(replaced(message, number), late=True)
+        most = max(most, kept._bytes)
+    assert most <= (1 << 20) + 16 * 2 * slots
+    (found,) = kept.messages(0, 0)
+    assert found.batches[-1] == 99_999
+    assert unpack(found).nbytes / 2 <= history.SENT_BYTES
+
+
+def page_of(slots: int) -> PageMessage:
+    """A page with a row for each slot."""
+    rows = b"".join(struct.pack("<IIIBBH", n, 0, 0, 1, RowKind.MEASURED, 0) for n in range(slots))
+    frame = struct.pack("<IIhBBqIII", 0, NOTHING, 0, Phase.FORWARD, 0, 0, 0, slots, 0)
+    return PageMessage(0, 0, 0, 0, 0, 0, True, [Segment(0, 0, 0, frame, rows, struct.pack("<qqq", *float32(1.0)))])
+
+
+def replaced(message: PageMessage, number: int) -> PageMessage:
+    return PageMessage(0, 0, number, 0, number, number, True, message.segments)
+
+
+def run(writer, watch, last: tuple[int, int, int]) -> None:
+    for entry in NAMES:
+        writer.append(entry)
+    for number in range(4):
+        batch(writer, number, last if number == 3 else float32(number + 1))
+        watch.poll(float(number))
+
+
+def test_a_rank_that_ended_badly_tells_its_history_before_its_end(writer, watch):
+    run(writer, watch, (0, 0, NonFinite.POSINF | Encoding.FLOAT32 << 8))
+    messages = watch.end(1, "itself", 9.0)
+    (found,) = [message for message in messages if isinstance(message, History)]
+    assert unpack(found)[:, 0].tolist() == [1.0, 2.0, 3.0, float("inf")]
+    assert messages.index(found) < len(messages) - 1
+
+
+def test_a_rank_that_ended_well_tells_it_only_if_it_was_asked(writer, watch, tmp_path):
+    run(writer, watch, float32(4.0))
+    assert not [message for message in watch.end(0, "itself", 9.0) if isinstance(message, History)]
+    again = RankWatch(tmp_path, 0, 0, 0, 4242, [])
+    again.poll(0.0)
+    again.want(Want(0, "Net", 0, 3), 1.0)
+    assert [message for message in again.end(0, "itself", 9.0) if isinstance(message, History)]
+    again.close()
+
+
+def test_a_history_that_cannot_be_read_costs_nothing_else(writer, watch, monkeypatch):
+    monkeypatch.setattr(RankHistory, "look", lambda *given: 1 / 0)
+    monkeypatch.setattr(RankHistory, "finish", lambda *given: 1 / 0)
+    run(writer, watch, float32(4.0))
+    assert [m for m in watch.end(1, "itself", 9.0) if isinstance(m, PageMessage)]
+
+
+def test_it_displaces_no_page_and_is_counted_where_there_is_no_room():
+    outbox = Outbox(page_bytes=10_000)
+    page = PageMessage(0, 0, 0, 0, 0, 0, True, [Segment(0, 0, 0, b"x" * 4000, b"", b"")])
+    outbox.put(page)
+    outbox.put(History(0, 0, 0, [], [], [], b"", b"x" * 4000))
+    outbox.put(page)
+    assert outbox.pages_dropped == {0: 1}, "the history"
+    assert sum(b"history" in data for _, data in outbox.due()) == 0
+
+
+def fail(*given, **more):
+    raise RuntimeError("no such thing")
+
+
+def poll_until_told(watch, writer, batches: int) -> list[Fault]:
+    """Faults of all polls while so many batches are written."""
+    found = []
+    for number in range(batches):
+        batch(writer, number, float32(number + 1.0))
+        watch.hottest()
+        found += [body.event for body in watch.poll(float(number)) if isinstance(body, EventMessage)]
+    return [event for event in found if isinstance(event, Fault)]
+
+
+@pytest.mark.parametrize(
+    ("part", "place"),
+    [
+        ("forecasts", "gpuwatch.launcher.agent.forecast.Forecasts.look"),
+        ("hottest modules", "gpuwatch.launcher.agent.history.closest"),
+        ("history", "gpuwatch.launcher.agent.history.RankHistory.look"),
+        ("step times", "gpuwatch.launcher.agent.step_times.RankSteps.look"),
+    ],
+)
+def test_an_error_of_ours_is_told_once_and_costs_nothing_else(writer, watch, monkeypatch, part, place):
+    for entry in NAMES:
+        writer.append(entry, name=True)
+    monkeypatch.setattr(watch._history, "_share", 1e9)  # it looks at every batch
+    monkeypatch.setattr(place, fail)
+    (fault,) = poll_until_told(watch, writer, 12)
+    assert (fault.part, fault.message, fault.where.rank) == (part, "RuntimeError: no such thing", 0)
+    assert that_cost_frames([fault]) == []
+    watch.want(Want(0, "Net", 0, 3), 20.0)
+    histories = [body for body in watch.end(1, "itself", 30.0) if isinstance(body, History)]
+    assert len(histories) == 1, "the rest goes on"
+
+
+def test_a_history_that_cannot_be_sent_is_told_when_the_rank_ends(writer, watch, monkeypatch):
+    for entry in NAMES:
+        writer.append(entry, name=True)
+    batch(writer, 0, float32(1.0))
+    watch.poll(0.0)
+    monkeypatch.setattr("gpuwatch.launcher.agent.history.RankHistory.messages", fail)
+    bodies = [body.event for body in watch.end(1, "itself", 30.0) if isinstance(body, EventMessage)]
+    assert [event.part for event in bodies if isinstance(event, Fault)] == ["history"]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+from gpuwatch.launcher.agent.process_ends import ProcessEnds
+
+WAITS = [sys.executable, "-S", "-c", "input()"]
+
+
+@pytest.fixture
+def ends():
+    ends = ProcessEnds()
+    yield ends
+    ends.close()
+
+
+def wait(ends):
+    """Until a process has ended."""
+    assert select.select([ends.fd], [], [], 60)[0]
+
+
+def test_each_end_has_its_time_in_the_order_of_the_ends(ends):
+    children = [subprocess.Popen(WAITS, stdin=subprocess.PIPE) for _ in range(3)]
+    for rank, child in enumerate(children):
+        ends.watch((rank, 0), child.pid)
+    assert [ends.when_ns((rank, 0)) for rank in range(3)] == [(0, 0)] * 3
+    before = time.time_ns()
+    for rank in (2, 0, 1):
+        ends.look()
+        children[rank].kill()
+        wait(ends)
+        ends.look()
+        children[rank].wait()
+        children[rank].stdin.close()
+    times = [ends.when_ns((rank, 0)) for rank in (2, 0, 1)]
+    instants = [before, *(instant for looks in times for instant in looks), time.time_ns()]
+    assert instants == sorted(instants)
+
+
+def test_a_process_that_is_no_child_is_told_too(ends):
+    shell = subprocess.Popen(
+        ["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    pid = int(shell.stdout.readline())
+    ends.watch((0, 0), pid)
+    subprocess.run(["kill", "-9", str(pid)], check=True)
+    wait(ends)
+    alive, gone = ends.when_ns((0, 0))
+    assert 0 < alive < gone
+    shell.wait()
+    shell.stdout.close()
+
+
+def test_a_process_that_has_ended_before_has_no_time(ends):
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    ends.watch((0, 0), child.pid)
+    assert ends.when_ns((0, 0)) == (0, 0)

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+from gpuwatch.core.errors import UsageError
+from gpuwatch.launcher.launch import expect_address, fill_in_from_job
+from gpuwatch.launcher.options import get_parser
+
+
+def test_a_name_with_an_address_is_good():
+    expect_address("localhost", 0.0)
+    expect_address("::1", 0.0)
+
+
+def test_a_head_without_an_address_is_one_sentence():
+    with pytest.raises(UsageError) as caught:
+        expect_address("no host", 0.0)
+    assert "'no host'" in str(caught.value)
+    assert "--rdzv-endpoint HOST:PORT" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("node_rank", "said"), [("0", "gpuwatch: SLURM job 4711: 2 nodes meet at localhost:20422\n"), ("1", "")]
+)
+def test_the_head_says_where_the_nodes_meet(node_rank, said, monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith(("SLURM", "PET_"))]:
+        monkeypatch.delenv(name)
+    environ = {"JOB_ID": "4711", "STEP_ID": "0", "NNODES": "2", "NODELIST": "localhost,other", "NODEID": node_rank}
+    for name, value in environ.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    job = fill_in_from_job(get_parser().parse_args(["train.py"]), get_parser(), ["train.py"])
+    assert job is not None
+    assert job.hosts == ("localhost", "other")
+    assert capsys.readouterr().err == said

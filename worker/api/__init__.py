@@ -1,1 +1,0 @@
-"""The functions and classes that a script may use: watch(), detect_overflow(), DebugUnderflowOverflow."""

@@ -1,0 +1,362 @@
+"""Sees every operation that Python begins on a process group, and every wait for one.
+
+All of torch's own Python (`all_reduce`, FSDP, object collectives, `barrier`) calls the methods of `ProcessGroup` and of
+`Work`; what C++ issues by itself, such as DDP's reductions, is only counted. A method is replaced on its class by one
+of the same name that notes and calls it: no tensor is touched, and an error of ours is recorded and goes no further. A
+subclass that has a method of its own keeps it.
+
+Where worker/native was built, the new method is a C function: it has no line in a traceback of the user's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ...core.recorder.group_table import OPERATIONS
+from ..record.collectives import count_with
+from ..record.group_table import NO_MESSAGE, GroupCall, GroupTable, Place, described
+from ..record.late_passed import LatePassed, PassedWhen
+from ..record.passed import NOT_FINITE, PassedValues, look_at, refs_to, tensors_in
+from ..stats.device import is_on_device, late_device
+from .native_writer import difference
+
+try:
+    from ..native.core import LAYOUT, GroupWriter
+except ImportError:  # gpuwatch was installed without a C compiler
+    LAYOUT, GroupWriter = {}, None  # type: ignore[assignment,misc]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One that is replaced."""
+
+    name: str
+    call: GroupCall
+    operation: str = ""
+    tensor: int = -1
+    """Which argument has the tensor that all ranks have alike; -1: none."""
+    peer: int = -1
+    """Which argument is the other rank; -1: none."""
+    is_rooted: bool = False
+    """Its last argument has `rootRank`."""
+    tag: int = -1
+    """Which argument is a message's tag; -1: none."""
+    given: int = -1
+    """Which argument has the tensors that go in; -1: none."""
+    returned: int = -1
+    """Which argument has the tensors that it writes into; -1: none."""
+    given_at_root: bool = False
+    returned_at_root: bool = False
+    """No other rank gives anything, or is given anything."""
+
+
+def _collective(name: str, operation: str, tensor: int = 0, is_rooted: bool = False, given: int = 1) -> Method:
+    return Method(
+        name,
+        GroupCall.COLLECTIVE,
+        operation,
+        tensor,
+        is_rooted=is_rooted,
+        given=given,
+        returned=0,
+        given_at_root=operation == "broadcast",
+        returned_at_root=operation == "reduce",
+    )
+
+
+METHODS = (
+    _collective("allreduce", "all_reduce", given=0),
+    _collective("allreduce_coalesced", "all_reduce", given=0),
+    _collective("broadcast", "broadcast", is_rooted=True, given=0),
+    _collective("reduce", "reduce", is_rooted=True, given=0),
+    _collective("allgather", "all_gather", 1),
+    _collective("allgather_coalesced", "all_gather", 1),
+    _collective("allgather_into_tensor_coalesced", "all_gather", 1),
+    _collective("_allgather_base", "all_gather", 1),
+    _collective("all_gather_single", "all_gather", 1),
+    _collective("all_gather_single_coalesced", "all_gather", 1),
+    _collective("reduce_scatter", "reduce_scatter"),
+    _collective("reduce_scatter_tensor_coalesced", "reduce_scatter", 1),
+    _collective("_reduce_scatter_base", "reduce_scatter", 1),
+    _collective("reduce_scatter_single", "reduce_scatter", 1),
+    _collective("reduce_scatter_single_coalesced", "reduce_scatter", 1),
+    _collective("gather", "gather", 1, is_rooted=True),
+    _collective("gather_single", "gather", 1, is_rooted=True),
+    _collective("gather_into_tensor", "gather", 1, is_rooted=True),
+    _collective("scatter", "scatter", is_rooted=True),
+    _collective("alltoall", "all_to_all", 1),
+    _collective("alltoall_base", "all_to_all", 1),
+    _collective("all_to_all_single", "all_to_all", 1),
+    Method("barrier", GroupCall.COLLECTIVE, "barrier"),
+    Method("send", GroupCall.P2P, "send", tensor=0, peer=1, tag=2, given=0),
+    Method("recv", GroupCall.P2P, "recv", tensor=0, peer=1, tag=2, returned=0),
+    Method("recv_anysource", GroupCall.P2P, "recv", tensor=0, tag=1, returned=0),
+    Method("monitored_barrier", GroupCall.BARRIER, "monitored_barrier"),
+)
+"""Of a process group."""
+WAIT = Method("wait", GroupCall.WAIT)
+"""Of a work."""
+
+
+class Collectives:
+    """The replaced methods. `attach` puts them in place, `detach` takes them away."""
+
+    def __init__(
+        self,
+        groups: GroupTable,
+        on_fault: Callable[[str, Exception], None],
+        native: bool = True,
+        passed: PassedValues | None = None,
+        late: LatePassed | None = None,
+    ) -> None:
+        """`passed` is told what is not finite; None: nobody looks at what passes. `late` looks on a device."""
+        self._groups = groups
+        self._passed = passed
+        self._late = late if passed is not None else None
+        self._on_fault = on_fault
+        self._native = native
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+
+    def attach(self) -> None:
+        """Of this process's torch, if it was built with `torch.distributed`."""
+        module = sys.modules.get("torch.distributed.distributed_c10d")
+        if module is None:
+            return
+        self._groups.shows = True
+        count_with(self._groups)
+        self._groups.native = self._writer(module.ProcessGroup) if self._native else None
+        for method in METHODS:
+            self._replace(module.ProcessGroup, method)
+        self._replace(module.Work, WAIT)
+        self._put(module.ProcessGroup, "_start_coalescing", self._around_start)
+        self._put(module.ProcessGroup, "_end_coalescing", self._around_end)
+
+    def detach(self, failed: bool = False) -> None:
+        """Put back what was there. A method that somebody else has replaced since stays.
+
+        What the table shows would grow old: it is taken away. `failed`: and the rank goes on.
+        """
+        for owner, name, before, ours in reversed(self._replaced):
+            if owner.__dict__.get(name) is ours:
+                setattr(owner, name, before)
+        self._replaced = []
+        self._groups.clear(failed)
+
+    def _fault(self, error: Exception) -> None:
+        """One error of ours is enough: this rank then shows nothing of its communication, rather than half of it."""
+        self.detach(failed=True)
+        self._on_fault("collectives", error)
+
+    def _writer(self, group: Any) -> Any:
+        """The compiled writer of the table; None if it was not built, or for another layout."""
+        if GroupWriter is None or difference(LAYOUT):
+            return None
+        try:
+            return GroupWriter(
+                memory=self._groups.memory,
+                tensor=torch.Tensor,
+                parameter=torch.nn.Parameter,
+                group=group,
+                counter=group.__dict__["_get_sequence_number_for_group"],
+                describe=described,
+                find_slot=self._groups.slot_of,
+                message_begun=self._groups.message_begun,
+                message_received=self._groups.message_received,
+                passed=self._passed.note if self._passed is not None else None,
+                late=self._late.look if self._late is not None else None,
+                on_fault=self._fault,
+                exchange=getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
+                is_host_late=late_device() is not None,
+            )
+        except (KeyError, TypeError, ValueError):  # a torch version whose internals differ
+            return None
+
+    def _replace(self, owner: Any, method: Method) -> None:
+        before = owner.__dict__.get(method.name)
+        if before is None:  # another version of torch
+            return
+        writer = self._groups.native
+        if writer is not None:
+            operation = OPERATIONS.index(method.operation)
+            ours = writer.method(
+                method.name,
+                before,
+                method.call,
+                operation,
+                method.tensor,
+                method.peer,
+                method.is_rooted,
+                method.tag,
+                method.given,
+                method.returned,
+                method.given_at_root,
+                method.returned_at_root,
+            )
+        else:
+            ours = self._around(before, method)
+        setattr(owner, method.name, ours)
+        self._replaced.append((owner, method.name, before, ours))
+
+    # -- messages in bundles ------------------------------------------------------------------------------------
+
+    def _put(self, owner: Any, name: str, around: Callable[[Any], Callable[..., Any]]) -> None:
+        before = owner.__dict__.get(name)
+        if before is None:  # another version of torch
+            return
+        ours = _named(around(before), name, before)
+        setattr(owner, name, ours)
+        self._replaced.append((owner, name, before, ours))
+
+    def _around_start(self, before: Any) -> Callable[..., Any]:
+        groups, on_fault = self._groups, self._fault
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = before(self, *args, **kwargs)
+            try:
+                groups.bundle_begun(self)
+            except Exception as error:
+                on_fault(error)
+            return result
+
+        return call
+
+    def _around_end(self, before: Any) -> Callable[..., Any]:
+        groups, on_fault = self._groups, self._fault
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            work = before(self, *args, **kwargs)
+            try:
+                groups.bundle_ended(self, work)
+            except Exception as error:
+                on_fault(error)
+            return work
+
+        return call
+
+    # -- what worker/native/group_methods.c does likewise -------------------------------------------------------
+
+    def _around(self, before: Any, method: Method) -> FunctionType:
+        on_fault, groups = self._fault, self._groups
+        begin, finish = self._begin_of(method), self._finish_of(method)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            place = None
+            try:
+                place = begin(self, args)
+            except Exception as error:
+                on_fault(error)
+            if place is None:
+                return before(self, *args, **kwargs)
+            try:
+                result = before(self, *args, **kwargs)
+            except BaseException:
+                with suppress(Exception):  # the error of the call is what goes on
+                    groups.failed(place)
+                raise
+            try:
+                finish(place, self, result)
+            except Exception as error:
+                on_fault(error)
+            return result
+
+        return _named(call, method.name, before)
+
+    def _begin_of(self, method: Method) -> Callable[[Any, tuple[Any, ...]], Place | None]:
+        groups, code = self._groups, OPERATIONS.index(method.operation)
+        if method.call == GroupCall.WAIT:
+            return lambda work, args: groups.waits_for(work)
+
+        def begin(group: Any, args: tuple[Any, ...]) -> Place | None:
+            if method.tensor >= len(args):  # called with names: the group's own counter tells that it was
+                return None
+            tensor = args[method.tensor] if method.tensor >= 0 else None
+            while tensor.__class__ is list:
+                tensor = tensor[0] if tensor else None
+            if method.call == GroupCall.P2P:
+                peer = args[method.peer] if 0 <= method.peer < len(args) else -1
+                tag = args[method.tag] if 0 <= method.tag < len(args) else 0
+                place = groups.begin_p2p(group, code, tensor, peer, tag)
+            else:
+                root = getattr(args[-1], "rootRank", -1) if method.is_rooted else -1
+                place = groups.begin(group, code, tensor, root)
+            if place is not None and self._passed is not None:
+                self._look_at_inputs(self._passed, place, group, method, args)
+            return place
+
+        return begin
+
+    def _look_at_inputs(
+        self, passed: PassedValues, place: Place, group: Any, method: Method, args: tuple[Any, ...]
+    ) -> None:
+        """Look at what goes in, and remember where it will come out."""
+        is_root = place.root < 0 or place.root == group.rank()
+        if 0 <= method.returned < len(args) and (is_root or not method.returned_at_root):
+            place.outputs = refs_to(args[method.returned])
+        if 0 <= method.given < len(args) and (is_root or not method.given_at_root):
+            place.given = look_at(args[method.given])
+            place.late = self._look_late(place, PassedWhen.GOES_IN, args[method.given])
+            if place.given[0] == NOT_FINITE:
+                _tell(passed, place, False, args[method.given])
+
+    def _look_late(self, place: Place, when: PassedWhen, tensors: Any) -> Any:
+        late = [tensor for tensor in tensors_in(tensors) if is_on_device(tensor)]
+        if self._late is None or not late:
+            return None
+        return self._late.look(
+            place.slot.number, place.number, place.operation, place.root, place.message, when, place.late, late
+        )
+
+    def _finish_of(self, method: Method) -> Callable[[Place, Any, Any], None]:
+        groups = self._groups
+        counts_again = method.call in (GroupCall.P2P, GroupCall.BARRIER)
+        ends = method.call in (GroupCall.WAIT, GroupCall.BARRIER)
+
+        def finish(place: Place, owner: Any, result: Any) -> None:
+            if counts_again:
+                groups.count_again(place, owner)
+            if ends:
+                groups.ended(place)
+                alive = _alive(place)
+                self._look_late(place, PassedWhen.CAME_OUT, alive)
+                if self._passed is not None and look_at(alive).high == NOT_FINITE:
+                    _tell(self._passed, place, True, alive)
+            else:
+                if result is None or (method.call == GroupCall.P2P and place.message == NO_MESSAGE):
+                    self._look_late(place, PassedWhen.ISSUED, _alive(place))
+                groups.issued(place, result)
+
+        return finish
+
+
+def _alive(place: Place) -> list[torch.Tensor]:
+    return [tensor for ref in place.outputs if (tensor := ref()) is not None]
+
+
+def _named(call: Callable[..., Any], name: str, before: Any) -> FunctionType:
+    """`call` in the place of `before`."""
+    assert isinstance(call, FunctionType)
+    # pybind11 tells by its caller's name that a method's own override calls it, and then calls the base's
+    code = call.__code__.replace(co_name=name)
+    ours = FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
+    ours.__doc__ = before.__doc__
+    return ours
+
+
+def _tell(passed: PassedValues, place: Place, came_out: bool, tensors: Any) -> None:
+    passed.note(
+        place.slot.number,
+        place.number,
+        place.operation,
+        place.root,
+        place.message,
+        came_out,
+        *place.given,
+        tensors,
+    )

@@ -1,0 +1,444 @@
+"""One Python process below `gpuwatch run`, from the import of torch on: it may become a rank, or not.
+
+It is a rank for sure once it has joined a process group (`init_process_group`, with any backend, store or
+`init_method`), or when whoever started it has given it RANK, WORLD_SIZE and LOCAL_RANK, as torchrun does. Before that
+it may become one: it gets a recorder when it makes a model or calls one, under its process id. A process that does
+neither has none: a launcher, a DataLoader worker, a compile worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..core.events import Fault, LeftGroup, PreflightResult
+from ..core.own_imports import own_command
+from ..core.recorder.layout import Field, RankPhase, file_name
+from ..core.recorder.run_folder import (
+    JOIN_VARIABLE,
+    RUN_VARIABLE,
+    process_file,
+    read_settings,
+    tell_failed,
+    tell_unwatched,
+)
+from ..core.settings import WorkerSettings
+from ..core.tell import tell
+from .before_init import GROUPS, Entry, LeftOut, call_before_init, entry_of
+from .imports import after_import
+from .meeting_place import MeetingPlace
+from .preflight.run import preflight_or_exit
+from .session import Session, open_session, watch_the_ends
+
+# A Python of another host than that of its `gpuwatch run`: it joins through the file that GPUWATCH_JOIN names.
+
+_PATIENCE_S = 60.0
+_JOIN = f"{__package__.partition('.')[0]}.launcher.join"
+
+
+def join(path: str) -> str | None:
+    """The folder in which this host's ranks are recorded; None, and a sentence on stderr, if there can be none."""
+    environ = {name: value for name, value in os.environ.items() if name not in (JOIN_VARIABLE, RUN_VARIABLE)}
+    try:
+        done = subprocess.run(
+            own_command(_JOIN, path),
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_S,
+        )
+        folder, why = done.stdout.strip(), done.stderr.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        folder, why = "", str(error)
+    if folder and os.path.isdir(folder):  # noqa: PTH112  # a path is needed as text
+        return folder
+    last = why.splitlines()[-1:] or ["no answer"]
+    tell(f"gpuwatch: process {os.getpid()} on {socket.gethostname()} goes on unwatched: {last[0]}")
+    return None
+
+
+# How a process ends that gpuwatch did not start: heard at its exit, with what Python itself keeps of it.
+#
+# Of the script's process Python keeps the exception that nobody caught (sys.last_value), and not the code of a
+# SystemExit: the launcher's side sees that from outside. A child of multiprocessing runs its finalizers while the
+# exception is on its way.
+
+
+def tell_the_end(session: Session) -> None:
+    """Record how this process ends, when it does."""
+    util = sys.modules.get("multiprocessing.util")
+    process = sys.modules.get("multiprocessing.process")
+    if util is not None and process is not None and process.parent_process() is not None:
+        util.Finalize(None, _child_ends, args=(session,), exitpriority=-100)
+    else:
+        atexit.register(_script_ends, session)
+
+
+def _script_ends(session: Session) -> None:
+    if not session.is_ours:
+        return
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and not isinstance(error, SystemExit):
+        session.raised(error)
+    else:
+        session.settle()
+        session.enter(RankPhase.FINISHED)
+
+
+def _child_ends(session: Session) -> None:
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and isinstance(error.__context__, Exception):  # torch.multiprocessing.spawn has written it down
+            session.raised(error.__context__)
+        else:
+            session.finished(code)
+    elif error is not None:
+        session.raised(error)
+    else:
+        session.finished(0)
+
+
+# The preflight of a rank that gpuwatch did not start: before its first process group, once all ranks are known.
+
+
+def preflight_before_init(session: Session, entry: Entry, local_rank: int | None) -> None:
+    """Test this rank with all others. Ends the process where the training should not start; else returns.
+
+    It leaves nothing behind: no group, no store, no variable. What fails of our own is raised.
+    """
+    settings = session.settings
+    session.enter(RankPhase.PREFLIGHT)
+    try:
+        place = MeetingPlace(
+            entry, local_rank, Path(settings.recorder_dir), settings.meets_at, settings.preflight_timeout_s
+        )
+        with place as identity:
+            preflight_or_exit(session, identity, _script())
+    except LeftOut as reason:
+        leave_out(session, str(reason))
+    finally:
+        session.enter(RankPhase.SCRIPT)
+
+
+def leave_out(session: Session, reason: str) -> None:
+    """Say so, in the report and on stderr; "": another rank says it there."""
+    session.recorder.append(PreflightResult(session.where(), "skipped", detail=reason))
+    if reason:
+        tell(f"gpuwatch: the preflight is left out: {reason}")
+
+
+def _script() -> str:
+    """The file that Python runs, which should be the same on all ranks."""
+    path = Path(sys.argv[0] if sys.argv else "").absolute()
+    return str(path) if path.is_file() else ""
+
+
+_MOST_ATTEMPTS = 1000
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the environment says of this process."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    is_sure: bool
+    """Whoever set it has started this very process as a rank."""
+
+    @classmethod
+    def from_environment(cls) -> Claim | None:
+        """None if it speaks of no rank."""
+        rank, size = _number("RANK"), _number("WORLD_SIZE")
+        if rank is None or size is None or rank >= size:
+            return None
+        local_rank = _number("LOCAL_RANK")
+        return cls(rank, local_rank or 0, size, local_rank is not None and not _is_child_of_a_rank())
+
+
+def begin(folder: str, path_folder: str) -> None:
+    """Called when somebody looks for torch. `path_folder` is what `gpuwatch run` has put on PYTHONPATH."""
+    settings = read_settings(Path(folder))
+    if settings is not None:
+        process = _Process(settings, path_folder)
+        after_import("torch", process.torch_is_imported)
+        atexit.register(process.tell_own_error, os.getpid())
+
+
+class _Process:
+    def __init__(self, settings: WorkerSettings, path_folder: str) -> None:
+        self._settings = settings
+        self._folder = Path(settings.recorder_dir)
+        self._path_folder = path_folder
+        self._session: Session | None = None
+        self._is_sure = False
+        self._tested = 0
+        """The process that had its preflight: a fork has its own."""
+        self._left_out = ""
+        """Why there can be none, to be said once it is a rank."""
+        self._removed: dict[str, str] = {}
+        """Variables of ours that a rank's child processes do not find, by name."""
+        self._handles: list[Any] = []
+        """Of the hooks that see a model for the first time."""
+
+    def torch_is_imported(self) -> None:
+        """Never raises."""
+        self._safely(self._begin)
+
+    def tell_own_error(self, pid: int) -> None:
+        """This process ends, and has no recorder: a launcher whose port is taken, say. Never raises."""
+        error = getattr(sys, "last_value", None)
+        if self._session is not None or os.getpid() != pid or not isinstance(error, Exception):
+            return
+        if type(error).__name__ != "ChildFailedError":  # torchrun's: its ranks say more
+            tell_failed(self._folder, pid, error)
+
+    def _begin(self) -> None:
+        os.register_at_fork(after_in_child=lambda: self._safely(self._is_forked))
+        after_import(GROUPS, lambda: self._safely(self._watch_groups))
+        claim = Claim.from_environment()
+        if claim is None:
+            self._wait_for_a_model()
+        elif claim.is_sure:
+            self._become(claim.rank, claim.local_rank, claim.world_size)
+        else:
+            self._may_become(claim)
+
+    # -- what makes it a rank -----------------------------------------------------------------------------------
+
+    def _watch_groups(self) -> None:
+        """Hear of each default process group, however it was made."""
+        module = sys.modules[GROUPS]
+        before: Callable[..., Any] = module._update_default_pg
+
+        @wraps(before)
+        def _update_default_pg(group: Any) -> Any:
+            result = before(group)
+            if group is not None and group is not module.GroupMember.NON_GROUP_MEMBER:
+                self._safely(lambda: self._become(group.rank(), None, group.size()))
+            elif group is None:
+                self._safely(self._leaves)
+            return result
+
+        module.__dict__["_update_default_pg"] = _update_default_pg
+        if self._settings.preflight != "off":
+            call_before_init(lambda arguments: self._safely(lambda: self._before_init(arguments)))
+
+    def _before_init(self, arguments: Mapping[str, Any]) -> None:
+        """The script is about to join its group: the ranks are known, and all of them come here."""
+        if self._tested == os.getpid():
+            return
+        try:
+            entry = entry_of(arguments)
+        except LeftOut as reason:
+            self._left_out = str(reason)
+            return
+        if entry is None:
+            return
+        self._tested = os.getpid()
+        self._become(entry.rank, None, entry.world_size)
+        if self._session is not None and self._session.is_ours:
+            preflight_before_init(self._session, entry, _told_local_rank())
+
+    def _wait_for_a_model(self) -> None:
+        """Until the first parameter of a module is made, or a module is called that was loaded whole."""
+        from torch.nn.modules import module as modules
+
+        self._handles = [
+            modules.register_module_parameter_registration_hook(lambda *_: self._has_a_model()),
+            modules.register_module_forward_pre_hook(self._calls_a_module),
+        ]
+
+    def _is_forked(self) -> None:
+        """A fork of a process that is watched, and of no rank, may train by itself, or become a rank."""
+        if self._session is not None and not self._is_sure:
+            self._wait_for_a_model()
+
+    def _has_a_model(self) -> None:
+        if self._handles and not _loads_data():
+            self._forget_the_wait()
+            self._safely(lambda: self._may_become(Claim.from_environment() or Claim(0, 0, 1, False)))
+
+    def _calls_a_module(self, module: Any, args: Any) -> None:
+        from torch.compiler import is_compiling
+        from torch.nn.modules import module as modules
+
+        if is_compiling() or not self._handles or _loads_data():
+            return
+        known = set(modules._global_forward_pre_hooks)
+        self._has_a_model()
+        for number, hook in list(modules._global_forward_pre_hooks.items()):
+            if number not in known:  # torch has made its list of this call's hooks already
+                hook(module, args)
+
+    def _forget_the_wait(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+
+    # -- what it becomes ----------------------------------------------------------------------------------------
+
+    def _may_become(self, claim: Claim) -> None:
+        """It is watched from here on, under its process id."""
+        for programs, settings in enumerate(self._attempts()):
+            path = self._folder / process_file(os.getpid(), programs)
+            try:
+                self._open(settings, path, claim.rank, claim.local_rank, claim.world_size)
+            except FileExistsError:  # of the program that this process was before
+                continue
+            return
+
+    def _become(self, rank: int, local_rank: int | None, world_size: int) -> None:
+        """It is a rank."""
+        self._forget_the_wait()
+        if local_rank is None:
+            told = _told_local_rank()
+            local_rank = rank if told is None else told  # without a word, all ranks are taken for this host's
+        if self._session is None or not self._session.is_ours:  # a fork of a process that is watched is another one
+            self._is_sure = False
+            self._open_rank(rank, local_rank, world_size)
+        elif not self._is_sure:
+            self._rename(self._session, rank, local_rank, world_size)
+        else:
+            self._join_again(self._session, rank, world_size)
+            return
+        self._is_sure = True
+        self._clean_the_environment()
+        if self._left_out and self._session is not None:
+            leave_out(self._session, self._left_out)
+
+    def _leaves(self) -> None:
+        """Its group is gone, as at the end of a training. Whoever started it may kill it after that."""
+        session = self._session
+        if session is not None and session.is_ours and self._is_sure and session.settle():
+            session.enter(RankPhase.SCRIPT)
+            session.recorder.append(LeftGroup(session.where()))
+
+    def _join_again(self, session: Session, rank: int, world_size: int) -> None:
+        """It has joined another group after its first. Its name in the report is that of the first."""
+        if rank != session.rank:
+            text = f"rank {session.rank} has joined a second group, of {world_size} ranks, as rank {rank}"
+            session.recorder.append(Fault(session.where(), "run", text))
+        else:
+            fields = session.recorder.fields
+            session.recorder.identify(rank, fields[Field.LOCAL_RANK], world_size, fields[Field.ATTEMPT])
+
+    def _open_rank(self, rank: int, local_rank: int, world_size: int) -> None:
+        for settings in self._attempts():
+            try:
+                self._open(settings, self._folder / file_name(rank, settings.attempt), rank, local_rank, world_size)
+            except FileExistsError:
+                continue
+            assert self._session is not None
+            self._session.answer_with_stacks()
+            return
+
+    def _rename(self, session: Session, rank: int, local_rank: int, world_size: int) -> None:
+        """What it has recorded under its process id is this rank's."""
+        recorder, before = session.recorder, session.recorder.path
+        for settings in self._attempts():
+            session.become(settings, rank, local_rank, world_size)
+            path = self._folder / file_name(rank, settings.attempt)
+            try:
+                path.hardlink_to(before)
+            except FileExistsError:
+                continue
+            recorder.path = path
+            before.unlink(missing_ok=True)
+            session.answer_with_stacks()
+            return
+
+    def _attempts(self) -> list[WorkerSettings]:
+        """The settings of the attempts that this may be, the first one that is free is it."""
+        first = _number("TORCHELASTIC_RESTART_COUNT") or 0
+        return [replace(self._settings, attempt=number) for number in range(first, first + _MOST_ATTEMPTS)]
+
+    def _open(self, settings: WorkerSettings, path: Path, rank: int, local_rank: int, world_size: int) -> None:
+        try:
+            session = open_session(settings, path, rank, local_rank, world_size)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            tell(f"gpuwatch: process {os.getpid()} goes on unwatched, no recorder: {error}")
+            tell_unwatched(self._folder, os.getpid(), f"no recorder: {error}")
+            return
+        self._session = session
+        session.enter(RankPhase.SCRIPT)
+        session.attach_hooks()
+        tell_the_end(session)
+        watch_the_ends(self._for_another_program)
+
+    def _clean_the_environment(self) -> None:
+        """The rank's own child processes are no ranks, and find the environment as it was."""
+        for name in (RUN_VARIABLE, JOIN_VARIABLE):
+            value = os.environ.pop(name, None)
+            if value is not None:
+                self._removed[name] = value
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        rest = [path for path in paths if path != self._path_folder]
+        if len(rest) != len(paths):
+            if rest:
+                os.environ["PYTHONPATH"] = os.pathsep.join(rest)
+            else:
+                os.environ.pop("PYTHONPATH", None)
+
+    def _for_another_program(self, environment: Mapping[Any, Any]) -> dict[str, str]:
+        """The rank goes on as another program (os.exec), which is to be watched as well: what it needs for that."""
+        if self._session is None or not self._session.is_ours or not self._removed:
+            return {}
+        rest = environment.get("PYTHONPATH")
+        paths = [self._path_folder, *([rest] if isinstance(rest, str) and rest else [])]
+        return {**self._removed, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def _safely(self, step: Callable[[], None]) -> None:
+        """An error of ours is told and goes no further."""
+        try:
+            step()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if self._session is not None and self._session.is_ours:
+                self._session.recorder.append(Fault(self._session.where(), "run", text))
+            else:
+                tell(f"gpuwatch: process {os.getpid()} goes on unwatched: {text}")
+                tell_unwatched(self._folder, os.getpid(), text)
+
+
+def _loads_data() -> bool:
+    """Whether this is a DataLoader's worker: transforms are modules, too."""
+    worker = sys.modules.get("torch.utils.data._utils.worker")
+    return getattr(worker, "_worker_info", None) is not None
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "").strip()
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _is_child_of_a_rank() -> bool:
+    """Whether the parent is a Python that was given the same rank: its child may be a helper of that rank."""
+    try:
+        parent = Path("/proc", str(os.getppid()))
+        is_python = (parent / "exe").readlink().name.startswith("python")
+        return is_python and f"RANK={os.environ['RANK']}".encode() in (parent / "environ").read_bytes().split(b"\0")
+    except OSError:  # not on Linux, or another user's
+        return False
+
+
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+
+
+def _told_local_rank() -> int | None:
+    """What the launcher says."""
+    return next((number for number in map(_number, _LOCAL_RANKS) if number is not None), None)

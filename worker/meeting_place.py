@@ -1,0 +1,267 @@
+"""Where the ranks of a `gpuwatch run` meet for their preflight: a store of its own, that rank 0 has for so long.
+
+On one host its port is any free one of the loopback, and stands in a file of the run's scratch folder. On several it
+is the run's, next to the collector's, on the host that the script's own ranks meet at. Others reach it there, too: what
+the ranks write is told from what others write by its seal (core/wire/seal.py). Rank 0 decides whether all have come.
+The others learn from it who they are:
+
+    came                how many have come
+    came/0 ... came/511 of a rank: its host, and what its launcher says of its place there
+    go                  all of them, by rank; or why there will be no preflight
+    left                how many have heard all that they wait for
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..core.host import host_name, loopback
+from ..core.identity import Identity
+from ..core.recorder.run_folder import read_meeting_key
+from ..core.text import ranks_text
+from ..core.wire.seal import Seal, SealBroken
+from .before_init import Entry, LeftOut
+
+_TICK_S = 0.05
+_TICK_OF_RANK_S = 0.0005
+"""So much longer for each rank of the job: all of them ask one store."""
+_MARGIN_S = 10.0
+"""More than rank 0 waits: it decides, and the others hear it."""
+_LEAVE_S = 10.0
+_ANSWER_S = 20.0
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Of one rank."""
+
+    host: str
+    local_rank: int | None = None
+    """None if its launcher does not say it."""
+
+
+_Decision = list[Place] | str
+"""All ranks' places, or why there will be no preflight."""
+
+
+class MeetingPlace:
+    """`with MeetingPlace(...) as identity`: all ranks are there. Raises LeftOut if they cannot meet in time."""
+
+    def __init__(self, entry: Entry, local_rank: int | None, folder: Path, meets_at: str, timeout_s: float) -> None:
+        """`meets_at` is HOST:PORT for a run of several hosts, "" for one whose ranks share `folder`."""
+        self._entry = entry
+        self._mine = Place(f"{host_name()} {_boot_id()}", local_rank)
+        key = hashlib.sha256(f"{entry.meets} {entry.world_size}".encode()).hexdigest()[:16]
+        self._file = folder / f"preflight-{key}"
+        host, _, port = meets_at.rpartition(":")
+        self._head, self._port = host.strip("[]"), int(port or 0)
+        self._timeout_s = timeout_s
+        self._seal = Seal(read_meeting_key(folder))
+        self._tick_s = _TICK_S + _TICK_OF_RANK_S * entry.world_size
+        self._prefix = f"gpuwatch/{key}"
+        self._store: Any = None
+        self._wrote = False
+        self._came = entry.world_size
+
+    def __enter__(self) -> Identity:
+        try:
+            return self._meet()
+        except LeftOut:
+            self._leave(0.0)
+            raise
+        except (RuntimeError, OSError) as error:  # torch raises DistNetworkError, older versions RuntimeError
+            self._store = None
+            self._leave(0.0)
+            raise LeftOut(f"the ranks' meeting broke: {_first_line(error)}") from error
+
+    def __exit__(self, *_: object) -> None:
+        self._leave(_LEAVE_S)
+
+    # -- coming -------------------------------------------------------------------------------------------------
+
+    def _meet(self) -> Identity:
+        entry = self._entry
+        deadline = time.monotonic() + self._timeout_s
+        host = self._host_it() if entry.rank == 0 else self._find_it(deadline)
+        if self._add(f"claims/{entry.rank}", 1) > 1:
+            raise LeftOut(f"two processes are rank {entry.rank} of the same group")
+        self._set(f"came/{entry.rank}", msgspec.json.encode(self._mine))
+        self._add("came", 1)
+        if entry.rank == 0:
+            self._set("go", msgspec.json.encode(self._decide(deadline)))
+        elif not self._until(lambda: self._store.check([f"{self._prefix}/go"]), deadline + _MARGIN_S):
+            raise LeftOut(f"rank 0 gave no sign within {self._timeout_s:.0f} s")
+        try:
+            go = self._seal.open(f"{self._prefix}/go", self._store.get(f"{self._prefix}/go"))
+        except SealBroken as error:
+            raise LeftOut(_foreign(error)) from error
+        decision = msgspec.json.decode(go, type=_Decision)
+        if isinstance(decision, str):
+            self._leave(_LEAVE_S)
+            raise LeftOut(decision if entry.rank == 0 else "")
+        return identity_of(entry, decision, host, self._store.port)
+
+    def _decide(self, deadline: float) -> _Decision:
+        size = self._entry.world_size
+        if not self._until(lambda: self._add("came", 0) >= size, deadline):
+            self._came = self._add("came", 0)
+            missing = [rank for rank in range(size) if not self._store.check([f"{self._prefix}/came/{rank}"])]
+            return (
+                f"{ranks_text(missing)} of {size} did not come to init_process_group within {self._timeout_s:.0f} s of "
+                "rank 0; to wait longer: --preflight-timeout"
+            )
+        names = [f"{self._prefix}/came/{rank}" for rank in range(size)]
+        try:
+            values = [self._seal.open(*pair) for pair in zip(names, self._store.multi_get(names), strict=True)]
+        except SealBroken as error:
+            return _foreign(error)
+        return [msgspec.json.decode(value, type=Place) for value in values]
+
+    def _host_it(self) -> str:
+        """As rank 0. Returns the host at which it reaches the store itself."""
+        host = loopback()
+        if not self._port:
+            self._claim_the_file()
+        try:
+            self._store = self._open(host, self._port, is_master=True)
+        except (RuntimeError, OSError) as error:
+            raise LeftOut(
+                f"port {self._port} of rank 0's host is taken; it is the next after the collector's: choose another "
+                f"one with --collector-port ({_first_line(error)})"
+            ) from error
+        if not self._port:
+            new = self._file.with_suffix(".new")
+            new.write_text(f"{os.getpid()} {self._store.port}")
+            new.replace(self._file)
+        return host
+
+    def _claim_the_file(self) -> None:
+        """It is that of a killed rank 0 only if its process has ended."""
+        with suppress(OSError, ValueError, IndexError):
+            pid = int(self._file.read_text().split()[0])
+            if pid != os.getpid() and Path(f"/proc/{pid}").exists():
+                raise LeftOut("another process is rank 0 of such a group at the same time")
+        self._file.write_text(f"{os.getpid()}")
+        self._wrote = True
+
+    def _find_it(self, deadline: float) -> str:
+        """As another rank. Returns the host at which it is."""
+        found: list[tuple[str, int]] = []
+
+        def answers() -> bool:
+            for host, port in self._addresses():
+                with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
+                    found.append((host, port))
+                    return True
+            return False
+
+        if not self._until(answers, deadline):
+            raise LeftOut(f"rank 0 did not come to init_process_group within {self._timeout_s:.0f} s")
+        host, port = found[0]
+        self._store = self._open(host, port, is_master=False)
+        return host
+
+    def _addresses(self) -> list[tuple[str, int]]:
+        if self._port:
+            return [(host, self._port) for host in dict.fromkeys((self._entry.host, self._head)) if host]
+        with suppress(OSError, ValueError, IndexError):
+            return [(loopback(), int(self._file.read_text().split()[1]))]
+        return []
+
+    def _open(self, host: str, port: int, *, is_master: bool) -> Any:
+        import torch.distributed as dist
+
+        alone: dict[str, Any] = {}
+        if is_master and not port:  # of one host: torch would listen on all its addresses
+            listens = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            port = listens.getsockname()[1]
+            has_late_libuv = hasattr(dist.TCPStore, "list_keys")  # type: ignore[attr-defined]  # as below
+            alone = {
+                "master_listen_fd": listens.detach(),
+                "use_libuv": has_late_libuv,
+            }  # torch 2.7 has one or the other
+        return dist.TCPStore(  # type: ignore[attr-defined]  # torch re-exports it without saying so
+            host,
+            port,
+            world_size=None,
+            is_master=is_master,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+            **alone,
+        )
+
+    # -- leaving ------------------------------------------------------------------------------------------------
+
+    def _leave(self, patience_s: float) -> None:
+        """The store ends with rank 0's hold on it: it waits a moment for the others."""
+        store, self._store = self._store, None
+        if self._wrote:
+            self._file.unlink(missing_ok=True)
+            self._wrote = False
+        if store is None:
+            return
+        name = f"{self._prefix}/left"
+        with suppress(RuntimeError, OSError):  # rank 0 has ended, and its store with it
+            store.add(name, 1)
+            if self._entry.rank == 0:
+                self._until(lambda: store.add(name, 0) >= self._came, time.monotonic() + patience_s)
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def _set(self, name: str, value: bytes) -> None:
+        full = f"{self._prefix}/{name}"
+        self._store.set(full, self._seal.close(full, value.decode()))
+
+    def _add(self, name: str, number: int) -> int:
+        return int(self._store.add(f"{self._prefix}/{name}", number))
+
+    def _until(self, happened: Callable[[], bool], deadline: float) -> bool:
+        """Looks again and again, so that Python hears signals: torch's own wait does not let it."""
+        while not happened():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(self._tick_s)
+        return True
+
+
+def identity_of(entry: Entry, places: list[Place], store_host: str, store_port: int) -> Identity:
+    """Who the rank is, from where all are. Without a word of the launcher, ranks of a host count in their order."""
+    host = places[entry.rank].host
+    here = [rank for rank, place in enumerate(places) if place.host == host]
+    told = places[entry.rank].local_rank
+    local_rank = here.index(entry.rank) if told is None else told
+    return Identity(
+        entry.rank,
+        local_rank,
+        entry.world_size,
+        len(here),
+        store_host,
+        store_port,
+        True,
+        node=list(dict.fromkeys(place.host for place in places)).index(host),
+        device=entry.device,
+    )
+
+
+def _foreign(error: SealBroken) -> str:
+    return f"{error}; look at who can reach the port at which the ranks meet"
+
+
+def _boot_id() -> str:
+    """Two hosts may have one name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

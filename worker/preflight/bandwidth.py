@@ -1,0 +1,186 @@
+"""How fast is an all_reduce, and which link is the slowest? The figures are defined as in nccl-tests.
+
+The slowest link limits the speed of all ranks, so the times of an all_reduce do not show which link it is. After it,
+each rank therefore sends to the next rank and receives the same amount from it. Pairs without a common rank do this at
+the same time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from ...core.preflight import BandwidthRow
+from .blame.link_speeds import size_text
+from .compute import DeviceTimer
+from .group import Collectives, join
+from .messages import LinkSpeed, Measured
+
+CPU_LARGEST = 16 << 20
+CUDA_LARGEST = 256 << 20
+SMALLEST = 64 << 10
+_STEP = 4
+_MOST_REPEATS = 20
+_ROW_S = 0.2
+"""Repeat a size for about this long."""
+_SHARE_FOR_ROWS = 0.6
+"""The share of the time for the all_reduce. The rest is for the links."""
+_SWAPS = 8
+"""The test of the links takes about this many times as long as one all_reduce of their size."""
+
+
+LINK_BYTES = 1 << 20
+"""For fewer bytes, the time depends more on the processes than on the link between them."""
+
+
+def measure(
+    store: Store,
+    device: torch.device,
+    backend: str,
+    ranks: Sequence[int],
+    rank: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+    largest_bytes: int = 0,
+) -> Measured:
+    """Measure sizes up to `largest_bytes` (0: the device's default), while `timeout_s` allows. See also check_group.
+
+    Polling does not affect the times: on CUDA the device's own clock measures them.
+    """
+    began = time.monotonic()
+    if len(ranks) == 1:
+        return Measured([])
+    deadline = began + timeout_s
+    collectives = join(store, device, backend, ranks, rank, deadline, say)
+    largest = largest_bytes or (CUDA_LARGEST if device.type == "cuda" else CPU_LARGEST)
+    meter = _Meter(collectives, device, len(ranks), deadline)
+    rows: list[BandwidthRow] = []
+    longest_s: dict[int, float] = {}
+    left_s = 0.0
+    for size in sizes_up_to(largest):
+        step = f"all_reduce of {size_text(size)}"
+        say(step)
+        row_began = time.monotonic()
+        rows.append(meter.all_reduce(size))
+        # all ranks use the same, longest times, so that all stop at the same size
+        longest_s[size] = meter.longest(rows[-1].time_us / 1e6)
+        next_s = meter.longest(time.monotonic() - row_began) * _STEP * 2
+        left_s = timeout_s - meter.longest(time.monotonic() - began)
+        if next_s > left_s - timeout_s * (1 - _SHARE_FOR_ROWS):
+            break
+    fitting = [size for size, seconds in longest_s.items() if seconds * _SWAPS < left_s]
+    links: list[LinkSpeed] = []
+    for pairs in neighbours(len(ranks)):
+        size = fitting[-1] if fitting else rows[0].size_bytes
+        if size < LINK_BYTES:
+            break
+        say("links")
+        found = meter.links(pairs, list(ranks).index(rank), size)
+        links += [LinkSpeed(ranks[first], ranks[second], gbs) for first, second, gbs in found]
+    return Measured(rows, links)
+
+
+def sizes_up_to(largest: int) -> list[int]:
+    """Sizes that grow by a factor of four and end at `largest`.
+
+    >>> sizes_up_to(1 << 20)
+    [65536, 262144, 1048576]
+    """
+    sizes = [largest]
+    while sizes[-1] // _STEP >= SMALLEST:
+        sizes.append(sizes[-1] // _STEP)
+    return sizes[::-1]
+
+
+def neighbours(count: int) -> list[list[tuple[int, int]]]:
+    """The links of a ring, in rounds in which no rank has two of them.
+
+    >>> neighbours(5)
+    [[(0, 1), (2, 3)], [(1, 2), (3, 4)], [(4, 0)]]
+    """
+    if count == 2:
+        return [[(0, 1)]]
+    links = [(first, (first + 1) % count) for first in range(count)]
+    if count % 2:
+        return [links[0:-1:2], links[1:-1:2], links[-1:]]
+    return [links[0::2], links[1::2]]
+
+
+def row_of(size_bytes: int, seconds: float, count: int) -> BandwidthRow:
+    """As nccl-tests' PERFORMANCE.md: each rank sends and receives 2 (n - 1) / n of the data in an all_reduce.
+
+    >>> row_of(10**9, 0.1, 4)
+    BandwidthRow(size_bytes=1000000000, time_us=100000.0, algbw_gbs=10.0, busbw_gbs=15.0)
+    """
+    algbw = size_bytes / seconds / 1e9
+    return BandwidthRow(size_bytes, round(seconds * 1e6, 1), _digits(algbw), _digits(algbw * 2 * (count - 1) / count))
+
+
+def _digits(value: float) -> float:
+    """The number with four significant digits."""
+    return float(f"{value:.4g}")
+
+
+class _Meter:
+    """Times collectives and transfers on one device, in the group that this process has joined."""
+
+    def __init__(self, collectives: Collectives, device: torch.device, count: int, deadline: float) -> None:
+        self._collectives = collectives
+        self._device = device
+        self._count = count
+        self._deadline = deadline
+
+    def all_reduce(self, size: int) -> BandwidthRow:
+        """This rank's row for one size."""
+        data = torch.zeros(size // 4, dtype=torch.float32, device=self._device)  # sums of zeros never overflow
+        warm_s = self.longest(self._timed("all_reduce", lambda: dist.all_reduce(data), 1))
+        repeats = max(1, min(_MOST_REPEATS, int(_ROW_S / max(warm_s, 1e-6))))
+        seconds = self._timed("all_reduce", lambda: dist.all_reduce(data), repeats)
+        return row_of(size, seconds, self._count)
+
+    def links(self, pairs: Sequence[tuple[int, int]], place: int, size: int) -> list[tuple[int, int, float]]:
+        """(first, second, GB/s each way) of the pair in which this rank is the first."""
+        mine = next((pair for pair in pairs if place in pair), None)
+        peer = sum(mine) - place if mine is not None else None
+        out = torch.zeros(size // 4, dtype=torch.float32, device=self._device)
+        into = torch.empty_like(out)
+
+        def swap() -> None:
+            if peer is None:
+                return
+            swaps = [dist.P2POp(dist.isend, out, peer), dist.P2POp(dist.irecv, into, peer)]
+            for work in dist.batch_isend_irecv(swaps):
+                work.wait()
+
+        # Again the longest time of all ranks: both sides of a pair repeat equally often, and rounds do not overlap.
+        warm_s = self.longest(self._timed("the swap", swap, 1))
+        seconds = self._timed("the swap", swap, 3 if warm_s < _ROW_S else 1)
+        self.longest(seconds)
+        if mine is None or place != mine[0]:
+            return []
+        return [(mine[0], mine[1], _digits(size / seconds / 1e9))]
+
+    def longest(self, seconds: float) -> float:
+        """The longest time of all ranks, which all ranks get."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        self._collectives.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value.item())
+
+    def _timed(self, name: str, call: Callable[[], object], repeats: int) -> float:
+        """Seconds of one call, by the device's own clock if it has one.
+
+        NCCL's calls return at once. gloo's calls block, with the group's timeout.
+        """
+        if self._device.type == "cuda":
+            timer = DeviceTimer()
+            for _ in range(repeats):
+                call()
+            return timer.seconds(self._deadline, lambda: self._collectives.too_late(name)) / repeats
+        began_s = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        return (time.perf_counter() - began_s) / repeats

@@ -1,0 +1,418 @@
+"""The conclusion of one step, from the reports of all ranks. Pure: any rank that has the reports can draw it.
+
+An error of gpuwatch's own test fails no job: it ends the preflight with a finding of grade `unknown`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ....core.preflight import Finding
+from ....core.text import ranks_text
+from ..meeting import LEADER
+from ..messages import Attendance, Conclusion, PairTried, RankOutcome, Report, Roster
+from ..steps import Mode, is_local, stage_of, stays_local, step_after
+from . import pairs as blaming
+from .consistency import compare
+from .group import judge_group, rank_failed
+from .link_speeds import below, slow_links, slowest
+from .odd_ranks import odd_digests, slow_devices
+
+# Who has arrived, and who is missing: "ranks 9-15 (node gpu-017) did not arrive within 60 s". Pure.
+
+
+def roster_of(present: Mapping[int, Attendance], world_size: int) -> Roster:
+    """The roster of a job in which all ranks have arrived. NCCL only if every rank has its own GPU."""
+    by_rank = [present[rank] for rank in range(world_size)]
+    return Roster(
+        hosts=[one.host for one in by_rank],
+        nodes=[one.node for one in by_rank],
+        local_ranks=[one.local_rank for one in by_rank],
+        backend="nccl" if all(one.device.startswith("cuda") for one in by_rank) else "gloo",
+        gpus=[one.gpu for one in by_rank],
+    )
+
+
+def nodes_of(missing: Sequence[int], present: Mapping[int, Attendance], world_size: int) -> dict[int, int | None]:
+    """The node of each missing rank, where it can be known.
+
+    torchrun numbers the ranks node by node. So a rank that has arrived implies which other ranks are on its node. The
+    ranks between two such blocks belong to the nodes between them, which are taken to be of equal size.
+    """
+    blocks: dict[int, tuple[int, int]] = {}  # node -> (first rank, how many)
+    for rank, one in present.items():
+        blocks[one.node] = (rank - one.local_rank, one.local_world_size)
+    found: dict[int, int | None] = dict.fromkeys(missing)
+    for node, (first, size) in blocks.items():
+        found.update({rank: node for rank in range(first, first + size) if rank in found})
+    sizes = {size for _, size in blocks.values()}
+    if len(sizes) == 1:  # nearly always: all nodes have equally many ranks
+        size = sizes.pop()
+        if world_size % size == 0 and all(first == node * size for node, (first, _) in blocks.items()):
+            found = {rank: rank // size if node is None else node for rank, node in found.items()}
+    return found
+
+
+def missing_findings(
+    missing: Sequence[int],
+    present: Mapping[int, Attendance],
+    world_size: int,
+    known_hosts: Sequence[str],
+    timeout_s: float,
+) -> list[Finding]:
+    """One finding per node with missing ranks. `known_hosts`: the hosts of all nodes in their order, [] if unknown."""
+    hosts = {one.node: one.host for one in present.values()}
+    hosts = {**dict(enumerate(known_hosts)), **hosts}
+    nodes = nodes_of(missing, present, world_size)
+    groups: dict[int | None, list[int]] = {}
+    for rank in missing:
+        groups.setdefault(nodes[rank], []).append(rank)
+    findings = []
+    for node, ranks in groups.items():
+        host = hosts.get(node, "") if node is not None else ""
+        place = f" (node {host})" if host else f" (node number {node})" if node is not None else ""
+        whole = node is not None and not any(one.node == node for one in present.values())
+        findings.append(
+            Finding(
+                stage="arrive",
+                grade="fail",
+                subject="node" if whole else "rank",
+                ranks=ranks,
+                hosts=[host] if host else [],
+                sentence=f"{ranks_text(ranks)}{place} did not arrive within {timeout_s:.0f} s",
+                next=(
+                    f"Look at {host or 'the node of these ranks'}: is it up, does torchrun run there, does it reach "
+                    "the others? If the ranks only start late, give them longer with --preflight-timeout SECONDS."
+                ),
+                victims=sorted(present),
+            )
+        )
+    return findings
+
+
+_REPORT_IT = "Please report it, with this line."
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The settings of a preflight, which do not change."""
+
+    mode: Mode
+    world_size: int
+    timeout_s: float
+    """Time for the ranks to arrive."""
+    slow_factor: float = 1.5
+    min_busbw: float = 0.0
+    node_hosts: tuple[str, ...] = ()
+    """The hosts of all nodes in their order; () if they are unknown."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The reports of one step, and the ranks without one."""
+
+    step: str
+    reports: Mapping[int, Report]
+    silent: list[int]
+    leader_failed: bool = False
+
+
+def conclude_softly(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
+    """As `conclude`. An error of gpuwatch ends the preflight and not the job."""
+    try:
+        return conclude(terms, heard, before, roster)
+    except Exception as error:
+        sentence = f"no conclusion could be drawn, an error of gpuwatch: {type(error).__name__}: {error}"
+        finding = Finding(stage_of(heard.step), "unknown", "job", [], [], sentence, _REPORT_IT)
+        arrived = before.arrived or len(heard.reports)
+        return Conclusion(findings=[*before.findings, finding], outcomes=before.outcomes, arrived=arrived)
+
+
+def conclude(terms: Terms, heard: Heard, before: Conclusion, roster: Roster | None) -> Conclusion:
+    """The conclusion of a step. `before`: that of the previous step. `roster`: None until all ranks have arrived."""
+    now = Conclusion(findings=before.findings, outcomes=before.outcomes, arrived=before.arrived, broken=before.broken)
+    if heard.step == "arrive":
+        now = _attendance(terms, heard, now)
+        roster = now.roster
+    else:
+        now = _silent(heard, now, roster)
+    now = _fallen(heard, now, roster)
+    now = _blame(now, [finding for report in heard.reports.values() for finding in report.findings])
+    foreign = [report.detail for report in heard.reports.values() if report.kind == "foreign"]
+    if foreign:
+        return _blame(now, [foreign_finding(heard.step, foreign[0])])
+    faults = {rank: report.detail for rank, report in heard.reports.items() if report.kind == "fault"}
+    if faults:
+        return _faults(heard, now, faults, roster)
+    if roster is None or heard.silent or _went_away(heard):
+        return now
+    if heard.step == "consistency":
+        facts = {rank: report.facts for rank, report in heard.reports.items() if report.facts is not None}
+        now = _blame(now, _softly(heard.step, lambda: compare(facts)))
+    if heard.step == "compute":
+        now = _blame(now, _softly(heard.step, lambda: _of_compute(terms, heard, roster)))
+    if heard.step == "bandwidth":
+        now = _blame(now, _softly(heard.step, lambda: _of_bandwidth(terms, heard, roster)))
+    if is_local(heard.step):
+        now = _of_each_rank(heard, now, roster)
+        following = step_after(heard.step, terms.mode, len(roster.ranks_by_node))
+        if now.failed and not stays_local(heard.step, following):
+            return now
+        return replace(now, next=following)
+    if heard.step == "arrive":
+        return replace(now, next="consistency")
+    return _of_groups(terms, heard, before, now, roster)
+
+
+# -- arrival ------------------------------------------------------------------------------------------------------
+
+
+def _attendance(terms: Terms, heard: Heard, now: Conclusion) -> Conclusion:
+    present = {rank: report.attendance for rank, report in heard.reports.items() if report.attendance is not None}
+    now = replace(now, arrived=len(heard.reports))
+    if heard.leader_failed and not heard.silent:
+        now = _no_conclusion(heard, now, present[LEADER].host if LEADER in present else "")
+    if heard.silent:
+        found = missing_findings(heard.silent, present, terms.world_size, terms.node_hosts, terms.timeout_s)
+        now = _blame(now, found)
+        waited = f"waited for {ranks_text(heard.silent)}"
+        return _victims(now, dict.fromkeys(present, waited), "arrive")
+    if len(present) == terms.world_size:
+        roster = roster_of(present, terms.world_size)
+        nodes = len(roster.ranks_by_node)
+        note = f"{terms.world_size} rank{'s' * (terms.world_size > 1)} on {nodes} node{'s' * (nodes > 1)}"
+        return replace(now, roster=roster, note=note)
+    return now
+
+
+def _silent(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
+    """Ranks that arrived and then sent no report: if the worker has ended, no process is left to report it."""
+    if heard.leader_failed and not heard.silent:  # else the leader may be waiting for the silent ranks
+        return _no_conclusion(heard, now, roster.hosts[LEADER] if roster else "")
+    if not heard.silent or roster is None:
+        return now
+    stage = stage_of(heard.step)
+    findings = [
+        Finding(
+            stage=stage,
+            grade="fail",
+            subject="node" if roster.ranks_of(node) == ranks and len(roster.ranks_by_node) > 1 else "rank",
+            ranks=ranks,
+            hosts=[roster.hosts[ranks[0]]],
+            sentence=f"{ranks_text(ranks)} ({roster.hosts[ranks[0]]}) gave no more word in stage {stage}",
+            next=f"Look at {roster.hosts[ranks[0]]}: is it up, and what ended the ranks there?",
+            victims=sorted(heard.reports),
+        )
+        for node in roster.ranks_by_node
+        if (ranks := [rank for rank in heard.silent if roster.nodes[rank] == node])
+    ]
+    waited = f"waited for {ranks_text(heard.silent)}"
+    return _victims(_blame(now, findings), dict.fromkeys(heard.reports, waited), stage)
+
+
+def _no_conclusion(heard: Heard, now: Conclusion, host: str) -> Conclusion:
+    stage, victims = stage_of(heard.step), [rank for rank in heard.reports if rank != LEADER]
+    next_ = f"Look at {host or 'its host'}: what ended or stopped the processes of rank {LEADER} there?"
+    return _blame(now, [rank_failed(stage, LEADER, host, f"gave no conclusion in stage {stage}", next_, victims)])
+
+
+def _fallen(heard: Heard, now: Conclusion, roster: Roster | None) -> Conclusion:
+    """Ranks whose coordinator died or hung, as reported by their workers."""
+    fallen = {rank: report for rank, report in heard.reports.items() if report.kind == "fallen"}
+    if not fallen:
+        return now
+    others = sorted(set(heard.reports) - set(fallen))
+    findings = []
+    for rank, report in sorted(fallen.items()):
+        host = roster.hosts[rank] if roster else report.attendance.host if report.attendance else ""
+        stage = report.said or stage_of(heard.step)
+        findings.append(rank_failed(stage, rank, host, report.detail, report.next, others))
+    waited = f"waited for {ranks_text(fallen)}"
+    return _victims(_blame(now, findings), dict.fromkeys(others, waited), stage_of(heard.step))
+
+
+def _went_away(heard: Heard) -> bool:
+    return heard.leader_failed or any(report.kind == "fallen" for report in heard.reports.values())
+
+
+# -- each rank's own test ------------------------------------------------------------------------------------------
+
+
+def _faults(heard: Heard, now: Conclusion, faults: Mapping[int, str], roster: Roster | None) -> Conclusion:
+    """The preflight ends here: the test itself is broken, so the failures of other ranks mean nothing."""
+    first = min(faults)
+    finding = Finding(
+        stage=stage_of(heard.step),
+        grade="unknown",
+        subject="job",
+        ranks=sorted(faults),
+        hosts=sorted({roster.hosts[rank] for rank in faults}) if roster else [],
+        sentence=f"the test itself failed on {ranks_text(faults)}, an error of gpuwatch: {faults[first]}",
+        next=_REPORT_IT,
+    )
+    return _blame(now, [finding])
+
+
+def foreign_finding(step: str, sentence: str) -> Finding:
+    """Somebody else has written into the ranks' store: the preflight ends here, and accuses nobody of the job."""
+    next_ = "Look at who can reach the port at which the ranks meet: whoever can may write there."
+    return Finding(stage_of(step), "unknown", "job", [], [], f"the preflight has ended: {sentence}", next_)
+
+
+def _softly(step: str, find: Callable[[], list[Finding]]) -> list[Finding]:
+    """An error in a comparison becomes a finding and does not end the preflight."""
+    try:
+        return find()
+    except Exception as error:
+        sentence = f"what the ranks found could not be compared, an error of gpuwatch: {type(error).__name__}: {error}"
+        return [Finding(stage_of(step), "unknown", "job", [], [], sentence, _REPORT_IT)]
+
+
+def _of_compute(terms: Terms, heard: Heard, roster: Roster) -> list[Finding]:
+    results = {rank: report.computed for rank, report in heard.reports.items() if report.computed is not None}
+    hosts = roster.hosts_by_rank
+    return [*odd_digests(results, hosts), *slow_devices(results, hosts, terms.slow_factor)]
+
+
+def _of_bandwidth(terms: Terms, heard: Heard, roster: Roster) -> list[Finding]:
+    measured = {rank: report.measured for rank, report in heard.reports.items() if report.measured is not None}
+    if len(measured) < terms.world_size or not slowest(measured):
+        return []
+    found = below(measured, roster.hosts_by_rank, terms.min_busbw)
+    return [*([found] if found else []), *slow_links(measured, roster.hosts_by_rank)]
+
+
+def _of_each_rank(heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
+    """Findings of ranks whose own part failed, one per rank."""
+    findings = []
+    for rank, report in sorted(heard.reports.items()):
+        if report.kind in ("raised", "died", "hung"):
+            verb = {"raised": "failed: ", "died": "died: ", "hung": ""}[report.kind]
+            said, stage = f"{verb}{report.detail}", stage_of(heard.step)
+            findings.append(rank_failed(stage, rank, roster.hosts[rank], said, report.next))
+    return _blame(now, findings)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def _of_groups(terms: Terms, heard: Heard, before: Conclusion, now: Conclusion, roster: Roster) -> Conclusion:
+    stage = stage_of(heard.step)
+    nodes = roster.ranks_by_node
+    if heard.step in ("node group", "inside"):
+        now = _inside_nodes(stage, heard, now, roster)
+    elif heard.step.startswith("pairs "):
+        return _of_pairs(heard, before, now, roster)
+    else:
+        judgement = judge_group(stage, heard.reports, roster.hosts_by_rank, one_node=len(nodes) == 1)
+        if judgement.failed:
+            now = _blame(now, judgement.findings)
+            now = _victims(now, judgement.victims, stage)
+            if not judgement.findings:
+                return _search(terms, heard, now, roster, judgement.detail)
+    if now.failed:
+        return now
+    if heard.step == "inside":  # the group of each node works
+        return _try_pairs(now, roster, [], 1)
+    return replace(now, next=step_after(heard.step, terms.mode, len(nodes)))
+
+
+def _inside_nodes(stage: str, heard: Heard, now: Conclusion, roster: Roster) -> Conclusion:
+    hosts = roster.hosts_by_rank
+    for node, ranks in roster.ranks_by_node.items():
+        judgement = judge_group(stage, {rank: heard.reports[rank] for rank in ranks}, hosts, one_node=True)
+        if not judgement.failed:
+            continue
+        findings = judgement.findings or [_of_node(stage, node, ranks, roster, judgement.detail)]
+        now = _victims(_blame(now, findings), judgement.victims, stage)
+    return now
+
+
+def _of_node(stage: str, node: int, ranks: list[int], roster: Roster, detail: str) -> Finding:
+    host = roster.hosts_by_node[node]
+    return Finding(
+        stage=stage,
+        grade="fail",
+        subject="node",
+        ranks=[],
+        hosts=[host],
+        sentence=(
+            f"{ranks_text(ranks)} inside node {host} do not work together, at whose fault is not known: {detail}"
+        ),
+        next=f"Run `gpuwatch check --nnodes 1 --nccl-debug` on {host} alone, with fewer ranks, and read the log.",
+        victims=ranks,
+    )
+
+
+def _search(terms: Terms, heard: Heard, now: Conclusion, roster: Roster, detail: str) -> Conclusion:
+    """The group failed, and the ranks' reports blame nobody."""
+    if heard.step == "bandwidth" or len(roster.ranks_by_node) == 1:
+        where = f"inside node {roster.hosts[0]}" if len(roster.ranks_by_node) == 1 else "over all ranks"
+        finding = Finding(
+            stage=stage_of(heard.step),
+            grade="fail",
+            subject="job",
+            ranks=[],
+            hosts=[],
+            sentence=f"the process group {where} failed, at which rank is not known: {detail}",
+            next="Run `gpuwatch check --nccl-debug` and read the log.",
+            victims=sorted(heard.reports),
+        )
+        return _blame(now, [finding])
+    now = replace(now, broken=detail)
+    if terms.mode == "quick":
+        return replace(now, next="inside")
+    return _try_pairs(now, roster, [], 1)
+
+
+def _try_pairs(now: Conclusion, roster: Roster, tried: list[PairTried], number: int) -> Conclusion:
+    """The next round of pairs, or the verdict when no pair is left to try."""
+    nodes = roster.ranks_by_node
+    results = [blaming.PairResult(one.a, one.b, one.ok, one.detail) for one in tried]
+    pairs = blaming.next_pairs(results, list(nodes)) if number <= blaming.ROUNDS else []
+    if pairs:
+        return replace(now, next=f"pairs {number}", pairs=pairs, tried=tried)
+    findings = blaming.blame(results, nodes, roster.hosts_by_node)
+    return _blame(now, findings)
+
+
+def _of_pairs(heard: Heard, before: Conclusion, now: Conclusion, roster: Roster) -> Conclusion:
+    tried = list(before.tried)
+    for a, b in before.pairs:
+        ranks = roster.ranks_of(a, b)
+        judgement = judge_group("cross group", {rank: heard.reports[rank] for rank in ranks}, roster.hosts_by_rank)
+        tried.append(PairTried(a, b, not judgement.failed, judgement.detail))
+        now = _blame(now, judgement.findings)
+    if now.failed:
+        return now
+    return _try_pairs(now, roster, tried, int(heard.step.removeprefix("pairs ")) + 1)
+
+
+# -- totals ---------------------------------------------------------------------------------------------------------
+
+
+def _blame(now: Conclusion, findings: Collection[Finding]) -> Conclusion:
+    """`now` with these findings. A finding of grade fail makes its ranks failed."""
+    outcomes = {outcome.rank: outcome for outcome in now.outcomes}
+    for finding in findings:
+        if finding.grade != "fail":
+            continue
+        for rank in finding.victims:
+            outcomes.setdefault(rank, RankOutcome(rank, "victim", finding.stage, finding.sentence))
+        if finding.subject in ("rank", "gpu", "node"):
+            for rank in finding.ranks:
+                if rank not in outcomes or outcomes[rank].standing == "victim":
+                    outcomes[rank] = RankOutcome(rank, "failed", finding.stage, finding.sentence)
+    return replace(now, findings=[*now.findings, *findings], outcomes=[outcomes[rank] for rank in sorted(outcomes)])
+
+
+def _victims(now: Conclusion, victims: Mapping[int, str], stage: str) -> Conclusion:
+    """Ranks that failed only because of others, with their reports."""
+    outcomes = {outcome.rank: outcome for outcome in now.outcomes}
+    for rank, detail in victims.items():
+        if rank not in outcomes or outcomes[rank].standing == "victim":
+            outcomes[rank] = RankOutcome(rank, "victim", stage, detail)
+    return replace(now, outcomes=[outcomes[rank] for rank in sorted(outcomes)])

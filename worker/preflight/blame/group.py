@@ -1,0 +1,247 @@
+"""Decides which ranks are to blame when the test of one process group failed. Pure.
+
+A rank is to blame if it died, found a fault of its own, or is accused by others. Within a node, a rank that hung while
+the others gave up is also to blame. Between nodes it is not: the network can make a rank hang where torch's timeout has
+no effect, for example while it connects. A rank whose peers ended, or that timed out, is a victim. If all ranks are
+victims, nobody is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from ....core.preflight import Finding
+from ....core.text import ranks_text
+from ..messages import Report
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """`findings` is empty if nobody can be blamed. `failed` is whether the group failed at all."""
+
+    failed: bool
+    findings: list[Finding] = field(default_factory=list)
+    victims: dict[int, str] = field(default_factory=dict)
+    """rank -> what it reported"""
+
+    @property
+    def detail(self) -> str:
+        """The most frequent report of the victims."""
+        most = Counter(self.victims.values()).most_common(1)
+        return most[0][0] if most else ""
+
+
+def rank_failed(stage: str, rank: int, host: str, said: str, next_: str = "", victims: Sequence[int] = ()) -> Finding:
+    """A finding that names one rank. `said` is the predicate of its sentence. `host`: "" if it is not known."""
+    return Finding(
+        stage=stage,
+        grade="fail",
+        subject="rank",
+        ranks=[rank],
+        hosts=[host] if host else [],
+        sentence=f"rank {rank}{f' ({host})' if host else ''} {said}",
+        next=next_ or f"Look at {host or 'its host'}, or leave that node out of the next run.",
+        victims=sorted(victims),
+    )
+
+
+def judge_group(
+    stage: str, members: Mapping[int, Report], hosts: Mapping[int, str], *, one_node: bool = False
+) -> Judgement:
+    """`members` are the reports of the ranks that were in the group."""
+    bad = {rank: report for rank, report in members.items() if report.kind not in ("ok", "idle")}
+    if not bad:
+        return Judgement(False)
+    reasons = _own_faults(bad) or _accused(bad) or (_hangs_alone(bad) if one_node else {})
+    victims = {rank: _seen(report) for rank, report in bad.items() if rank not in reasons}
+    findings = [
+        rank_failed(stage, rank, hosts.get(rank, ""), said, next_, victims=[] if number else list(victims))
+        for number, (rank, (said, next_)) in enumerate(sorted(reasons.items()))
+    ]
+    return Judgement(True, findings, victims)
+
+
+def _own_faults(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
+    """Ranks that died or report a fault of their own."""
+    return {
+        rank: (_failed_text(report), report.next)
+        for rank, report in bad.items()
+        if report.own or (report.kind == "died" and report.own is None)
+    }
+
+
+def _failed_text(report: Report) -> str:
+    step = f" at {report.said}" if report.said and report.said not in report.detail else ""
+    if report.kind == "died":
+        return f"died{step}: {report.detail}"
+    if report.kind == "hung":
+        return report.detail
+    return f"failed{step}: {report.detail}"
+
+
+def _accused(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
+    """Ranks accused by more ranks than they accuse themselves. Two ranks that accuse each other are undecided."""
+    accusers: dict[int, list[int]] = {}
+    for rank, report in bad.items():
+        for peer in report.peers:
+            if peer != rank:
+                accusers.setdefault(peer, []).append(rank)
+    accused = {}
+    for peer, by in accusers.items():
+        counter = bad[peer].peers if peer in bad else []
+        if len([rank for rank in by if rank not in counter]) or len(by) > len(counter):
+            first = bad[by[0]]
+            accused[peer] = (f"is to blame, say {ranks_text(by)}: {first.detail}", first.next)
+    return accused
+
+
+def _hangs_alone(bad: Mapping[int, Report]) -> dict[int, tuple[str, str]]:
+    """Ranks that had to be killed while others were not: torch's own, shorter timeout did not end them."""
+    hung = {rank: report for rank, report in bad.items() if report.kind == "hung"}
+    if len(hung) == len(bad):
+        steps = Counter(report.said for report in hung.values())
+        if len(steps) < 2:
+            return {}
+        # most ranks wait at the step that most have reached, for those that have not reached it
+        most = steps.most_common(2)
+        if most[0][1] == most[1][1]:
+            return {}
+        hung = {rank: report for rank, report in hung.items() if report.said != most[0][0]}
+    return {rank: (report.detail, report.next) for rank, report in hung.items()}
+
+
+def _seen(report: Report) -> str:
+    return f"{report.detail}{f' (at {report.said})' if report.said and report.said not in report.detail else ''}"
+
+
+# What each rank received in the collectives, and which rank must be wrong if they differ. Pure.
+#
+# Example with three ranks: in all_gather, ranks 0 and 2 got wrong numbers from rank 1, and rank 1 got right numbers
+# from both. So rank 1 sends wrong numbers. If only rank 0 got them wrong, the cause is rank 0, rank 1 or the link
+# between them: undetermined.
+
+
+class Vote(msgspec.Struct, frozen=True):
+    """What one rank received. Ranks are global numbers."""
+
+    sum_error: str = ""
+    """How its all_reduce was wrong; "" if it was right."""
+    gather_errors: list[int] = []
+    """Ranks whose numbers it got wrong in all_gather. It is one of them if its own input has changed."""
+    broadcast_errors: list[int] = []
+    """Roots from which it got wrong numbers in broadcast."""
+    barrier_error: str = ""
+
+
+@dataclass(frozen=True)
+class VoteResult:
+    """The ranks that are wrong; none if that is undetermined. `search`: sums of pairs would tell more."""
+
+    sentence: str
+    guilty: tuple[int, ...] = ()
+    search: bool = False
+
+
+def judge(votes: Mapping[int, Vote]) -> VoteResult | None:
+    """The verdict over all votes; None if nothing was wrong. Wrong transfers come first: they make sums wrong, too."""
+    return (
+        _judge_transfers(
+            "all_gather", {(rank, sender) for rank in votes for sender in votes[rank].gather_errors}, votes
+        )
+        or _judge_transfers(
+            "broadcast", {(rank, root) for rank in votes for root in votes[rank].broadcast_errors}, votes
+        )
+        or _judge_sums(votes)
+        or _judge_barrier(votes)
+    )
+
+
+def judge_sums_of_pairs(votes: Mapping[int, Vote], bad: Collection[int]) -> VoteResult:
+    """The verdict over wrong sums once pairs have been tried; `bad` failed in every pair while others did not."""
+    wrong = [rank for rank in sorted(votes) if votes[rank].sum_error]
+    if bad:
+        shown = next((rank for rank in sorted(bad) if votes[rank].sum_error), wrong[0])
+        return VoteResult(
+            f"{ranks_text(bad)} {'adds' if len(bad) == 1 else 'add'} wrong: {votes[shown].sum_error}, in the whole "
+            f"group and in every pair, while the other ranks add right with each other",
+            tuple(sorted(bad)),
+        )
+    if len(wrong) == 1:
+        return _wrong_alone(wrong[0], votes)
+    return _sum_undetermined(wrong, votes, "pairs of ranks do not tell which rank adds wrong")
+
+
+def _judge_transfers(kind: str, errors: set[tuple[int, int]], votes: Mapping[int, Vote]) -> VoteResult | None:
+    """The verdict from (receiver, sender) of every wrong transfer."""
+    if not errors:
+        return None
+    others = len(votes) - 1
+    receivers = {sender: {to for to, of in errors if of == sender and to != sender} for _, sender in errors}
+    senders = {to: {of for at, of in errors if at == to and of != to} for to, _ in errors}
+    sending = {
+        sender
+        for sender, to in receivers.items()
+        if to and ((sender, sender) in errors or (others >= 2 and len(to) * 2 > others))
+    }
+    if sending:
+        sees = max((receivers[sender] for sender in sending), key=len)
+        verb = "sends" if len(sending) == 1 else "send"
+        return VoteResult(
+            f"{ranks_text(sending)} {verb} wrong values in {kind} (seen by {ranks_text(sees)})", tuple(sorted(sending))
+        )
+    # all ranks get the same broadcast: a rank that alone got it wrong is the wrong one
+    receiving = {
+        to
+        for to, of in senders.items()
+        if (to, to) in errors
+        or (others >= 2 and (len(of) * 2 > others or (kind == "broadcast" and not of & _of_others(to, senders))))
+    }
+    if receiving:
+        verb = "gets" if len(receiving) == 1 else "get"
+        return VoteResult(
+            f"{ranks_text(receiving)} {verb} wrong values in {kind} that the others get right", tuple(sorted(receiving))
+        )
+    to, of = min(errors)
+    return VoteResult(
+        f"the values of rank {of} came out wrong at rank {to} in {kind}; undetermined whether rank {of}, rank {to} or "
+        f"the way between them is at fault"
+    )
+
+
+def _of_others(rank: int, senders: Mapping[int, set[int]]) -> set[int]:
+    return {sender for other, of in senders.items() if other != rank for sender in of}
+
+
+def _judge_sums(votes: Mapping[int, Vote]) -> VoteResult | None:
+    wrong = [rank for rank in sorted(votes) if votes[rank].sum_error]
+    if not wrong:
+        return None
+    found = _wrong_alone(wrong[0], votes) if len(wrong) == 1 else _sum_undetermined(wrong, votes)
+    # a rank that adds wrong makes the sums of others wrong, too, so only pairs can tell; two ranks are one pair
+    return replace(found, search=len(votes) > 2)
+
+
+def _wrong_alone(rank: int, votes: Mapping[int, Vote]) -> VoteResult:
+    others = ranks_text(other for other in votes if other != rank)
+    return VoteResult(f"rank {rank} adds wrong: {votes[rank].sum_error}, while {others} got it right", (rank,))
+
+
+def _sum_undetermined(wrong: list[int], votes: Mapping[int, Vote], why: str = "") -> VoteResult:
+    who = "all ranks" if len(wrong) == len(votes) else ranks_text(wrong)
+    return VoteResult(
+        f"{votes[wrong[0]].sum_error}, at {who}, although every rank's own values arrive; undetermined which rank adds "
+        f"wrong" + (f" ({why})" if why else "")
+    )
+
+
+def _judge_barrier(votes: Mapping[int, Vote]) -> VoteResult | None:
+    early = [rank for rank in sorted(votes) if votes[rank].barrier_error]
+    if not early:
+        return None
+    return VoteResult(
+        f"{ranks_text(early)} came through the barrier too early: {votes[early[0]].barrier_error}", tuple(early)
+    )

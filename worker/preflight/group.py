@@ -1,0 +1,385 @@
+"""A process group over some ranks: do the collectives end, and are their values right? If not, whose fault is it?
+
+Every rank publishes its results as a vote in the store, since the collectives themselves are in doubt. All ranks read
+the same votes and reach the same verdict. If a sum is wrong, the transfers show whether its values arrived right. If
+they did, pairs of ranks compute sums, until only the ranks that are wrong with every partner are left.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ...core.text import ranks_text
+from .blame.group import Vote, VoteResult, judge, judge_sums_of_pairs
+from .blame.pairs import ROUNDS, PairResult, blame, next_pairs
+from .child import ProbeFailure
+
+# Collectives with a deadline, on gloo and on NCCL alike.
+#
+# Since torch 2.8 a blocking collective of NCCL returns no Work. It runs in the current stream, and reading the result
+# then waits for the device without a timeout. So every collective here is asynchronous, and its Work is awaited with a
+# timeout.
+
+_LEAST_S = 0.1
+_ROUNDING_S = 0.05
+"""Tolerance: torch counts a timeout in whole milliseconds, from a slightly different start."""
+_WATCHDOG = 10
+"""Factor on the remaining time: torch's own watchdog, which ends the process, must not fire before our deadline."""
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+def left_s(deadline: float) -> float:
+    """Seconds until a deadline on the monotonic clock, at least 0.1."""
+    return max(_LEAST_S, deadline - time.monotonic())
+
+
+def join(
+    store: Store,
+    device: torch.device,
+    backend: str,
+    ranks: Sequence[int],
+    rank: int,
+    deadline: float,
+    say: Callable[[str], None],
+) -> Collectives:
+    """Make the process group of this process. NCCL connects at once, since it is given the device.
+
+    Raises ProbeFailure, with the ranks that do not come, or with no ranks if the group is not up at the deadline.
+    """
+    say("init")
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(device)
+        _set_up_nccl()
+    _wait_for_all(PrefixStore("ready", store), ranks, rank, deadline)
+    timeout_s = left_s(deadline)
+
+    def make() -> None:
+        if on_cuda:
+            torch.cuda.set_device(device)  # every thread has its own current device
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=list(ranks).index(rank),
+            world_size=len(ranks),
+            timeout=timedelta(seconds=timeout_s * _WATCHDOG if on_cuda else timeout_s),
+            device_id=device if on_cuda else None,
+        )
+
+    _in_time(make, timeout_s, f"{backend} had not connected {len(ranks)} ranks")
+    return Collectives(device, deadline)
+
+
+def _set_up_nccl() -> None:
+    """Have NCCL's errors raised where we wait. Otherwise torch's watchdog ends the process and names no rank.
+
+    TORCH_NCCL_BLOCKING_WAIT would also do that, but then every wait polls once a millisecond, which distorts the times.
+    """
+    for name in _BLOCKING_WAIT:
+        os.environ.pop(name, None)
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+
+
+def _wait_for_all(store: Store, ranks: Sequence[int], rank: int, deadline: float) -> None:
+    """Wait for all ranks. A rank whose device hangs does not come; without this, NCCL would only fail to connect."""
+    store.set(str(rank), "")
+    try:
+        store.wait([str(one) for one in ranks], timedelta(seconds=left_s(deadline)))
+    except RuntimeError as error:
+        absent = [one for one in ranks if not store.check([str(one)])]
+        if not absent:
+            raise
+        raise ProbeFailure(f"{ranks_text(absent)} did not come to the process group", peers=absent) from error
+
+
+def _in_time(call: Callable[[], None], timeout_s: float, otherwise: str) -> None:
+    """Call in a thread that is abandoned if it hangs, since ncclCommInitRank has no timeout. The process ends soon."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="gpuwatch-init")
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise ProbeFailure(f"{otherwise} within {timeout_s:.0f} s", peers=[])
+    if errors:
+        raise errors[0]
+
+
+class Collectives:
+    """Collectives of the group that this process has joined. Raises ProbeFailure at the deadline."""
+
+    def __init__(self, device: torch.device, deadline: float) -> None:
+        self._device = device
+        self._deadline = deadline
+        self._limit_s = left_s(deadline)
+
+    def all_reduce(
+        self,
+        total: torch.Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Reduce in place."""
+        self.wait(dist.all_reduce(total, op=op, group=group, async_op=True), "all_reduce")
+
+    def all_gather(self, gathered: list[torch.Tensor], mine: torch.Tensor) -> None:
+        """Gather the tensors of all ranks into `gathered`."""
+        self.wait(dist.all_gather(gathered, mine, async_op=True), "all_gather")
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        """Broadcast from `src`, a rank within the group."""
+        self.wait(dist.broadcast(tensor, src=src, async_op=True), "broadcast")
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        device_ids = [self._device.index] if self._device.type == "cuda" else None
+        self.wait(dist.barrier(device_ids=device_ids, async_op=True), "barrier")
+
+    def wait(self, work: dist.Work | None, name: str) -> None:
+        """Wait until the work has ended, also on the device."""
+        if work is None:
+            return
+        try:
+            work.wait(timedelta(seconds=left_s(self._deadline)))
+        except RuntimeError as error:
+            if time.monotonic() < self._deadline - _ROUNDING_S:
+                raise
+            raise self.too_late(name) from error
+
+    def too_late(self, name: str) -> ProbeFailure:
+        """The failure at the deadline. It names no rank: a waiting rank does not know for which one it waits."""
+        return ProbeFailure(
+            f"{name} did not end within {self._limit_s:.0f} s: some rank took no part in it, or did not answer",
+            peers=[],
+            next="Look for the rank that hangs, or for packets that are dropped on the way to it.",
+        )
+
+
+SIZES = (4096, 1 << 20)
+"""Numbers of float32 elements: NCCL uses different protocols for 16 KiB and for 4 MiB."""
+SMALL = 16
+"""In a group of up to this many ranks each one broadcasts, and pairs of ranks are searched for wrong sums. In a larger
+group two ranks broadcast, and pairs of its nodes are tried."""
+
+_PERIOD = 122
+
+
+def check_group(
+    store: Store,
+    device: torch.device,
+    backend: str,
+    ranks: Sequence[int],
+    rank: int,
+    timeout_s: float,
+    say: Callable[[str], None],
+) -> str:
+    """Run every kind of collective among `ranks` (global numbers; this one is `rank`). Returns what was done, in words.
+
+    `store` is a PrefixStore of this test alone. `say` is called with each step as it begins.
+    Raises ProbeFailure if a value is wrong; see there for `peers`. Errors that torch raises for a broken collective are
+    not translated.
+
+    It ends within `timeout_s`. Run it in a separate process with a longer deadline, and end that with os._exit: a group
+    can hang while it is destroyed if one of its ranks has ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    if len(ranks) == 1:
+        return "one rank: nothing to test"
+    collectives = join(store, device, backend, ranks, rank, deadline, say)
+    vote = _Round(store, collectives, device, ranks, rank, say).run()
+    say("votes")
+    votes = exchange(PrefixStore("votes", store), ranks, rank, vote, deadline)
+    verdict = judge(votes)
+    if verdict is not None and verdict.search and len(ranks) <= SMALL:
+        try:
+            verdict = judge_sums_of_pairs(votes, _search(store, collectives, device, ranks, rank, deadline, say))
+        except (RuntimeError, ProbeFailure):
+            pass  # the verdict without the pairs is worth more than their error
+    if verdict is not None:
+        raise _failure(verdict, rank)
+    return f"all_reduce, all_gather, broadcast and barrier over {len(ranks)} ranks came out right ({backend})"
+
+
+def exchange(store: Store, ranks: Sequence[int], rank: int, mine: Vote, deadline: float) -> dict[int, Vote]:
+    """The votes of all ranks. Raises ProbeFailure with the ranks that give none in time."""
+    store.set(str(rank), msgspec.json.encode(mine).decode())
+    keys = [str(one) for one in ranks]
+    try:
+        store.wait(keys, timedelta(seconds=left_s(deadline)))
+    except RuntimeError as error:
+        silent = [one for one in ranks if not store.check([str(one)])]
+        if not silent:
+            raise
+        raise ProbeFailure(f"{ranks_text(silent)} did not say what came out of the test", peers=silent) from error
+    return {one: msgspec.json.decode(found, type=Vote) for one, found in zip(ranks, store.multi_get(keys), strict=True)}
+
+
+class _Round:
+    """One run of the collectives, and this rank's results."""
+
+    def __init__(
+        self,
+        store: Store,
+        collectives: Collectives,
+        device: torch.device,
+        ranks: Sequence[int],
+        rank: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._collectives = collectives
+        self._device = device
+        self._ranks = list(ranks)
+        self._rank = rank
+        self._say = say
+
+    def run(self) -> Vote:
+        steps: list[tuple[str, Callable[[], Vote]]] = [
+            ("all_reduce", self._all_reduce),
+            ("all_gather", self._all_gather),
+            ("broadcast", self._broadcast),
+            ("barrier", self._barrier),
+        ]
+        seen = Vote()
+        for name, step in steps:
+            self._say(name)
+            found = step()
+            seen = msgspec.structs.replace(
+                seen, **{field: value for field, value in msgspec.structs.asdict(found).items() if value}
+            )
+        return seen
+
+    def _all_reduce(self) -> Vote:
+        return Vote(sum_error=sum_error(self._collectives, self._device, self._ranks, self._rank))
+
+    def _all_gather(self) -> Vote:
+        mine = values_of(self._rank, SIZES[0]).to(self._device)
+        gathered = [torch.empty_like(mine) for _ in self._ranks]
+        self._collectives.all_gather(gathered, mine)
+        wrong = [
+            one
+            for one, got in zip(self._ranks, gathered, strict=True)
+            if not torch.equal(got.cpu(), values_of(one, SIZES[0]))
+        ]
+        return Vote(gather_errors=wrong)
+
+    def _broadcast(self) -> Vote:
+        wrong = []
+        for root in self._ranks if len(self._ranks) <= SMALL else (self._ranks[0], self._ranks[-1]):
+            due = values_of(root, SIZES[0])
+            got = (due if root == self._rank else torch.zeros_like(due)).to(self._device)
+            self._collectives.broadcast(got, self._ranks.index(root))
+            if not torch.equal(got.cpu(), due):
+                wrong.append(root)
+        return Vote(broadcast_errors=wrong)
+
+    def _barrier(self) -> Vote:
+        self._store.add("entered", 1)
+        self._collectives.barrier()
+        entered = self._store.add("entered", 0)
+        if entered < len(self._ranks):
+            return Vote(barrier_error=f"{entered} of {len(self._ranks)} ranks had reached it")
+        return Vote()
+
+
+def sum_error(
+    collectives: Collectives,
+    device: torch.device,
+    ranks: Sequence[int],
+    rank: int,
+    group: dist.ProcessGroup | None = None,
+) -> str:
+    """How a sum over a group is wrong on this rank, for either size; "" if both are right."""
+    errors = []
+    for count in SIZES:  # always both sizes: the other ranks take part in both
+        total = values_of(rank, count).to(device)
+        collectives.all_reduce(total, group=group)
+        got, due = total.cpu(), sum_of(ranks, count)
+        if not torch.equal(got, due):
+            wrong = (got != due).nonzero().flatten()
+            first = int(wrong[0])
+            errors.append(
+                f"all_reduce over {len(ranks)} ranks gave {got[first].item():g} where {due[first].item():g} was due "
+                f"({len(wrong)} of {count} numbers wrong)"
+            )
+    return errors[0] if errors else ""
+
+
+def values_of(rank: int, count: int) -> torch.Tensor:
+    """The input of a rank: float32 whole numbers, so small that sums over 50,000 ranks are exact in any order.
+
+    Elements at even positions hold the rank's low byte, those at odd positions its high byte.
+    """
+    return _repeated([_value(rank, place) for place in range(_PERIOD)], count)
+
+
+def sum_of(ranks: Sequence[int], count: int) -> torch.Tensor:
+    """The correct sum."""
+    return _repeated([sum(_value(rank, place) for rank in ranks) for place in range(_PERIOD)], count)
+
+
+def _value(rank: int, place: int) -> int:
+    return (rank >> 8 * (place % 2) & 0xFF) + place % 61 + 1
+
+
+def _repeated(pattern: list[int], count: int) -> torch.Tensor:
+    return torch.tensor(pattern, dtype=torch.float32).repeat(count // _PERIOD + 1)[:count]
+
+
+def _search(
+    store: Store,
+    collectives: Collectives,
+    device: torch.device,
+    ranks: Sequence[int],
+    rank: int,
+    deadline: float,
+    say: Callable[[str], None],
+) -> list[int]:
+    """The ranks that add wrong. Disjoint pairs of ranks compute sums at the same time; see pairwise_search.py."""
+    say("pairs")
+    results: list[PairResult] = []
+    for number in range(ROUNDS):
+        pairs = next_pairs(results, ranks)
+        if not pairs:
+            break
+        error = ""
+        for pair in pairs:  # torch requires that every rank makes every group, in the same order
+            group = dist.new_group([list(ranks).index(one) for one in pair])
+            if rank in pair:
+                error = sum_error(collectives, device, pair, rank, group)
+        votes = exchange(PrefixStore(f"pairs/{number}", store), ranks, rank, Vote(sum_error=error), deadline)
+        for a, b in pairs:
+            found = votes[a].sum_error or votes[b].sum_error
+            results.append(PairResult(a, b, not found, found))
+    nodes = {one: [one] for one in ranks}
+    findings = blame(results, nodes, {one: f"rank {one}" for one in ranks})
+    return [one for finding in findings if finding.subject == "node" for one in finding.ranks]
+
+
+def _failure(verdict: VoteResult, rank: int) -> ProbeFailure:
+    guilty = list(verdict.guilty)
+    if rank in guilty:
+        guilty_or_own: list[int] | None = None
+    else:
+        guilty_or_own = guilty
+    next_ = (
+        f"Leave out the GPU or host of {ranks_text(guilty)}: it answers, but with wrong numbers."
+        if guilty
+        else "Run `gpuwatch check` with other nodes: the wrong numbers stay with the device or link that makes them."
+    )
+    return ProbeFailure(verdict.sentence, peers=guilty_or_own, next=next_)

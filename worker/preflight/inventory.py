@@ -1,0 +1,270 @@
+"""The inventory of this rank, as far as it needs no CUDA context. A fact that cannot be read is unknown."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import ipaddress
+import os
+import platform
+import resource
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import psutil
+import torch
+
+from ...core.host import gpuwatch_version, host_name
+from ...core.identity import Identity
+from ...core.preflight import InventoryFacts
+
+T = TypeVar("T")
+
+_SETTINGS = ("NCCL_", "TORCH_", "GLOO_")
+_OTHER_SETTINGS = ("CUDA_VISIBLE_DEVICES",)
+_VALUE_CHARACTERS = 200
+_LIMITS = {
+    "nofile": resource.RLIMIT_NOFILE,
+    "memlock": resource.RLIMIT_MEMLOCK,
+    "nproc": resource.RLIMIT_NPROC,
+    "stack": resource.RLIMIT_STACK,
+}
+_CAP_IPC_LOCK = 14
+
+
+def gather(identity: Identity, script: str = "", environ: Mapping[str, str] = os.environ) -> InventoryFacts:
+    """Everything except the GPU, which device_facts.py reads in a separate process. Never raises.
+
+    Does not use CUDA, so that the process can fork afterwards. With a torch without CUDA the inventory is complete, and
+    `device` is set.
+    """
+    has_cuda = bool(torch.version.cuda or torch.version.hip)
+    return InventoryFacts(
+        host=soft(host_name, ""),
+        node=soft(lambda: int(environ["GROUP_RANK"]), 0),
+        boot_id=soft(Path("/proc/sys/kernel/random/boot_id").read_text, "").strip(),
+        device="" if has_cuda else "cpu",
+        driver=soft(Path("/sys/module/nvidia/version").read_text, "").strip(),
+        versions=_versions(),
+        environment=soft(lambda: settings(environ), {}),
+        interfaces=soft(_interfaces, {}),
+        memory_free=soft(lambda: psutil.virtual_memory().available, None),
+        shm_free=soft(lambda: _free_bytes("/dev/shm"), None),
+        limits=_limits(),
+        script=script,
+        script_digest=soft(lambda: _digest(script), "") if script else "",
+        local_rank=identity.local_rank,
+        gpus_visible=None if has_cuda else 0,
+        device_error="" if has_cuda else "this torch is built without CUDA",
+        rdma_devices=soft(lambda: sorted(os.listdir("/sys/class/infiniband")), []),  # noqa: PTH208  # names only
+    )
+
+
+def soft(read: Callable[[], T], unknown: T) -> T:
+    """The result of `read`, or `unknown` if it raises: an inventory must not fail a job."""
+    try:
+        return read()
+    except Exception:
+        return unknown
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of NCCL, torch and gloo. NCCL also reads its files; the environment takes precedence."""
+    found = {name: value for name, value in environ.items() if name.startswith(_SETTINGS) or name in _OTHER_SETTINGS}
+    own = environ.get("NCCL_CONF_FILE") or Path(environ.get("HOME", "~")).expanduser() / ".nccl.conf"
+    for file in (Path(own), Path("/etc/nccl.conf")):
+        found = {**soft(partial(_nccl_file, file), {}), **found}
+    return {name: value[:_VALUE_CHARACTERS] for name, value in sorted(found.items())}
+
+
+def _nccl_file(path: Path) -> dict[str, str]:
+    """Parse lines such as `NCCL_DEBUG=WARN`. A line with # is a comment. NCCL uses the first of a repeated name."""
+    found: dict[str, str] = {}
+    for line in path.read_text().splitlines():
+        name, equals, value = line.partition("=")
+        if equals and name.strip().startswith("NCCL_"):
+            found.setdefault(name.strip(), value.strip())
+    return found
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "torch": soft(lambda: str(torch.__version__), ""),
+        "python": platform.python_version(),
+        "gpuwatch": soft(gpuwatch_version, ""),
+        "cuda": torch.version.cuda or "",
+    }
+    return {name: version for name, version in found.items() if version}
+
+
+def _interfaces() -> dict[str, list[str]]:
+    """IPv4 and IPv6 addresses of the interfaces that are up, as `10.0.0.3/24`."""
+    stats = psutil.net_if_stats()
+    found: dict[str, list[str]] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        if name in stats and stats[name].isup:
+            written = [soft(partial(_with_prefix, each.address, each.netmask), "") for each in addresses]
+            found[name] = [address for address in written if address]
+    return found
+
+
+def _with_prefix(address: str, netmask: str | None) -> str:
+    """Raises ValueError for a hardware address."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    prefix = int(ipaddress.ip_address(netmask)).bit_count() if netmask else parsed.max_prefixlen
+    return f"{parsed}/{prefix}"
+
+
+def _free_bytes(path: str) -> int:
+    room = os.statvfs(path)
+    return room.f_bavail * room.f_frsize
+
+
+def _limits() -> dict[str, int]:
+    found = {name: soft(partial(resource.getrlimit, number), None) for name, number in _LIMITS.items()}
+    known = {name: limits[0] for name, limits in found.items() if limits is not None}
+    if soft(_may_lock_memory, False):
+        known["memlock"] = -1
+    return known
+
+
+def _may_lock_memory() -> bool:
+    """Whether the process has CAP_IPC_LOCK, which lifts the limit. root has it outside of containers."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    effective = next(line.split()[1] for line in lines if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> _CAP_IPC_LOCK & 1)
+
+
+def _digest(script: str) -> str:
+    path = Path(script)
+    if not path.is_file():  # reading a pipe would take its data from Python, and a folder has no digest
+        return ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# The rank's GPU. Reading it initialises CUDA and may hang on a faulty GPU: use a child process with a deadline.
+
+
+class DeviceFacts(msgspec.Struct, frozen=True):
+    """The facts about the GPU in `InventoryFacts`. "" and None mean unknown."""
+
+    device: str = ""
+    """`cuda:3`, or `cpu` for a rank without its own GPU."""
+    device_name: str = ""
+    uuid: str = ""
+    pci_bus: str = ""
+    driver: str = ""
+    nccl: str = ""
+    memory_free: int | None = None
+    memory_total: int | None = None
+    gpus_visible: int | None = None
+    error: str = ""
+
+
+def gather_device(local_rank: int) -> DeviceFacts:
+    """Read the facts of a local rank's GPU, among those in CUDA_VISIBLE_DEVICES.
+
+    Raises torch's error for a GPU that exists but cannot be read.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the reason is read below and becomes a finding
+        error = _why_no_gpu()
+        if error:
+            return DeviceFacts(device="cpu", gpus_visible=0, error=error)
+        visible = torch.cuda.device_count()
+        driver, nccl = soft(_driver, ""), soft(_nccl, "")
+        if local_rank >= visible:
+            return DeviceFacts(device="cpu", gpus_visible=visible, driver=driver, nccl=nccl)
+        properties = torch.cuda.get_device_properties(local_rank)
+        memory = soft(lambda: _memory(local_rank), None)
+        return DeviceFacts(
+            device=f"cuda:{local_rank}",
+            device_name=properties.name,
+            uuid=soft(lambda: device_uuid(local_rank), ""),
+            pci_bus=soft(lambda: _pci_bus(properties), ""),
+            driver=driver,
+            nccl=nccl,
+            memory_free=memory[0] if memory else None,
+            memory_total=memory[1] if memory else None,
+            gpus_visible=visible,
+        )
+
+
+def _memory(ordinal: int) -> tuple[int, int]:
+    """(free, total) bytes. The device is made current first, so that no other device gets a context."""
+    torch.cuda.set_device(ordinal)
+    return torch.cuda.mem_get_info(ordinal)
+
+
+def _why_no_gpu() -> str:
+    """Why CUDA cannot be used: the first line of its error. "" if it can be used."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # torch.cuda.init has no annotations
+    except (
+        Exception
+    ) as error:  # AssertionError, RuntimeError or DeferredCudaCallError: it depends on the cause and the version
+        lines = str(error).strip().splitlines()
+        return lines[0] if lines else type(error).__name__
+    return "" if torch.cuda.device_count() else "no GPU is visible"
+
+
+def device_uuid(ordinal: int) -> str:
+    """`GPU-...` as NVML writes it; `MIG-...` for an instance, of which torch's property may give the whole GPU's."""
+    properties = torch.cuda.get_device_properties(ordinal)
+    if " MIG " in properties.name:
+        return f"MIG-{_driver_uuid(ordinal)}"
+    return f"GPU-{properties.uuid}"
+
+
+def _driver_uuid(ordinal: int) -> str:
+    """The UUID from the driver: cuDeviceGetUuid_v2 (CUDA 11.4) is documented to return that of a MIG instance."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    found = (ctypes.c_ubyte * 16)()
+    status = driver.cuDeviceGetUuid_v2(ctypes.byref(found), ctypes.c_int(ordinal))
+    if status:
+        raise OSError(f"cuDeviceGetUuid_v2 returned {status}")
+    return str(uuid.UUID(bytes=bytes(found)))
+
+
+def _pci_bus(properties: torch._C._CudaDeviceProperties) -> str:
+    """`0000:3b:00.0`, as the kernel and lspci write it. torch has it from 2.7 on."""
+    domain, bus, device = (getattr(properties, f"pci_{part}_id") for part in ("domain", "bus", "device"))
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def _driver() -> str:
+    """NVML's answer, for a system where /sys/module is not readable."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nccl() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch.cuda.nccl has no annotations
+
+
+def with_device(facts: InventoryFacts, found: DeviceFacts) -> InventoryFacts:
+    """The inventory with the facts about its GPU."""
+    versions = {**facts.versions, **({"nccl": found.nccl} if found.nccl else {})}
+    return msgspec.structs.replace(
+        facts,
+        device=found.device,
+        device_name=found.device_name,
+        uuid=found.uuid,
+        pci_bus=found.pci_bus,
+        driver=facts.driver or found.driver,
+        versions=versions,
+        device_memory_free=found.memory_free,
+        device_memory_total=found.memory_total,
+        gpus_visible=found.gpus_visible,
+        device_error=found.error,
+    )

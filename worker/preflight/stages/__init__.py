@@ -1,1 +1,0 @@
-"""What one rank does in each stage of the preflight, in a separate process that can be killed."""

@@ -1,0 +1,192 @@
+"""Which autograd nodes each module call of one forward has made: torch numbers its nodes in the order of their making.
+
+    call of `norm`     nodes 4 to 5     NativeLayerNormBackward0
+    call of `block`    nodes 4 to 9     ..., AddBackward0: the block's own code
+
+Two integers are taken for each call, and the graph itself is looked at only when there is an alarm.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Parameter
+
+from ...core.torch_names import name_in_torch
+from .roots import ModuleInfo
+
+next_node: Callable[[], int] = name_in_torch("torch.autograd._get_sequence_nr", lambda: 0)
+"""The number that the next node of this thread gets."""
+
+
+class NodesOfCall(NamedTuple):
+    """A module call and the numbers of its nodes: from `first` up to, and without, `end`."""
+
+    info: ModuleInfo
+    first: int
+    end: int
+
+
+class GraphCalls:
+    """The calls of one root call, in the order in which they returned."""
+
+    __slots__ = ("_begins", "_innermost", "calls", "page")
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        """Number of the page that has their frames."""
+        self.calls: list[tuple[ModuleInfo, int, int]] = []
+        """As in NodesOfCall. Plain tuples: one is made for every module call."""
+        self._begins: list[int] = []
+        self._innermost: list[NodesOfCall | None] = []
+
+    def innermost(self, number: int) -> NodesOfCall | None:
+        """The innermost call that has made a node; None if none of them has. All calls must have returned."""
+        if not self._begins:
+            self._lay_out()
+        place = bisect_right(self._begins, number) - 1
+        return self._innermost[place] if place >= 0 else None
+
+    def _lay_out(self) -> None:
+        """From which number on which call is the innermost one. Calls lie within each other or apart."""
+        open_: list[NodesOfCall] = []
+        made = [NodesOfCall(*call) for call in reversed(self.calls) if call[1] < call[2]]  # a parent before its child
+        for call in [*sorted(made, key=lambda call: (call.first, -call.end)), None]:
+            while open_ and (call is None or open_[-1].end <= call.first):
+                ended = open_.pop()
+                self._begins.append(ended.end)
+                self._innermost.append(open_[-1] if open_ else None)
+            if call is not None:
+                self._begins.append(call.first)
+                self._innermost.append(call)
+                open_.append(call)
+
+
+class Graph(NamedTuple):
+    """A graph that a backward runs through."""
+
+    roots: tuple[Any, ...]
+    """The nodes at which the backward has begun."""
+    calls: GraphCalls
+    within: Any = None
+    """The node whose own backward has begun it: that of a reentrant activation checkpoint."""
+    kept: bool = False
+    """The backward leaves it as it is, or a part of it: the script may go back through it again."""
+
+
+_ENGINE = name_in_torch("torch.autograd.graph._engine_run_backward")
+"""The function of torch that every backward runs in."""
+
+
+def running_graph(calls: GraphCalls) -> Graph | None:
+    """The graph of the backward that is running; None if it is not known.
+
+    On a device, hooks run in a thread of autograd's own, while the thread that has called it waits.
+    """
+    frames = [sys._getframe(), *sys._current_frames().values()]
+    try:
+        engine = next(filter(None, (_outwards(frame, _runs_the_engine) for frame in frames)), None)
+        if engine is None:
+            return None
+        outputs = engine.f_locals.get("t_outputs", ())
+        roots = tuple(each.grad_fn for each in outputs if getattr(each, "grad_fn", None) is not None)
+        around = _outwards(engine, _runs_a_backward)
+        within = around.f_locals["ctx"] if around is not None else None
+        # of (gradients, retain_graph, create_graph, inputs, ...); a backward to some inputs goes through a part of it
+        kept = any(bool(each) for each in engine.f_locals.get("args", (None, True))[1:4])
+        return Graph(roots, calls, within, kept) if roots else None
+    finally:
+        del frames  # this one is among them, and would keep what they hold
+        engine = around = None
+
+
+def _runs_the_engine(frame: FrameType) -> bool:
+    return frame.f_code is getattr(_ENGINE, "__code__", None)
+
+
+def _runs_a_backward(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "backward" and isinstance(frame.f_locals.get("ctx"), BackwardCFunction)
+
+
+def _outwards(start: FrameType, found: Callable[[FrameType], bool]) -> FrameType | None:
+    frame: FrameType | None = start
+    while frame is not None and not found(frame):
+        frame = frame.f_back
+    return frame
+
+
+# Whether a graph may be kept beyond its batch, until the numbers of its gradients have arrived from a device.
+#
+# A backward frees the tensors that its nodes have saved. What is left of them are names, shapes and edges: about 1 kB a
+# node. Three things would keep memory of the script's alive while the next batch needs it, so that a graph with one of
+# them is let go of when that begins:
+#
+# - the script keeps the graph (retain_graph), or has gone back through a part of it: saved tensors are still there;
+# - a torch.autograd.Function keeps more than plain numbers on its `ctx`: `ctx.x = x` is freed with the node;
+# - a leaf is no parameter: a node holds what a reentrant checkpoint was handed, or an input that has a gradient.
+#
+# To look at all nodes takes about a microsecond for each. A model is looked at once, and again in one of 64 batches.
+
+_AGAIN = 64
+_MOST_KNOWN = 256
+_MOST_NODES = 200_000
+_TORCHS_OWN = re.compile(r"(\w+Backward\d*|AccumulateGrad|torch::autograd::(AccumulateGrad|CopySlices|CopyBackwards))")
+"""Nodes of torch's own. Those of a custom operator in C++ may keep tensors that nobody can see."""
+_PLAIN = (type(None), bool, int, float, complex, str, type, torch.dtype, torch.device, torch.layout, weakref.ref)
+
+
+class GraphHold:
+    """What is known of the graphs of a rank's models."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[bool, int]] = {}
+        """(calls, roots) of a graph -> (whether it may be kept, for how many more graphs like it)."""
+
+    def may_keep(self, graph: Graph) -> bool:
+        """Whether a graph whose backward has ended holds nothing of the script's."""
+        if graph.kept or graph.within is not None:
+            return False
+        key = len(graph.calls.calls), len(graph.roots)
+        may, left = self._known.get(key, (False, 0))
+        if not left:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            may, left = holds_nothing(graph.roots), _AGAIN
+        self._known[key] = may, left - 1
+        return may
+
+
+def holds_nothing(roots: tuple[Any, ...]) -> bool:
+    """Whether no node up to these roots keeps a tensor of the script's after its backward, as far as can be seen."""
+    known = set(roots)
+    left = list(roots)
+    while left:
+        node = left.pop()
+        if isinstance(node, BackwardCFunction):
+            if not all(map(_is_plain, vars(node).values())):
+                return False
+        elif _TORCHS_OWN.fullmatch(node.name()) is None:
+            return False
+        if not isinstance(getattr(node, "variable", None), Parameter | None):
+            return False
+        for used, _ in node.next_functions:
+            if used is not None and used not in known:
+                known.add(used)
+                left.append(used)
+        if len(known) > _MOST_NODES:
+            return False
+    return True
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN) or type(value).__module__.startswith("torch.distributed.")

@@ -1,0 +1,206 @@
+"""Whose own code lies between a bad value of a forward and the tensors that frames show, as autograd's graph has it.
+
+A frame shows what a call was handed and what it returned. What goes from one module to another by an attribute, a list
+that is appended to or a closure, no frame shows, and the module that takes it out looks like its maker:
+
+    x + encoder.kept    x was handed to this call; encoder.kept was made by MulBackward0 of `encoder`, and not returned
+
+The graph is followed from the bad tensor backwards, up to what frames show. While the forward runs, its tensors are at
+hand. When its numbers have come later, from a device, the graph of its backward is, and shapes tell whose a node is.
+Called for the first alarm of a rank alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.events import OwnCode
+from ...core.frames import Frame, Row
+from ...core.roles import RoleKind
+from .autograd_graph import Graph, GraphCalls, NodesOfCall, next_node
+from .leaves import inputs_of, outputs_of
+from .roots import ModuleInfo
+
+_MOST_NODES = 200_000
+_MOST_TOLD = 8
+_CALL = nn.Module._call_impl.__code__
+_KINDS = (RoleKind.INPUT, RoleKind.OUTPUT)
+_NO_TENSORS = ("none", "not_a_tensor")
+
+
+class Shown(NamedTuple):
+    """How many tensors the frames of a page show for the calls of each module, by its name."""
+
+    handed: Mapping[str, int]
+    returned: Mapping[str, int]
+    """Without those that a call inside of it has returned, or that it was handed."""
+
+
+def shown_in(frames: Iterable[Frame]) -> Shown:
+    """Counts what frames show."""
+    handed: Counter[str] = Counter()
+    returned: Counter[str] = Counter()
+    known: set[int] = set()
+    for frame in sorted(frames, key=lambda frame: frame.index):
+        given = [row.value for row in frame.inputs if row.kind not in _NO_TENSORS]
+        handed[frame.module] += len(given)
+        made = [row.value for row in frame.outputs if row.kind not in _NO_TENSORS and row.value not in given]
+        returned[frame.module] += sum(value < 0 or value not in known for value in made)
+        known.update(made)
+    return Shown(handed, returned)
+
+
+def explaining_row(frame: Frame) -> Row | None:
+    """The row that explains an alarm of a forward: a bad argument before what the call returned."""
+    bad = [row for row in frame.rows if not row.finite and row.role_kind in _KINDS]
+    return next((row for row in bad if not row.only_neginf), bad[0] if bad else None)
+
+
+def sources_now(
+    row: Row,
+    named: str,
+    module: nn.Module,
+    hook: CodeType,
+    calls: GraphCalls,
+    running: Sequence[ModuleInfo],
+    shown: Shown,
+) -> list[OwnCode]:
+    """Of a row of a call of `module`, which has this name, in the forward that is running.
+
+    `hook` is the code of the hook that torch has called now; it has the arguments and results of a call that has just
+    returned. That is the call of `module`, or one around it, which showed that the value leads somewhere. `calls` are
+    those that have returned, `running` those that have not, the outermost first. Empty if the graph does not tell.
+    """
+    frame = _outwards(sys._getframe(), hook)
+    if frame is None:
+        return []
+    arguments, returned = inputs_of(frame.f_locals["args"], frame.f_locals["kwargs"]), frame.f_locals["output"]
+    handed = {leaf.grad_fn for _, leaf in arguments if isinstance(leaf, torch.Tensor)} | _arguments(running)
+    end = next_node() + 1
+    closed = {(info.id, first) for info, first, _ in calls.calls}
+    still = [(info, info.first_node, end) for info in running[::-1] if (info.id, info.first_node) not in closed]
+    whole = GraphCalls(calls.page)
+    whole.calls = [*calls.calls, *still]
+    outputs = outputs_of(returned)
+    if frame.f_locals["module"] is not module:
+        roots = [leaf.grad_fn for _, leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+        sources = _Sources(whole, roots, shown, handed)
+        start = sources.node_of(row, named)
+        return sources.of(start) if start is not None else []
+    tensor = next((leaf for role, leaf in [*arguments, *outputs] if role == row.role), None)
+    if not isinstance(tensor, torch.Tensor) or tensor.grad_fn is None:
+        return []
+    exact = Shown({}, shown.returned)  # what this call and those around it were handed is known
+    return _Sources(whole, [tensor.grad_fn], exact, handed).of(tensor.grad_fn)
+
+
+def sources_later(row: Row, module: str, graph: Graph, shown: Shown) -> list[OwnCode]:
+    """Of a row of a call of the module of this name, from the graph of its batch's backward."""
+    sources = _Sources(graph.calls, graph.roots, shown, set())
+    start = sources.node_of(row, module)
+    return sources.of(start) if start is not None else []
+
+
+class _Sources:
+    def __init__(self, calls: GraphCalls, roots: Iterable[Any], shown: Shown, handed: AbstractSet[Any]) -> None:
+        """`roots` are the nodes from which on the graph is known, and `handed` those that are known to be shown."""
+        self._calls = calls
+        self._left: dict[str, set[Any]] = {}
+        """Module -> nodes of its calls that were used outside of them."""
+        self._entered: dict[str, set[Any]] = {}
+        """Module -> nodes from outside that were used in its calls."""
+        for root in roots:
+            made = self._call(root)
+            if made is not None:
+                self._left.setdefault(made.info.name, set()).add(root)
+        for user, used in _edges(roots, frozenset()):
+            self._add(user, used)
+        self._shown = set(handed)
+        for name, nodes in self._left.items():
+            if len(nodes) <= shown.returned.get(name, 0):
+                self._shown |= nodes
+        for name, nodes in self._entered.items():
+            if len(nodes) <= shown.handed.get(name, 0):
+                self._shown |= {node for node in nodes if self._is_of_caller(node, name)}
+
+    def _is_of_caller(self, node: Any, module: str) -> bool:
+        """Whether the own code of a module around made a node, as it makes what it hands to a call."""
+        made = self._call(node)
+        return made is None or made.info.name == "" or module.startswith(f"{made.info.name}.")
+
+    def _add(self, user: Any, used: Any) -> None:
+        made, taken = self._call(used), self._call(user)
+        if made is not None and not _is_in(user, made):
+            self._left.setdefault(made.info.name, set()).add(used)
+        if taken is not None and not _is_in(used, taken):
+            self._entered.setdefault(taken.info.name, set()).add(used)
+
+    def _call(self, node: Any) -> NodesOfCall | None:
+        """The innermost call that made a node."""
+        return self._calls.innermost(node._sequence_nr())
+
+    def node_of(self, row: Row, module: str) -> Any:
+        """The only node that may have made a row's tensor; None if there are several, or none."""
+        nodes = (self._entered if row.role_kind is RoleKind.INPUT else self._left).get(module, set())
+        found = [node for node in nodes if row.shape is not None and tuple(row.shape) in _shapes(node)]
+        return found[0] if len(found) == 1 else None
+
+    def of(self, start: Any) -> list[OwnCode]:
+        """The modules, the earliest first, whose own code lies behind a node."""
+        found = {start, *(used for _, used in _edges([start], self._shown - {start}))}
+        own: dict[str, OwnCode] = {}
+        for node in sorted(found, key=lambda node: node._sequence_nr()):
+            call = self._call(node)
+            if call is not None and not call.info.is_wrapper:
+                own.setdefault(call.info.name, OwnCode(call.info.name, call.info.cls, node.name()))
+        return list(own.values())[:_MOST_TOLD]
+
+
+def _edges(starts: Iterable[Any], stops: AbstractSet[Any]) -> Iterator[tuple[Any, Any]]:
+    """(user, node that it has used) from some nodes backwards, up to leaves and `stops`, without these."""
+    left = list(starts)
+    seen = set(left)
+    while left and len(seen) < _MOST_NODES:
+        user = left.pop()
+        for used, _ in user.next_functions:
+            if used is None or used in stops or getattr(used, "variable", None) is not None:
+                continue
+            yield user, used
+            if used not in seen:
+                seen.add(used)
+                left.append(used)
+
+
+def _is_in(node: Any, call: NodesOfCall) -> bool:
+    return bool(call.first <= node._sequence_nr() < call.end)
+
+
+def _shapes(node: Any) -> list[tuple[int, ...]]:
+    return [tuple(returned.shape) for returned in getattr(node, "_input_metadata", ())]
+
+
+def _arguments(running: Sequence[ModuleInfo]) -> set[Any]:
+    """The nodes that made what the running calls were handed: it will be in their frames."""
+    modules = {id(info.ref()) for info in running}
+    found: set[Any] = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and id(frame.f_locals.get("self")) in modules:
+            leaves = inputs_of(frame.f_locals["args"], frame.f_locals["kwargs"])
+            found |= {leaf.grad_fn for _, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        frame = frame.f_back
+    return found
+
+
+def _outwards(frame: FrameType | None, code: CodeType) -> FrameType | None:
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,560 @@
+"""Calls the judge (core/judge.py) for each notable frame once its numbers are there, and records the result.
+
+A frame of tensors in host memory is judged as soon as it is written. A frame of tensors on a device is judged when its
+numbers have arrived. The frames of a page are judged in the order in which they were written, so the order of arrival
+does not change which row is the first alarm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Set
+from typing import Any, ParamSpec, TypeVar
+
+import numpy
+
+from ...core.errors import ExitCode, OverflowDetected
+from ...core.events import (
+    Absorbed,
+    Anomaly,
+    Fault,
+    Ignored,
+    LedNowhere,
+    LookedAgain,
+    OptimizerStep,
+    ScalerSkip,
+    Warned,
+    Where,
+)
+from ...core.frames import Frame, Mark, Row, module_text
+from ...core.judge import FORWARDS, NAMED_BY_SCRIPT, Judgement, Limits, PageSoFar, ZeroGradients, anomaly_at
+from ...core.recorder import layout
+from ...core.recorder.layout import Field, SegmentField, seal
+from ...core.recorder.own_pages import OwnPages
+from ...core.recorder.page_tables import FRAMES, ROWS, VALUES
+from ...core.recorder.writer import OpenPage
+from ...core.roles import RoleKind, parse_role
+from ...core.text import shown_name
+from ...core.values import PENDING, NonFinite, name_of
+from .collectives import moments
+from .held_alarms import Held, NonFiniteRow
+from .progress import Progress
+from .rows import COUNT_EVERY, Rows
+from .trained import Trained
+
+# Which frames of a page the judge should see: found in its tables at once, so that only those are decoded.
+#
+# A page of a transformer has thousands of rows, and a mask of -inf in nearly every batch.
+
+Mask = Callable[[Any, Any, Any], Any]
+"""(dtype codes, high, meta), arrays of one length -> an array of bool."""
+
+
+def frames_to_judge(
+    own: OwnPages,
+    page: OpenPage,
+    start: int,
+    notable: Mask,
+    arguments: Any,
+    undecided: Set[int] = frozenset(),
+    *,
+    everything: bool,
+) -> tuple[list[int], int]:
+    """(indices of the frames from `start` on with a notable row, index of the first frame that was not looked at).
+
+    That is the first frame with a number that is on its way, unless `everything` that comes is there. `arguments` is an
+    array of bool by slot: a row of one of these is never notable by itself.
+
+    The call around one with a bad value is found as well, finite or not: it decides what becomes of that. `undecided`
+    are the indices of earlier frames with such a value.
+    """
+    segments = list(own.segments(page))
+    values = _values(own, segments)
+    found: list[int] = []
+    end = start
+    waiting: list[tuple[int, int]] = []
+    for head, at in segments:
+        base, count = head[SegmentField.FRAME_BASE], head[SegmentField.FRAMES]
+        skip = max(0, start - base)
+        frames = own.table(at + layout.FRAMES_AT, FRAMES, count)
+        if skip >= count:
+            _around(frames, numpy.isin(frames["index"], list(undecided)), waiting)
+            continue
+        rows = own.table(at + layout.ROWS_AT, ROWS, head[SegmentField.ROWS])
+        stats = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]
+        pending = stats["meta"] == PENDING
+        interesting = notable(rows["dtype"], stats["high"], stats["meta"]) & ~pending
+        interesting &= ~arguments[numpy.minimum(rows["slot"], len(arguments) - 1)]
+        # Sums from the left: a frame has such a row if the sum grows over its rows.
+        sums = numpy.concatenate(([0], numpy.cumsum(interesting))), numpy.concatenate(([0], numpy.cumsum(pending)))
+        first, last = frames["first"].astype(numpy.int64), (frames["first"] + frames["count"]).astype(numpy.int64)
+        has = sums[0][last] > sums[0][first]
+        flagged = interesting & ((stats["meta"] & 0xFF) != 0)
+        flagged = numpy.concatenate(([0], numpy.cumsum(flagged)))
+        bad = (flagged[last] > flagged[first]) & (numpy.arange(count) >= skip)
+        if undecided:
+            bad |= numpy.isin(frames["index"], list(undecided))
+        has |= _around(frames, bad, waiting)
+        has = has[skip:]
+        if not everything:
+            waits = numpy.flatnonzero((sums[1][last] > sums[1][first])[skip:])
+            if len(waits):
+                has = has[: waits[0]]
+                return found + [base + skip + int(place) for place in numpy.flatnonzero(has)], base + skip + int(
+                    waits[0]
+                )
+        found += [base + skip + int(place) for place in numpy.flatnonzero(has)]
+        end = base + count
+    return found, max(start, end)
+
+
+def slots_of_masks(own: OwnPages, page: OpenPage, arguments: Any) -> set[int]:
+    """The slots of arguments in a page that hold -inf, and nothing else that is not finite. `arguments`: as above."""
+    segments = list(own.segments(page))
+    values = _values(own, segments)
+    found: set[int] = set()
+    for head, at in segments:
+        rows = own.table(at + layout.ROWS_AT, ROWS, head[SegmentField.ROWS])
+        meta = values[numpy.minimum(rows["value"].astype(numpy.int64), len(values) - 1)]["meta"]
+        is_mask = (meta != PENDING) & ((meta & 0xFF) == int(NonFinite.NEGINF))
+        slots = rows["slot"][is_mask & arguments[numpy.minimum(rows["slot"], len(arguments) - 1)]]
+        found.update(int(slot) for slot in slots)
+    return found
+
+
+def _around(frames: Any, bad: Any, waiting: list[tuple[int, int]]) -> Any:
+    """An array of bool: the calls around those in `bad`. `waiting` are (parent, depth) of calls of earlier segments."""
+    found = numpy.zeros(len(frames), bool)
+    parents, depths = frames["parent"], frames["depth"]
+    open_ = [(parent, depth, 0) for parent, depth in waiting]
+    open_ += [(int(parents[place]), int(depths[place]), int(place) + 1) for place in numpy.flatnonzero(bad)]
+    waiting.clear()
+    for parent, depth, since in open_:
+        around = numpy.flatnonzero((frames["module"][since:] == parent) | (depths[since:] < depth))
+        if len(around):
+            found[since + around[0]] = True
+        else:
+            waiting.append((parent, depth))
+    return found
+
+
+def _values(own: OwnPages, segments: list[tuple[list[int], int]]) -> Any:
+    """All values of a page by their index, and one behind them that says nothing: for rows without a value."""
+    most = max((head[SegmentField.VALUE_BASE] + head[SegmentField.VALUES] for head, _ in segments), default=0)
+    values = numpy.zeros(most + 1, VALUES)
+    for head, at in segments:
+        base, count = head[SegmentField.VALUE_BASE], head[SegmentField.VALUES]
+        values[base : base + count] = own.table(at + layout.VALUES_AT, VALUES, count)
+    return values
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_MAX_ANOMALIES = 64
+_MAX_WARNED = 256
+_MAX_SCALED = 4096
+_MAX_MOMENTS = 128
+
+
+class _PageJudged:
+    """How far a page has been judged."""
+
+    __slots__ = ("alarmed", "forward_ended", "next", "so_far", "suspicious")
+
+    def __init__(self, at_once: bool) -> None:
+        self.so_far = PageSoFar(at_once=at_once)
+        self.forward_ended = False
+        """No call of its forward returns any more."""
+        self.alarmed = False
+        """The page has its anomaly. Later alarms of the same batch are consequences of it."""
+        self.next = 0
+        """Index of the first frame that has not been judged."""
+        self.suspicious = False
+        """Something notable was found in the page. A later frame may show the same value again."""
+
+
+class Judging:
+    """All judgements of a rank, and whether the job is to end."""
+
+    def __init__(self, progress: Progress, rows: Rows) -> None:
+        settings = progress.settings
+        self._progress = progress
+        self._recorder = progress.recorder
+        self._fields = progress.fields
+        self._rows = rows
+        self._own = OwnPages(progress.recorder)
+        self._sync = settings.sync
+        self._limits = Limits(settings.near_overflow, settings.underflow_share)
+        self.aborts = settings.on_overflow == "abort"
+        """An overflow ends the job."""
+        self.optimizer_of: Callable[[NonFiniteRow], OptimizerStep | None] | None = None
+        """Tells whose step has written a weight."""
+        self.look_again: Callable[[NonFiniteRow], LookedAgain | None] | None = None
+        """Looks at the module of the first alarm once more."""
+        self.pending: Anomaly | None = None
+        """Why the job is to end at the next place where it may."""
+        self._anomalies = 0
+        self.first_alarmed = -1
+        """Number of the page with the first alarm; -1 before it."""
+        self._warned: set[tuple[str, str, str, str]] = set()
+        self._zeros = ZeroGradients(math.lcm(COUNT_EVERY, max(1, settings.every)))
+        self._hidden: set[tuple[str, str, str]] = set()
+        self._absorbed: set[tuple[str, str, str]] = set()
+        self._scaled: list[NonFiniteRow] = []
+        self._late: dict[int, OpenPage] = {}
+        """Page number -> page, for pages with numbers that have not arrived."""
+        self._to_judge: set[int] = set()
+        """Numbers of those pages in which something notable was found."""
+        self._recorded_note = ""
+        """The last note of the device buffer that was recorded."""
+        self._graph_fault_recorded = False
+        self.on_bad_weight: Callable[[OpenPage, Frame, str], None] | None = None
+        """Called with (page, frame, role) for a weight that a step made non-finite, before its alarm is recorded."""
+        self.collect_passed: Callable[[], None] = lambda: None
+        """Tells of what has passed between ranks, as far as its numbers have arrived."""
+        self.learn_masks: Callable[[OwnPages, OpenPage], None] = lambda own, page: None
+        """Called with a page in which numbers of a device have arrived that are not finite."""
+        self.held: Held | None = None
+        """What is no alarm yet; None with --sync."""
+        rows.expect = self.expect
+
+    def hold_with(self, trained: Trained, has_run: Callable[[int], bool]) -> None:
+        """Bad values that lead nowhere are held back from an alarm, as far as `trained` and `has_run` know."""
+        if not self._sync:
+            gradients = "grads" in self._progress.settings.watch
+            step = lambda: self._progress.step  # noqa: E731
+            self.held = Held(trained, self.alarm, self._led_nowhere, has_run, step, with_gradients=gradients)
+
+    # -- frames -------------------------------------------------------------------------------------------------
+
+    def expect(self, page: OpenPage) -> None:
+        """A value was added to `page` whose numbers arrive later."""
+        self._late[page.number] = page
+
+    def waits_for(self, page: int) -> bool:
+        """Whether numbers of the page of this number are outstanding."""
+        return page in self._late
+
+    def suspects(self, page: OpenPage) -> bool:
+        """Whether every further frame of a page must be judged."""
+        if page.judged is None:
+            return False
+        judged = self._judged(page)
+        return judged.suspicious or bool(judged.so_far.bad.undecided)
+
+    def judge(self, page: OpenPage, index: int) -> None:
+        """Judge the notable frame `index`: now, or when the outstanding numbers of its page have arrived."""
+        if page.number in self._late:
+            self._to_judge.add(page.number)
+            self.collect()
+            return
+        judged, frame = self._judged(page), self._own.frame(page, index)
+        if frame is None:
+            return
+        if not judged.so_far.bad.undecided:
+            self._judge(page, judged, frame)
+        elif self._sync or frame.phase not in FORWARDS:
+            self._advance(page, everything=True)  # frames that the native writer wrote since come first
+        # else it is judged when the forward returns, after the frames in front of it
+
+    def forward_ends(self, page: OpenPage) -> None:
+        """A forward, or a part of one that is run again, has returned or raised: nothing of it is undecided any more.
+
+        The native writer has written frames after a notable one: they may show the same values again.
+        """
+        late = page.number in self._late
+        if page.judged is None and not late:
+            return
+        judged = self._judged(page)
+        judged.forward_ended = True
+        if not late:
+            if self.suspects(page):
+                self._advance(page, everything=True)
+            self._decide(page, judged)
+
+    def _decide(self, page: OpenPage, judged: _PageJudged) -> None:
+        """What is undecided leads somewhere, as far as can be known."""
+        found = judged.so_far.end() if judged.forward_ended else None
+        if found is not None and found.alarm is not None and found.of is not None:
+            self.alarm(NonFiniteRow(page, found.of, found.alarm))
+
+    def judge_again(self, page: OpenPage, index: int) -> Judgement:
+        """Judge one frame by itself, without recording anything. Its numbers must have arrived."""
+        frame = self._own.frame(page, index)
+        return PageSoFar().judge(frame) if frame is not None else Judgement()
+
+    def frames_of(self, page: OpenPage) -> list[Frame]:
+        """The frames of a page that the ring still holds."""
+        return self._own.frames(page)
+
+    def weights_up_to(self, page: OpenPage, index: int) -> dict[tuple[str, str], tuple[float, float, int]]:
+        """(module, role) -> (abs min, abs max, flags) of the finite weights in the frames of a page up to `index`."""
+        frames = [frame for each in range(index + 1) if (frame := self._own.frame(page, each)) is not None]
+        return {
+            (frame.module, row.role): (row.abs_min, row.abs_max, row.flags)
+            for frame in frames
+            for row in frame.weights
+            if row.finite and row.abs_min is not None and row.abs_max is not None
+        }
+
+    def _judged(self, page: OpenPage) -> _PageJudged:
+        judged = page.judged
+        if judged is None:
+            judged = page.judged = _PageJudged(self._sync)
+        assert isinstance(judged, _PageJudged)
+        return judged
+
+    def collect(self) -> bool:
+        """Judge the frames whose numbers have arrived. True when no number is outstanding. Does not wait."""
+        with self._progress.lock:
+            return self._collect()
+
+    def _collect(self) -> bool:
+        buffer = self._rows.device_buffer
+        unseen = self._rows.captured_unseen or (buffer is not None and buffer.not_seen_in_graphs > 0)
+        if unseen and not self._graph_fault_recorded:
+            self._graph_fault_recorded = True
+            message = "graph: not seen. A CUDA graph was captured, and what its replays compute is not read"
+            self._recorder.append(Fault(self._progress.where(), "graph", message))
+        if buffer is None:
+            return True
+        if buffer.note != self._recorded_note:
+            self._recorded_note = buffer.note
+            self._recorder.append(Fault(self._progress.where(), "device note", buffer.note))
+        self.collect_passed()
+        for number in buffer.collect():
+            if number in self._late:
+                self._to_judge.add(number)
+                self._judged(self._late[number]).suspicious = True
+                self.learn_masks(self._own, self._late[number])
+        self._to_judge |= {number for number, page in self._late.items() if self.suspects(page)}
+        arrived = {number for number in self._late if not buffer.pending(number)}
+        for number in sorted(self._to_judge):
+            page = self._late.get(number)
+            if page is not None:
+                self._advance(page, everything=number in arrived)
+                if number in arrived:
+                    self._decide(page, self._judged(page))
+        for number in arrived:
+            del self._late[number]
+        self._to_judge &= self._late.keys()
+        return not self._late
+
+    def finish(self) -> None:
+        """Wait for all outstanding numbers and judge them."""
+        buffer = self._rows.device_buffer
+        if buffer is not None and self._late:
+            with self._progress.lock:
+                buffer.finish()
+                self._collect()
+
+    def _advance(self, page: OpenPage, *, everything: bool) -> None:
+        """Judge the next frames of a page, up to the first one with outstanding numbers.
+
+        `everything`: no number of the page is outstanding, so those that are still missing were lost.
+        """
+        judged = self._judged(page)
+        bad = judged.so_far.bad
+        around_is_known = False
+        while not around_is_known:
+            around_is_known = True
+            found, end = self._to_be_judged(page, judged, everything=everything)
+            for index in found:
+                frame = self._own.frame(page, index)
+                if frame is None:
+                    continue
+                self._judge(page, judged, frame)
+                if any(each.within is frame for each in bad.undecided) and all(row.finite for row in frame.outputs):
+                    around_is_known = False  # what it returned says nothing: the call around it decides
+                    break
+        judged.next = max(judged.next, end)
+
+    def _to_be_judged(self, page: OpenPage, judged: _PageJudged, *, everything: bool) -> tuple[list[int], int]:
+        undecided = {each.within.index for each in judged.so_far.bad.undecided}
+        notable, arguments = self._rows.notable.rows, self._rows.argument_slots
+        return frames_to_judge(self._own, page, judged.next, notable, arguments, undecided, everything=everything)
+
+    def _judge(self, page: OpenPage, judged: _PageJudged, frame: Frame) -> None:
+        judged.next = frame.index + 1
+        found = judged.so_far.judge(frame, self._limits)
+        for row in found.hidden:
+            self._hide(NonFiniteRow(page, frame, row))
+        for kind, row in found.warnings:
+            if kind == "zero":
+                root = self._recorder.names.root_label(page.root)
+                if not self._zeros.has_vanished(root, frame.module, row.role, page.batch):
+                    continue
+                kind = "underflow"
+            self._warn(kind, page, frame, row)
+        if found.scaled is not None and len(self._scaled) < _MAX_SCALED:
+            self._scaled.append(NonFiniteRow(page, frame, found.scaled))
+        for bad in found.absorbed:
+            why: LedNowhere = "" if bad.out_of_mask else "taken away"
+            self._led_nowhere(NonFiniteRow(page, bad.frame, bad.row), why, frame.module)
+        if found.alarm is not None:
+            bad_row = NonFiniteRow(page, found.of or frame, found.alarm)
+            if not judged.alarmed and self._is_held_back(bad_row, frame):
+                return
+            if frame.phase == "optimizer" and found.of is None and not judged.alarmed:
+                where = self._progress.where_of(page, frame)
+                self._asked("the weights of a step", where, self.on_bad_weight, page, frame, found.alarm.role)
+            self.alarm(bad_row)
+
+    def _is_held_back(self, bad: NonFiniteRow, decided_by: Frame) -> bool:
+        """Whether it leads nowhere, as far as is known now."""
+        if self.held is None:
+            return False
+        if bad.row.role_kind is RoleKind.WEIGHT and all(row.finite for row in bad.frame.outputs):
+            raised = decided_by.phase in FORWARDS and not decided_by.outputs
+            return not raised and self.held.weight(bad)
+        if decided_by.phase == "forward" and decided_by.parent is None and decided_by.cls != NAMED_BY_SCRIPT:
+            return self.held.returned(bad, decided_by)
+        return False
+
+    # -- non-finite ---------------------------------------------------------------------------------------------
+
+    def alarm(self, bad: NonFiniteRow, cause: str = "") -> None:
+        """Record the first alarm of a page, and no later one."""
+        judged = self._judged(bad.page)
+        if judged.alarmed:
+            return
+        judged.alarmed = True
+        earlier = self.held.cause_of(bad) if self.held is not None else None
+        if earlier is not None:
+            self.alarm(earlier)
+        if not cause and bad.row.mark & Mark.SKIPPED:
+            cause = f"not looked into: --every {self._progress.settings.every}"
+        where = self._progress.where_of(bad.page, bad.frame)
+        stepped = (
+            self._asked("the step of a weight", where, self.optimizer_of, bad)
+            if bad.frame.phase == "optimizer"
+            else None
+        )
+        again = None
+        if not self._anomalies:
+            self.first_alarmed = bad.page.number
+            again = self._asked("a second look", where, self.look_again, bad)
+        anomaly = anomaly_at(
+            where,
+            bad.frame,
+            bad.row,
+            aborts=self.aborts,
+            cause=cause,
+            optimizer=stepped,
+            again=again,
+            moments=moments(_MAX_MOMENTS, where.seq) if not self._anomalies else (),
+        )
+        self._anomalies += 1
+        if self._anomalies <= _MAX_ANOMALIES:
+            self._recorder.append(anomaly)
+        else:  # the training goes on with nan in every batch: only the first anomalies matter
+            self._fields[Field.RECORDS_LOST] += 1
+        if anomaly.aborts and self.pending is None:
+            self.pending = anomaly
+
+    def _asked(
+        self, what: str, where: Where, ask: Callable[_P, _T] | None, *args: _P.args, **named: _P.kwargs
+    ) -> _T | None:
+        """What a part of the worker says about an alarm at `where`. If it fails, the alarm is recorded without it."""
+        try:
+            return ask(*args, **named) if ask is not None else None
+        except Exception as error:
+            message = f"the alarm is recorded without it: {type(error).__name__}: {error}"
+            self._recorder.append(Fault(where, what, message))
+            return None
+
+    def _hide(self, bad: NonFiniteRow) -> None:
+        """Count a row that an --ignore rule covers, and record an event for the first of its module and role."""
+        self._fields[Field.IGNORED] += 1
+        page, frame, row = bad
+        root = self._recorder.names.root_label(page.root)
+        key = (root, frame.module, row.role)
+        if key not in self._hidden:
+            self._hidden.add(key)
+            rule = self._rows.rule_for(frame.module, row.role)
+            where = self._progress.where_of(page, frame)
+            self._recorder.append(Ignored(where, rule, frame.module, row.role, name_of(NonFinite(row.flags))))
+
+    def _led_nowhere(self, bad: NonFiniteRow, why: LedNowhere, by: str = "") -> None:
+        """Count a bad value that led nowhere, and record an event for the first of its module and role.
+
+        `by`: the module that has taken it away.
+        """
+        self._fields[Field.ABSORBED] += 1
+        page, frame, row = bad
+        key = (self._recorder.names.root_label(page.root), frame.module, row.role)
+        if key in self._absorbed or len(self._absorbed) >= _MAX_WARNED:
+            return
+        self._absorbed.add(key)
+        where, value = self._progress.where_of(page, frame), name_of(NonFinite(row.flags))
+        self._recorder.append(Absorbed(where, frame.module, frame.cls, row.role, value, row.dtype, by, why))
+
+    def take_scaled(self, step: int) -> NonFiniteRow | None:
+        """The first bad gradient that a GradScaler was to catch up to optimizer step `step`. Forgets all of them."""
+        taken = [bad for bad in self._scaled if bad.page.step <= step]
+        self._scaled = [bad for bad in self._scaled if bad.page.step > step]
+        return taken[0] if taken else None
+
+    def is_late(self, step: int) -> bool:
+        """Whether numbers of a batch up to optimizer step `step` are outstanding."""
+        return any(page.step <= step for page in self._late.values())
+
+    def skipped(self, bad: NonFiniteRow | None, scale: float, in_a_row: int) -> None:
+        """Record that a GradScaler has skipped a step because of `bad`."""
+        where = self._progress.where_of(bad.page, bad.frame) if bad is not None else self._progress.where()
+        if bad is None:
+            self._recorder.append(ScalerSkip(where, scale, in_a_row))
+            return
+        value = name_of(NonFinite(bad.row.flags))
+        frame = bad.frame
+        self._recorder.append(ScalerSkip(where, scale, in_a_row, frame.module, frame.cls, bad.row.role, value))
+
+    def raise_pending(self) -> None:
+        """Raise OverflowDetected if an anomaly is to end the job."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            self._fields[Field.ABORT] = seal(ExitCode.OVERFLOW)
+            raise OverflowDetected(sentence(pending, launched=bool(self._progress.settings.recorder_dir)))
+
+    # -- near overflow and underflow ----------------------------------------------------------------------------
+
+    def _warn(self, kind: str, page: OpenPage, frame: Frame, row: Row) -> None:
+        self._fields[Field.WARNED] += 1
+        key = (kind, self._recorder.names.root_label(page.root), frame.module, row.role)
+        if key in self._warned or len(self._warned) >= _MAX_WARNED:
+            return
+        self._warned.add(key)
+        where = self._progress.where_of(page, frame)
+        self._recorder.append(
+            Warned(
+                where,
+                kind,
+                frame.module,
+                frame.cls,
+                frame.phase,
+                row.role,
+                row.dtype,
+                row.abs_max,
+                row.headroom,
+                row.zeros,
+                row.subnormals,
+            )
+        )
+
+
+_LAUNCHED = (
+    "the combined report follows when all ranks have ended. To go on training after an overflow: --on-overflow continue"
+)
+_ALONE = 'report() of the watch shows the frames. To go on training after an overflow: on_overflow="continue"'
+
+
+def sentence(anomaly: Anomaly, *, launched: bool = True) -> str:
+    """The message of the failing rank's OverflowDetected. `launched`: the run has a launcher, and a report."""
+    module = module_text(anomaly.module, anomaly.cls)
+    cause = f" ({anomaly.cause})" if anomaly.cause else ""
+    is_output = parse_role(anomaly.role).kind is RoleKind.OUTPUT
+    handed = ", which was handed a non-finite input" if is_output and not anomaly.inputs_finite else ""
+    return (
+        f"gpuwatch: rank {anomaly.where.rank}: {anomaly.value} in {shown_name(anomaly.role)} of {module}{handed}, "
+        f"{anomaly.phase} of batch {anomaly.where.batch}{cause}; {_LAUNCHED if launched else _ALONE}"
+    )

@@ -1,0 +1,319 @@
+"""`gpuwatch.watch(model)`: the hooks without the launcher, for a script or a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, get_args
+
+import msgspec
+
+from ..core.events import Anomaly, Definition, ScalerSkip, Warned, Where, WorkerEvent, WorkerExit
+from ..core.frames import Frame, Page, format_frames
+from ..core.judge import anomaly_of_page
+from ..core.recorder.own_files import OwnDescriptor
+from ..core.recorder.pages import Names, decode_page
+from ..core.recorder.reader import RecorderReader
+from ..core.recorder.writer import RecorderWriter
+from ..core.settings import OnOverflow, Watched, WorkerSettings
+from ..core.wire.messages import AgentBody, Beat, Bye, Definitions, EventMessage, Hello, PageMessage, RankState
+from .record.collectives import ranks
+from .session import SETTLE_S, current_hooks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..collector.report.model import Verdict
+    from .hooks.forward import Hooks
+
+
+# The folder of a recorder without a launcher. The next one on the host removes it if its owner was killed.
+
+_PREFIX = "gpuwatch-watch-"
+_LOCK = "lock"
+_YOUNG_S = 60.0
+"""A folder without a lock may be one that is being made."""
+
+
+class OwnFolder:
+    """A folder that this process holds a lock in. The kernel frees the lock when the process ends, however it ends."""
+
+    def __init__(self, base: str | None) -> None:
+        """Remove what killed processes have left in `base` (None: the system's temporary folder), then make one."""
+        self._pid = os.getpid()
+        parent = Path(base or tempfile.gettempdir())
+        for left in parent.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):
+                _remove_if_free(left)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+        new = self.path / f".{_LOCK}"
+        self._lock: OwnDescriptor | None = OwnDescriptor(new, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._lock.number, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)  # whoever sees a lock file sees it locked
+
+    def remove(self) -> None:
+        """Remove it, and let go of the lock. Does nothing in a forked child, and nothing a second time."""
+        if os.getpid() != self._pid or self._lock is None:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, None
+        lock.close()
+
+
+def _remove_if_free(folder: Path) -> None:
+    if folder.stat().st_uid != os.getuid():
+        return
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        if time.time() - folder.stat().st_mtime > _YOUNG_S:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its owner lives
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+# The verdict over one process: the collector's own decision, made of what this process's recorder holds.
+
+
+def verdict_of(
+    state: RankState, definitions: Iterable[Definition], events: Iterable[WorkerEvent], pages: Iterable[PageMessage]
+) -> Verdict:
+    """What is known of this process so far. The other ranks of its process group, if it has one, are not known."""
+    # the one place in a worker that asks the collector: a script without a launcher has nobody else to ask
+    from ..collector.decide.decide import decide
+    from ..collector.facts.fold import fold
+
+    messages = _messages(state, definitions, events, pages)
+    return decide(fold(("process", number, body) for number, body in enumerate(messages)))
+
+
+def _messages(
+    state: RankState, definitions: Iterable[Definition], events: Iterable[WorkerEvent], pages: Iterable[PageMessage]
+) -> Iterator[AgentBody]:
+    happened = list(events)
+    members = ranks() if any(isinstance(event, Anomaly) for event in happened) else 1
+    yield Hello("process", socket.gethostname(), state.pid, members, 1, 1, [], {}, "")
+    yield Definitions(state.rank, state.attempt, list(definitions))
+    yield from map(EventMessage, happened)
+    held = list(pages)
+    yield from held
+    last = held[-1].number if held else -1
+    where = Where(state.rank, state.attempt, state.step, state.batch, page=last, seq=state.seq)
+    yield EventMessage(WorkerExit(where, 0, "itself", "script"))
+    yield Beat([_as_last(state)], {})
+    yield Bye("ok")
+
+
+def _as_last(state: RankState) -> RankState:
+    """The state as if nothing came after it: a verdict is about what has been seen so far."""
+    hooks = state.hooks if state.hooks == "detached" else "attached"
+    return msgspec.structs.replace(state, final=True, left=True, hooks=hooks, world_size=0)
+
+
+def rank_here() -> int | None:
+    """This process's rank in torch.distributed; None outside of a process group."""
+    import torch  # not when the name `watch` is imported
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return None
+
+
+class Watch:
+    """A watched model. A context manager that removes its hooks at the end.
+
+    Under `gpuwatch launch` the run already watches every model. The handle then reads the run's recorder.
+    """
+
+    def __init__(self, hooks: Hooks, recorder: RecorderWriter, *, owned: bool) -> None:
+        self._hooks = hooks
+        self._recorder = recorder
+        self._owned = owned
+        """The hooks belong to this handle, which removes them. A run's do not."""
+        self._reader = RecorderReader(recorder.path)
+        self._names = Names()
+        self._definitions: list[Definition] = []
+        self._events: list[WorkerEvent] = []
+        self._closed = False
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the hooks. The recording can still be read. A second call does nothing."""
+        if self._closed or not self._owned:
+            return
+        self._closed = True
+        if os.getpid() == self._pid:  # a forked child leaves its parent's recorder alone
+            _wait_for_device(self._hooks.settle)
+        self._hooks.detach()
+
+    # -- what was recorded --------------------------------------------------------------------------------------
+
+    @property
+    def events(self) -> list[WorkerEvent]:
+        """All events, in order."""
+        self._read()
+        return list(self._events)
+
+    @property
+    def anomalies(self) -> list[Anomaly]:
+        """The first non-finite value of each batch that had one."""
+        return [event for event in self.events if isinstance(event, Anomaly)]
+
+    @property
+    def warnings(self) -> list[Warned]:
+        """The first value near overflow or in underflow of each module and role."""
+        return [event for event in self.events if isinstance(event, Warned)]
+
+    @property
+    def skips(self) -> list[ScalerSkip]:
+        """Optimizer steps that a GradScaler has skipped."""
+        return [event for event in self.events if isinstance(event, ScalerSkip)]
+
+    def pages(self) -> Iterator[Page]:
+        """The batches that the recorder still holds, oldest first."""
+        self._read()
+        for held in self._reader.held():
+            message = self._reader.page(held.number)
+            if message is not None:
+                yield decode_page(message, self._names)
+
+    def frames(self, batch: int | None = None) -> list[Frame]:
+        """All frames of one batch; of the last batch by default."""
+        pages = [page for page in self.pages() if batch is None or page.batch == batch]
+        return pages[-1].frames if pages else []
+
+    def report(self, max_frames: int = 21) -> str:
+        """The verdict's statement, then the frames up to the first bad row: `abs min  abs max  metadata`."""
+        statement = self.verdict().statement
+        for page in self.pages():
+            anomaly = anomaly_of_page(page)
+            if anomaly is not None:
+                shown = [frame for frame in page.frames if frame.index <= anomaly.frame][-max_frames:]
+                return f"{statement}\n{format_frames(shown)}"
+        return statement
+
+    def verdict(self) -> Verdict:
+        """What `gpuwatch report` would say of this process alone, from what its recorder still holds.
+
+        `verdict().statement` is one sentence, `.certainty` is established, supported or unknown; the other fields are
+        those of report.json's verdict. Numbers that are still on a device are waited for, up to 2 seconds.
+        """
+        if not self._closed and os.getpid() == self._pid:
+            self._hooks.put_back()
+            _wait_for_device(self._hooks.collect)
+        self._read()
+        pages = (self._reader.page(held.number) for held in self._reader.held())
+        state = self._reader.state()
+        return verdict_of(state, self._definitions, self._events, [page for page in pages if page is not None])
+
+    def _read(self) -> None:
+        definitions, events = self._reader.new_entries()
+        self._names.add(definitions)
+        self._definitions += definitions
+        self._events += events
+
+
+def _wait_for_device(collect: Callable[[], bool]) -> None:
+    """Numbers that are on their way from a device are judged once they are there: wait a moment for them."""
+    deadline = time.monotonic() + SETTLE_S
+    while not collect() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def watch(
+    model: nn.Module | None = None,
+    *,
+    watch: Iterable[Watched] = ("forward", "grads", "weights", "comms"),
+    modules: Iterable[str] = (),
+    every: int = 1,
+    on_overflow: OnOverflow = "abort",
+    sync: bool = False,
+    guard_optimizer: bool = False,
+    ignore: Iterable[str] = (),
+    near_overflow: float = 1.0,
+    underflow_share: float = 0.1,
+    scaler_skips: int = 12,
+    state_every: int = 50,
+) -> Watch:
+    """Watch a model, or, with None, every model of this process. Returns a handle, which is also a context manager.
+
+    The keywords are the options of `gpuwatch launch`. With `on_overflow="abort"`, OverflowDetected is raised at the end
+    of the forward, or before the optimizer step, in which something became inf or nan. With "continue" the overflow is
+    only listed in `anomalies`. In a rank that `gpuwatch launch` watches, the run's settings apply and the keywords have
+    no effect. Raises ValueError for an invalid keyword.
+    """
+    from .hooks.forward import Hooks
+
+    running = current_hooks()
+    if running is not None:
+        return Watch(running, running.progress.recorder, owned=False)
+    if every < 1:
+        raise ValueError(f"expected every=1 or more, found every={every}")
+    if state_every < 0:
+        raise ValueError(f"expected state_every=0 (never) or more, found state_every={state_every}")
+    unknown = set(watch) - set(get_args(Watched))
+    if unknown or on_overflow not in ("abort", "continue"):
+        raise ValueError(
+            "expected watch= of forward, grads, weights, comms and on_overflow= abort or continue, "
+            f"found {watch!r}, {on_overflow!r}"
+        )
+    settings = WorkerSettings(
+        recorder_dir="",
+        on_overflow=on_overflow,
+        watch=tuple(watch),
+        modules=list(modules),
+        every=every,
+        sync=sync,
+        guard_optimizer=guard_optimizer,
+        ignore=list(ignore),
+        near_overflow=near_overflow,
+        underflow_share=underflow_share,
+        scaler_skips=scaler_skips,
+        state_every=state_every,
+    )
+    folder = OwnFolder(_shared_memory())
+    rank = rank_here()
+    if rank is None:
+        rank = int(os.environ.get("RANK", "0"))
+    try:
+        recorder = RecorderWriter(folder.path / "recorder", rank=rank, local_rank=0, world_size=1, attempt=0)
+        hooks = Hooks(recorder, settings, rank, only=model)
+    except BaseException:
+        folder.remove()
+        raise
+    # bound to the hooks, which the modules hold: the script need not keep the handle
+    weakref.finalize(hooks, folder.remove)
+    hooks.attach()
+    return Watch(hooks, recorder, owned=True)
+
+
+def _shared_memory() -> str | None:
+    """/dev/shm if it is writable, so that nothing is written to a disk; else None."""
+    with contextlib.suppress(OSError):
+        if os.access("/dev/shm", os.W_OK):
+            return "/dev/shm"
+    return None
