@@ -51,7 +51,8 @@ ALL = (
 )
 SHORT = (
     (
-        "tests/core",
+        "tests/core/test_torch_names.py",
+        "tests/core/test_torch_notes.py",
         "tests/worker/hooks/test_global_hooks.py",
         "tests/worker/hooks/test_forward.py",
         "tests/worker/hooks/test_collectives.py",
