@@ -1,6 +1,7 @@
 """The question that gpuwatch exists for: which rank and module was first."""
 
 import json
+import signal
 
 import pytest
 from gpuwatch.core.errors import RANK_OVERFLOW
@@ -46,7 +47,8 @@ def test_the_rank_the_module_and_the_batch_are_named(bench, nproc, rank, batch):
     assert verdict["between"] is None
     assert verdict["concurrent"] == []
     assert {entry["rank"] for entry in verdict["cascade"]} == set(range(nproc)) - {rank}
-    assert run.report["ranks"][rank]["exit"] == RANK_OVERFLOW
+    # as on a device, another rank may meet what came of it before: torchrun then ends the rank that was first
+    assert run.report["ranks"][rank]["exit"] in (RANK_OVERFLOW, -signal.SIGTERM)
     assert verdict["statement"] in run.stderr.replace("\n", " ")
     ranks = run.report["ranks"]
     assert [entry["rank"] for entry in ranks] == list(range(nproc))
