@@ -263,8 +263,12 @@ class Hooks:
         return self._scalers.collect() and everything
 
     def collect(self) -> bool:
-        """Judge what has arrived of what was recorded so far. True when no number is outstanding. Does not wait."""
+        """Judge what has arrived of what was recorded so far. True when no number is outstanding. Does not wait.
+
+        What was read on a device since the last batch is sent off first: no other batch may come.
+        """
         with self._lock:
+            self.rows.flush()
             everything = self.judging.collect()
             return self._scalers.collect() and everything
 
